@@ -1,7 +1,8 @@
 """Everything that has a package here can be added as one file and one line, and the quick guard then runs it.
 
-Each test writes a module `toy` into an empty folder. The line is its import, in a script that is the command line of
-this project otherwise: what an import adds is there in the guard's processes, too.
+Each toy is a module of its own in an empty folder. Its line is its import, in a script that is the command line of this
+project otherwise: what an import adds is there in the guard's processes, too. One process runs all of it: that of the
+imports and of the traffic's design would be most of the time of several.
 """
 
 from __future__ import annotations
@@ -10,10 +11,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -21,53 +21,58 @@ from hybrid_kv.results import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = """
-from {module} import main
+import io, json, sys
+from contextlib import redirect_stderr, redirect_stdout
+from hybrid_kv.cli import main as guard
 from hybrid_kv.errors import run_command
 
-{line}
+LINES
+
+def ran(main, *arguments):
+    sys.argv[1:] = arguments
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        try:
+            run_command(main)
+        except SystemExit as left:
+            return left.code, out.getvalue(), err.getvalue()
 
 if __name__ == "__main__":
-    run_command(main)
+    from bench.__main__ import main as bench
+    runs = json.load(open("runs.json"))
+    json.dump({name: ran(*(globals()[main], *rest)) for name, (main, *rest) in runs.items()}, open("ran.json", "w"))
 """
-# A few rows of the design that have drafts. The layout is played in all of its rows, and by workers.
-FEW = ("--only", "drafts=boundary", "--jobs", "1")
-Guard = Callable[..., list[dict[str, Any]]]
+GUARD = ("guard", "guard", "--quick", "--json", "--jobs")
+BENCH = ("bench", "--quick", "--suite")
+RUNS = {
+    # The rows of the design that have both.
+    "mode and scheme": (*GUARD, "1", "--only", "mode=prompts only", "--only", "scheme=eager"),
+    "layout": (*GUARD, "1", "--only", "layers=Q*"),
+    "family": (*GUARD, "1", "--only", "family=tiny_mamba"),
+    # Two sections, so that each runs in a process of its own.
+    "check": (*GUARD, "2", "-k", "pool", "-k", "eviction"),
+    "benchmark": (*BENCH, "sums", "--out", "rows.csv"),
+    "wrong benchmark": (*BENCH, "wrong_sums"),
+}
+
+
+class Ran(NamedTuple):
+    """How one command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def checks(self) -> list[dict[str, Any]]:
+        """Of a guard, all of which passed."""
+        assert self.code == 0, self.err[-2000:] + self.out[-5000:]
+        checks: list[dict[str, Any]] = json.loads(self.out)["checks"]
+        return checks
 
 
 def example(page: str) -> str:
     """The first module of Python in a page of the documentation."""
     return (ROOT / "docs" / page).read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
-
-
-@pytest.fixture
-def command(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Writes the toy, adds the line and runs a command in the folder of both."""
-
-    def run(
-        toy: str, *arguments: str, name: str = "toy", line: str = "import toy", module: str = "hybrid_kv.cli"
-    ) -> subprocess.CompletedProcess[str]:
-        (tmp_path / f"{name}.py").write_text(dedent(toy))
-        (tmp_path / "script.py").write_text(SCRIPT.format(module=module, line=line))
-        path = os.pathsep.join([str(ROOT), *sys.path])
-        return subprocess.run(
-            [sys.executable, "script.py", *arguments], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-
-    return run
-
-
-@pytest.fixture
-def guard(command: Callable[..., subprocess.CompletedProcess[str]]) -> Guard:
-    """The checks of a quick guard that knows a toy and keeps to the given options; all of them passed."""
-
-    def run(toy: str, *arguments: str) -> list[dict[str, Any]]:
-        ran = command(toy, "guard", "--quick", "--json", *arguments)
-        assert ran.returncode == 0, ran.stderr[-2000:] + ran.stdout[-5000:]
-        checks: list[dict[str, Any]] = json.loads(ran.stdout)["checks"]
-        return checks
-
-    return run
 
 
 def drawn(checks: list[dict[str, Any]]) -> dict[str, int]:
@@ -151,53 +156,72 @@ WRITER = """
 """
 
 
-def test_a_mode_is_one_file_and_one_line(guard: Guard) -> None:
-    seen = drawn(guard(example("adding-a-mode.md"), "--only", "mode=prompts only", *FEW))
-    assert seen["hit_prompts only"] and seen["accepted_draft"] and seen["preemption"] and seen["sanitized"]
+LAYOUT = """
+    from hybrid_kv.models.exact import PARTS
+
+    PARTS["Q"] = (2, 3)  # windows, states
+"""
 
 
-def test_an_rollback_scheme_is_one_file_and_one_line(guard: Guard) -> None:
-    seen = drawn(guard(SCHEME, "--only", "scheme=eager", *FEW))
-    assert seen["accepted_draft"] and seen["rejected_draft"] and seen["preemption"] and seen["sanitized"]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the toys lie, `RUNS` have run and `ran.json` says how they ended."""
+    folder = tmp_path_factory.mktemp("toys")
+    family = example("adding-a-family.md").replace("build=Tiny,", f"build=Tiny, sizes={{'tiny': {TINY}}},")
+    benchmark = example("adding-a-benchmark.md")
+    toys = {
+        "mode": example("adding-a-mode.md"), "scheme": dedent(SCHEME), "layout": dedent(LAYOUT),
+        "family": family + dedent(WRITER), "check": example("adding-a-check.md"),
+    }  # fmt: skip
+    lines = ["import bench as package; package.__path__.append('.')", *(f"import toy_{name}" for name in toys)]
+    files = {f"toy_{name}": text for name, text in toys.items()}
+    files |= {"sums": benchmark, "wrong_sums": benchmark.replace("// 2", "// 3").replace('"sums"', '"wrong_sums"')}
+    for name, text in (files | {"script": SCRIPT.replace("LINES", "\n".join(lines))}).items():
+        (folder / f"{name}.py").write_text(text)
+    (folder / "runs.json").write_text(json.dumps(RUNS))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
 
 
-def test_a_layout_of_states_is_one_file_and_one_line(guard: Guard) -> None:
-    toy = """
-        from hybrid_kv.models.exact import PARTS
+@pytest.fixture
+def ran(folder: Path) -> dict[str, Ran]:
+    """How each of `RUNS` ended."""
+    return {name: Ran(*values) for name, values in json.loads((folder / "ran.json").read_text()).items()}
 
-        PARTS["Q"] = (2, 3)  # windows, states
-    """
-    # Eight rows have it; with some seeds their host tiers never have what a prompt wants.
-    seen = drawn(guard(toy, "--only", "layers=Q*", "--seed", "2"))
+
+def test_a_mode_and_a_rollback_scheme_are_one_file_and_one_line_each(ran: dict[str, Ran]) -> None:
+    seen = drawn(ran["mode and scheme"].checks)
+    assert seen["hit_prompts only"] and seen["accepted_draft"] and seen["rejected_draft"]
+    assert seen["preemption"] and seen["sanitized"]
+
+
+def test_a_layout_of_states_is_one_file_and_one_line(ran: dict[str, Ran]) -> None:
+    seen = drawn(ran["layout"].checks)
     assert seen["hit_align"] and seen["hit_all"] and seen["accepted_draft"] and seen["offload_hit"]
 
 
-def test_a_family_is_one_file_and_one_line(guard: Guard) -> None:
+def test_a_family_is_one_file_and_one_line(ran: dict[str, Ran]) -> None:
     """The family of the documentation, which transformers must know too before it can write a checkpoint."""
-    toy = example("adding-a-family.md").replace("build=Tiny,", f"build=Tiny, sizes={{'tiny': {TINY}}},") + dedent(
-        WRITER
-    )
-    result, distance = guard(toy, "--only", "family=tiny_mamba")
+    result, distance = ran["family"].checks
     assert distance["name"] == "distance from transformers, tiny_mamba" and 0 < distance["value"] < 2e-5
     assert result["name"] == "largest logit difference, tiny_mamba" and result["n"] > 1000
     assert all(result["metrics"][what] for what in ("cached_tokens", "accepted", "preemptions"))
 
 
-def test_a_check_is_one_file_and_one_line(guard: Guard) -> None:
-    (result,) = guard(example("adding-a-check.md"), "-k", "pool")
-    assert (result["section"], result["n"]) == ("pool", 100)
+def test_a_check_is_one_file_and_one_line(ran: dict[str, Ran]) -> None:
+    found = {result["section"]: result["n"] for result in ran["check"].checks}
+    assert found["pool"] == 100 and found.keys() == {"pool", "eviction"}
 
 
-def test_a_benchmark_is_one_file_and_one_line(
-    command: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
-) -> None:
+def test_a_benchmark_is_one_file_and_one_line(ran: dict[str, Ran], folder: Path) -> None:
     """Its guard is the check of each case, before and after it is timed: a wrong result has no time."""
-    suite = example("adding-a-benchmark.md")
-    added = {"name": "sums", "line": "import bench; bench.__path__.append('.')", "module": "bench.__main__"}
-    ran = command(suite, "--quick", "--suite", "sums", "--out", "rows.csv", **added)
-    assert ran.returncode == 0, ran.stderr
-    (row,) = read_rows(tmp_path / "rows.csv").to_dict("records")
+    assert ran["benchmark"].code == 0, ran["benchmark"].err
+    (row,) = read_rows(folder / "rows.csv").to_dict("records")
     assert (row["suite"], row["benchmark"]) == ("sums", "total") and "checked_after" in row["params"]
-    wrong = suite.replace("// 2", "// 3")
-    ran = command(wrong, "--quick", "--suite", "sums", **added)
-    assert (ran.returncode, ran.stderr) == (1, "error: sums/total[count=10]: another total; nothing was timed\n")
+    wrong = ran["wrong benchmark"]
+    said = "error: wrong_sums/total[count=10]: another total; nothing was timed\n"
+    assert (wrong.code, wrong.err) == (1, said)
