@@ -13,6 +13,7 @@ from hybrid_kv.engine.llm import LLM
 from hybrid_kv.guard.exactness import FLOAT32_LIMIT, Alone, beside_transformers, describe
 from hybrid_kv.guard.poison import poison
 from hybrid_kv.guard.scenario import SmallKVFirst
+from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.sampling import SamplingParams
 from tests.models.tiny_nemotron import Characters
@@ -79,7 +80,9 @@ def check_parity(model, folder, engines=ENGINES):
 
 def check_exactness(folder, first):
     """In float64, every sixth kind of engine that the model can be run in, against each request alone."""
-    alone = Alone(folder)
+    long, one, middle, _ = prompts(ConfigFile.read(folder).size("vocab_size"))
+    long = long + middle + long
+    alone = Alone(folder, prompts=[long[:70], long[:33] + middle, one, long[:64]])
     cells = alone.cells()[first % 6 :: 6]
     problems = {describe(cell): found.problem for cell in cells if (found := alone.check(cell)).problem}
     assert not problems

@@ -29,7 +29,7 @@ def tokens(llm, prompt, on_step=None):
     return llm.generate([prompt], SamplingParams(max_tokens=8), progress=False, on_step=on_step)[0].token_ids
 
 
-@pytest.mark.parametrize("seed", range(100, 112))
+@pytest.mark.parametrize("seed", range(100, 106))
 def test_engine_equals_oracle(seed):
     assert run_scenario(draw_scenario(seed)).wrong == []
 

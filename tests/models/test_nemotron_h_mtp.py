@@ -63,14 +63,12 @@ def dense(reference, hidden, ids, grid):
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         normed = first.norm(x)
         query, key, value = (p(normed).view(t, h, size) for p, h in zip(projections, heads, strict=True))
-        mixed = torch.zeros_like(query)
-        for i in range(t):
-            seen = [j for j in range(i + 1) if (j + 1) % grid]
-            if seen:
-                group = heads[0] // heads[1]
-                for h in range(heads[0]):
-                    weights = (key[seen, h // group] @ query[i, h] * size**-0.5).softmax(0)
-                    mixed[i, h] = weights @ value[seen, h // group]
+        group, places = heads[0] // heads[1], torch.arange(t)
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        seen = (places <= places[:, None]) & ((places + 1) % grid != 0)
+        scores = torch.einsum("ihd,jhd->hij", query, key) * size**-0.5
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num()  # NaN: a query that sees no key
+        mixed = torch.einsum("hij,jhd->ihd", weights, value)
         return last.final_layernorm(last(x + attention.o_proj(mixed.flatten(1))))
 
 
