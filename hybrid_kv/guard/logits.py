@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -92,7 +91,6 @@ class Found(Compared):
     case: LogitCase = field(kw_only=True)
     caches: bool = False
     wrong_logprob: str = ""
-    seconds: float = 0.0
 
     @property
     def broken(self) -> tuple[str, str]:
@@ -119,7 +117,7 @@ class Found(Compared):
 
 def beside_plain(case: LogitCase, folder: Path) -> Found:
     """Every prompt in one engine; the plain pass runs on the CPU, whatever the engine's device."""
-    begin, found, plain = time.perf_counter(), Found(case.cell, case=case), _plain(folder)
+    found, plain = Found(case.cell, case=case), _plain(folder)
     options = {"max_model_len": 512, "max_num_seqs": 8, "mamba_ssm_cache_dtype": case.cell["dtype"]}
     scans = in_chunks() if case.cell.get("in_chunks") else nullcontext()
     disturb = preempting(case.cell.get("preempts", 0))
@@ -133,7 +131,6 @@ def beside_plain(case: LogitCase, folder: Path) -> Found:
                 found.add(output, logits.cpu(), plain(ids)[0, :-1])
     except Exception as error:
         found.error = rule_of(error), f"{case.cell}: {type(error).__name__}: {error}"
-    found.seconds = time.perf_counter() - begin
     return found
 
 

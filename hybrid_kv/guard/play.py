@@ -11,6 +11,7 @@ from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Protocol
 
 import torch
 
@@ -18,7 +19,7 @@ from hybrid_kv.engine.llm import LLM, RequestOutput
 from hybrid_kv.errors import deaf_to_ctrl_c
 from hybrid_kv.guard.observer import Observer
 from hybrid_kv.guard.poison import poison
-from hybrid_kv.guard.registry import Run
+from hybrid_kv.guard.registry import CheckResult, Run
 from hybrid_kv.guard.scenario import Cell, Scenario, ScriptedProposer, answer_book
 from hybrid_kv.guard.step import RuleError
 from hybrid_kv.guard.traffic import draw_scenario
@@ -196,23 +197,39 @@ def run_scenarios(seeds: Iterator[int], pool: Executor | None, workers: int) -> 
             future.cancel()
 
 
-def play_seeds(
-    run: Run, play_one: Callable[[int], tuple[list[str], Counter[str]]], required: Sequence[str]
-) -> tuple[list[str], Counter[str], float | None]:
-    """As many plays of a section as `run` wants, each by a seed of its own.
+class Play(Protocol):
+    """A play of a section, by its seed.
+
+    Attributes:
+        name: the seed and what it has drawn.
+        seen: how often what happened.
+    """
+
+    name: str
+    seen: Counter[str]
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong; nothing if all is well. An exception is wrong, too."""
+
+
+def play_seeds(run: Run, make: Callable[[int], Play], required: Sequence[str], name: str, counted: str) -> CheckResult:
+    """As many plays of a section as `run` wants, each by a seed of its own, as one line.
 
     Args:
-        play_one: what is wrong with the play of a seed, and how often what happened in it.
         required: what has to happen in one of them, or they are void.
-
-    Returns:
-        What is wrong, how often what happened, and after how many seconds the first thing was wrong.
+        counted: what happens as often as something could be wrong.
     """
     begin, failed_after = time.perf_counter(), None
     wrong, seen = list[str](), Counter[str]()
     for i in range(run.amount):
-        found, happened = play_one(run.seed * 1_000_003 + i)
-        wrong, seen = wrong + found, seen + happened
+        with unwarned():
+            play = make(run.seed * 1_000_003 + i)
+            try:
+                found = list(play.problems())
+            except Exception as error:
+                found = [f"{rule_of(error)}: {error}"]
+        wrong += (f"{play.name}: {text}" for text in found)
+        seen += play.seen
         if wrong and failed_after is None:
             failed_after = time.perf_counter() - begin
         run.progress(1)
@@ -220,4 +237,7 @@ def play_seeds(
             break
     if not wrong and (missing := [what for what in required if not seen[what]]):
         wrong.append(f"void: never {', '.join(missing)}")
-    return wrong, seen, failed_after
+    return CheckResult(
+        name, len(wrong), "requests", "0", seen[counted], wrong[0] if wrong else "", {"seed": run.seed},
+        {what.replace(" ", "_"): seen[what] for what in required}, failed_after=failed_after,
+    )  # fmt: skip

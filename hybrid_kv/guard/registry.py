@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
@@ -22,30 +24,34 @@ Runs = Literal["beside", "spread", "alone"]
 class CheckResult:
     """One line of the guard's table.
 
-    `value` is the metric, `limit` what it was compared with (empty if nothing), `detail` the first thing that is wrong;
-    `params` say what was run, `metrics` what else was counted, `interval` is the 95 % interval of `value`.
-    `case` is the text of a file that plays the first failure again, see `guard.cases`; empty: there is none.
-    `failed_after` is when the first thing was wrong, in seconds since its section began; in the guard's results since
-    the guard did.
+    `value` is the metric, `limit` what it was compared with (empty if nothing), `detail` the first thing that is wrong:
+    empty if nothing is, and it begins with `void` if what had to happen did not. `params` say what was run, `metrics`
+    what else was counted, `interval` is the 95 % interval of `value`. `case` is the text of a file that plays the first
+    failure again, see `guard.cases`; empty: there is none. `failed_after` is when the first thing was wrong, in seconds
+    since its section began; in the guard's results since the guard did. `section` and `seconds` are filled in by
+    `check`, but for a line in another section's part of the table.
 
     Raises:
         ValueError: no row may have this unit.
     """
 
-    section: str
     name: str
-    passed: bool
     value: float
     unit: str
     limit: str
     n: int
-    seconds: float
     detail: str = ""
     params: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
     interval: tuple[float, float] | None = None
     failed_after: float | None = None
     case: str = ""
+    section: str = ""
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return not self.detail
 
     @property
     def verdict(self) -> str:
@@ -72,7 +78,7 @@ class Run:
         device: of the guard model; the exact one follows its integers on the CPU.
         only: levels by factor: run all that has them and nothing else, whatever the amount.
         repro: folder for a small case of what failed; None writes none.
-        fail_fast: nothing is needed behind the first thing that is wrong.
+        fail_fast: nothing is needed behind the first thing that is wrong; behind a line, `check` sees to that.
     """
 
     amount: int
@@ -117,8 +123,8 @@ def check(
     needs: str = "",
     factors: Callable[[], Mapping[str, Sequence[Any]]] = dict,
     runs: Runs = "beside",
-) -> Callable[[Function], Function]:
-    """Register a function as a section of the guard.
+) -> Callable[[Callable[[Run], Iterator[CheckResult]]], Function]:
+    """Register a function that yields lines as a section of the guard; each gets the seconds since the one before.
 
     Args:
         quick, full, long: how much of it in each size of guard; 0 leaves it out, `long` is as `full` unless given. On
@@ -131,10 +137,23 @@ def check(
             what measures time must.
     """
 
-    def register(function: Function) -> Function:
+    def register(function: Callable[[Run], Iterator[CheckResult]]) -> Function:
+        @wraps(function)
+        def lines(run: Run) -> list[CheckResult]:
+            found, begin = list[CheckResult](), (start := time.perf_counter())
+            for line in function(run):
+                end = time.perf_counter()
+                moment = None if line.passed else end - start if line.failed_after is None else line.failed_after
+                line = replace(line, section=line.section or section, seconds=end - begin, failed_after=moment)
+                found.append(line)
+                if run.fail_fast and not line.passed:
+                    break
+                begin = end
+            return found
+
         amounts: dict[Size, int] = {"quick": quick, "full": full, "long": full if long is None else long}
-        CHECKS[section] = Check(section, function, amounts, seconds, place, tuple(needs.split()), factors, runs)
-        return function
+        CHECKS[section] = Check(section, lines, amounts, seconds, place, tuple(needs.split()), factors, runs)
+        return lines
 
     return register
 

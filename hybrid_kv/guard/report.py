@@ -115,5 +115,8 @@ def document(results: Sequence[CheckResult], seed: int, complete: bool = True) -
         "unfit": unfit_machine(results),
         "first_failure": first_failure(results),
         "provenance": asdict(provenance()),
-        "checks": [{key: value for key, value in asdict(result).items() if key != "case"} for result in results],
+        "checks": [
+            {key: value for key, value in asdict(result).items() if key != "case"} | {"passed": result.passed}
+            for result in results
+        ],
     }

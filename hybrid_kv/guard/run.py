@@ -84,7 +84,10 @@ def run_guard(
     with one_thread(), _bar(chosen, runs, progress) as advance, _pool(workers, chosen) as pool:
         for check, found, seconds in _sections(chosen, runs, advance, pool):
             started = time.perf_counter() - begin - seconds
-            results[check.section] = [_with_moment(result, started, seconds) for result in found]
+            results[check.section] = [
+                result if result.passed else replace(result, failed_after=started + (result.failed_after or 0.0))
+                for result in found
+            ]
             report(results[check.section])
             if fail_fast and not all(result.passed for result in found):
                 break
@@ -195,18 +198,10 @@ def _run(check: Check, run: Run) -> list[CheckResult]:
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         detail = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
-        return [CheckResult(check.section, "section crashed", False, 0, "", "", 0, 0.0, detail)]
+        moment = time.perf_counter() - begin
+        return [CheckResult("section crashed", 0, "", "", 0, detail, section=check.section, failed_after=moment)]
     first = next((i for i, result in enumerate(results) if result.case), None)
     if first is not None and run.repro is not None:
-        found, seconds = results[first], time.perf_counter() - begin
-        story = reproduce(found.case, run.repro).story
-        moment = seconds if found.failed_after is None else found.failed_after
-        results[first] = replace(found, detail=f"{found.detail}\n\n{story}", failed_after=moment)
+        found = results[first]
+        results[first] = replace(found, detail=f"{found.detail}\n\n{reproduce(found.case, run.repro).story}")
     return results
-
-
-def _with_moment(result: CheckResult, started: float, seconds: float) -> CheckResult:
-    """When it was known to fail, counted from the guard's beginning: at the section's end, if it does not say."""
-    if result.passed:
-        return result
-    return replace(result, failed_after=started + (seconds if result.failed_after is None else result.failed_after))

@@ -23,7 +23,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]
     def note(amount: dict[str, int], seed: int, **options: Any) -> list[CheckResult]:
         report = options.pop("report")
         calls.append({"seed": seed, **options})
-        found = [CheckResult("layout", "views", True, 0, "views", "0", 1, 0.1)]
+        found = [CheckResult("views", 0, "views", "0", 1, section="layout", seconds=0.1)]
         report(found)
         return found
 
@@ -82,7 +82,7 @@ def test_what_cannot_be_kept_is_refused_before_the_run(
 def test_a_void_check_has_an_exit_code_of_its_own(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], details: list[str], code: int
 ) -> None:
-    checks = [CheckResult("costs", f"check {i}", False, 1, "", "0", 1, 0.1, text) for i, text in enumerate(details)]
+    checks = [CheckResult(f"check {i}", 1, "", "0", 1, text, section="costs") for i, text in enumerate(details)]
     monkeypatch.setattr(guard_run, "run_guard", lambda *_, **__: checks)
     found, out, _ = run(capsys, "guard")
     assert found == code and f"0 of {len(checks)} checks passed{', 1 failed' * (code == 1)}" in out
@@ -101,7 +101,7 @@ def test_what_has_ended_is_on_disk_if_the_next_section_is_interrupted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_: Any, report: Any, **options: Any) -> None:
-        report([CheckResult("layout", "views", False, 3, "views", "0", 1, 0.1, "page 1 is elsewhere")])
+        report([CheckResult("views", 3, "views", "0", 1, "page 1 is elsewhere", section="layout", seconds=0.1)])
         raise KeyboardInterrupt
 
     monkeypatch.setattr(guard_run, "run_guard", interrupted)

@@ -341,7 +341,7 @@ def stubs(folder: Path, passes: bool) -> ExitStack:
     from hybrid_kv.guard.registry import CheckResult
     from tests.accuracy.test_threshold import result_of
 
-    check = CheckResult("layout", "views", passes, 0, "views", "0", 1, 0.1)
+    check = CheckResult("views", 0, "views", "0", 1, "" if passes else "page 1 is elsewhere", section="layout")
     metrics = Metrics(32, 0, 0, 8, 128, 128, "sass", 100, None, {"sass": {}})
 
     def no_measurement(base: str, head: str, *, design: Any, seed: int, **_: Any) -> Any:

@@ -14,14 +14,16 @@ from hybrid_kv.guard.registry import load_checks
 from hybrid_kv.guard.run import amounts, run_guard
 
 TOY = """
+from collections.abc import Iterator
+
 from hybrid_kv.guard.registry import CheckResult, Run, check
 
 
 @check("toy", quick=3, full=30, seconds=0.001)
-def check_toy(run: Run) -> list[CheckResult]:
+def check_toy(run: Run) -> Iterator[CheckResult]:
     run.progress(run.amount)
     wrong = run.seed == 13
-    return [CheckResult("toy", "unlucky seeds", not wrong, int(wrong), "settings", "0", run.amount, 0.0)]
+    yield CheckResult("unlucky seeds", int(wrong), "settings", "0", run.amount, "it is 13" if wrong else "")
 """
 
 
@@ -48,7 +50,7 @@ def test_a_unit_that_no_row_may_have_is_a_failed_check_and_not_the_end_of_the_gu
     toy: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def pools(run: registry.Run) -> list[registry.CheckResult]:
-        return [registry.CheckResult("toy", "pools", True, 0, "pools", "0", 1, 0.0)]
+        return [registry.CheckResult("pools", 0, "pools", "0", 1)]
 
     load_checks()
     monkeypatch.setitem(registry.CHECKS, "toy", replace(registry.CHECKS["toy"], function=pools))

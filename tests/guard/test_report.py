@@ -21,7 +21,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A guard of a few seconds, without its benchmark (which is tested in tests/bench)."""
 
     def ratio(run: Run) -> list[CheckResult]:
-        return [CheckResult("block ids", "list over the engine", True, 2.0, "time ratio", ">= 1", 1, 0.1)]
+        return [CheckResult("list over the engine", 2.0, "time ratio", ">= 1", 1, section="block ids")]
 
     load_checks()
     few = {"costs": 1, "exact model": 20, "guard model": 4, "accuracy": 8, "block ids": 1}
@@ -44,7 +44,7 @@ def run(*arguments: str) -> int:
 def test_a_clean_run_exits_0_and_writes_a_row_per_check(
     small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clean = CheckResult("exact model", "wrong tokens, exact model", True, 0, "requests", "0", 20, 0.1)
+    clean = CheckResult("wrong tokens, exact model", 0, "requests", "0", 20, section="exact model")
     change(monkeypatch, "exact model", function=lambda run: [clean])  # of 20 requests it would be void
     change(monkeypatch, "costs", amounts={"quick": 3})
     out = tmp_path / "out.json"
@@ -72,7 +72,7 @@ def test_a_clean_run_exits_0_and_writes_a_row_per_check(
 def test_a_failed_check_exits_1_and_says_what_is_wrong(
     small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failed = CheckResult("guard model", "wrong tokens", False, 3, "tokens", "0", 8, 0.1, "token 4 differs")
+    failed = CheckResult("wrong tokens", 3, "tokens", "0", 8, "token 4 differs", section="guard model")
     change(monkeypatch, "guard model", function=lambda run: [failed])
     assert run("--results", str(tmp_path)) == 1
     assert "token 4 differs" in capsys.readouterr().out
@@ -96,8 +96,9 @@ def test_params_say_what_was_run_and_nothing_of_what_came_out() -> None:
     def rows_of(value: float, seconds: float) -> list[Row]:
         params, metrics = {"mode": "all", "K": 3}, {"hit_rate": value, "loaded_blocks": None, "seen": {"a": 1}}
         check = CheckResult(
-            "answers", f"all, mtp 3: hits {value:.0%}", True, 0, "answers", ">= 0.5", 9, seconds, "", params, metrics
-        )
+            f"all, mtp 3: hits {value:.0%}", 0, "answers", ">= 0.5", 9, "", params, metrics, section="answers",
+            seconds=seconds,
+        )  # fmt: skip
         return report.result_rows([check])
 
     one, other = rows_of(0.7, 1.25), rows_of(0.8, 2.5)
@@ -125,7 +126,7 @@ def test_a_long_run_names_its_seed(
         assert device == "cpu"
         assert amount["exact model"] == 100_000
         seeds.append(seed)
-        return [CheckResult("layout", "views", True, 0, "views", "0", 1, 0.1)]
+        return [CheckResult("views", 0, "views", "0", 1, section="layout")]
 
     monkeypatch.setattr(guard_run, "run_guard", note)
     with pytest.raises(SystemExit):

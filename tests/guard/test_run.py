@@ -27,16 +27,17 @@ def test_processes_change_when_a_section_runs_and_nothing_else() -> None:
     assert [result.section for result in one] == [*["exact model"] * 4, "eviction"]
 
 
-def result(name: str, passed: bool = True, **values: float) -> Callable[[Run], list[CheckResult]]:
-    return lambda run: [CheckResult(name, "toy", passed, 0, "settings", "0", 1, 0.0, **values)]  # type: ignore[arg-type]
+def result(name: str, failed_after: float | None = None) -> Callable[[Run], list[CheckResult]]:
+    detail = "" if failed_after is None else "it is wrong"
+    return lambda run: [CheckResult("toy", 0, "settings", "0", 1, detail, section=name, failed_after=failed_after)]
 
 
 @pytest.fixture
 def toys(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Three sections; the second one fails, and knew it after a quarter of a second."""
     load_checks()
-    functions = {"exact model": result("exact model"), "costs": result("costs", False, failed_after=0.25)}
-    functions["accuracy"] = result("accuracy", False, failed_after=9.0)
+    functions = {"exact model": result("exact model"), "costs": result("costs", failed_after=0.25)}
+    functions["accuracy"] = result("accuracy", failed_after=9.0)
     for section, function in functions.items():
         monkeypatch.setitem(CHECKS, section, replace(CHECKS[section], function=function))
     return dict.fromkeys(functions, 1)

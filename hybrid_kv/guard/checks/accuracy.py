@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+from collections.abc import Iterator
 
 from hybrid_kv.guard.registry import CheckResult, Run, check
 from hybrid_kv.guard.trained import TRAINED, Trained
@@ -14,42 +14,36 @@ LEAST = 25  # questions: with fewer the floor would let a quarter of them go
 @check(
     "accuracy", quick=100, full=250, seconds=0.033, place=60, needs="safetensors tokenizers transformers lm_eval scipy"
 )
-def check_accuracy(run: Run) -> list[CheckResult]:
+def check_accuracy(run: Run) -> Iterator[CheckResult]:
     """The guard models on `gsm8k_synth`, each against its recorded share of correct answers.
 
     An alarm needs a count of correct answers that the lower end of the recorded share's 95 % interval would give less
     than once in 1000 runs (one-sided binomial).
     """
-    results = [result for model in TRAINED.values() for result in _check(model, model.amount(run.amount, LEAST))]
+    for model in TRAINED.values():
+        yield from _check(model, model.amount(run.amount, LEAST))
     run.progress(run.amount)
-    return results
 
 
-def _check(model: Trained, limit: int) -> list[CheckResult]:
+def _check(model: Trained, limit: int) -> Iterator[CheckResult]:
     from scipy.stats import binom
 
     from hybrid_kv.accuracy.run import evaluate_guard_model
 
     # Written by `hybrid-kv accuracy --model NAME --limit 500 --out FOLDER/recorded.json`.
     recorded = json.loads((model.folder / "recorded.json").read_text())
-    begin = time.perf_counter()
     result = evaluate_guard_model(limit, recorded["params"]["seed"], model=model.folder.name)
-    seconds = time.perf_counter() - begin
     correct = sum(record.correct for record in result.records)
     invalid = sum(record.invalid for record in result.records)
     floor = int(binom.ppf(0.001, limit, recorded["accuracy_ci"][0]))
     params = {"seed": recorded["params"]["seed"], **model.params}
     metrics = {"recorded_accuracy": recorded["accuracy"], "recorded_n": recorded["n"], "floor": floor}
-    wrong = f"{correct} of {limit} correct, recorded were {recorded['accuracy']:.1%}"
-    return [
-        CheckResult(
-            "accuracy", f"correct answers to gsm8k_synth{model.suffix}", correct >= floor, correct / limit, "share",
-            f">= {floor / limit:.3f}", limit, seconds, "" if correct >= floor else wrong, params,
-            metrics,
-        ),
-        CheckResult(
-            "accuracy", f"answers without a number{model.suffix}", invalid <= limit - floor, invalid / limit, "share",
-            f"<= {1 - floor / limit:.3f}", limit, 0.0, f"{invalid} invalid answers" if invalid > limit - floor else "",
-            params, metrics,
-        ),
-    ]  # fmt: skip
+    yield CheckResult(
+        f"correct answers to gsm8k_synth{model.suffix}", correct / limit, "share", f">= {floor / limit:.3f}", limit,
+        f"{correct} of {limit} correct, recorded were {recorded['accuracy']:.1%}" if correct < floor else "",
+        params, metrics,
+    )  # fmt: skip
+    yield CheckResult(
+        f"answers without a number{model.suffix}", invalid / limit, "share", f"<= {1 - floor / limit:.3f}", limit,
+        f"{invalid} invalid answers" if invalid > limit - floor else "", params, metrics,
+    )  # fmt: skip

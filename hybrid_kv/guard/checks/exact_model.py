@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing
-from dataclasses import replace
 from typing import Any
 
 from hybrid_kv.guard.forced import FORCED
@@ -39,7 +38,7 @@ AGAIN = 8
     factors=lambda: FACTORS,
     runs="spread",
 )
-def check_exact_model(run: Run) -> list[CheckResult]:
+def check_exact_model(run: Run) -> Iterator[CheckResult]:
     """Engine against oracle on the integer model, until `run.amount` requests ran; tokens must be equal.
 
     A row of the design in which a pair of settings did not happen runs again with other traffic.
@@ -60,41 +59,28 @@ def check_exact_model(run: Run) -> list[CheckResult]:
             requests = {"requests_to_failure": total.num_requests}
         if total.wrong and run.fail_fast:
             break
-    seconds = time.perf_counter() - begin
     wrong, untried = total.wrong, _untried(total, wanted)
     missing = [name for name in REQUIRED if not total.seen[name]]
-    detail = str(wrong[0]) if wrong else ""
-    case = ""
-    if wrong:  # the shortest is reduced soonest
-        shortest = min(wrong, key=lambda failure: sum(map(len, failure.scenario.prompts)))
-        case = to_json(shortest.scenario, shortest.rule)
     params, metrics = {"seed": run.seed, **run.only}, {"scenarios": total.num_scenarios}
-    unlike, patterns, settings = [
-        CheckResult(
-            "exact model", "wrong tokens, exact model", not wrong, len(wrong), "requests", "0",
-            total.num_requests, seconds, detail, params, {**metrics, **requests},
-            failed_after=failed_after, case=case,
-        ),
-        CheckResult(
-            "exact model", "request patterns covered", not missing, len(REQUIRED) - len(missing), "patterns",
-            str(len(REQUIRED)), total.num_scenarios, 0.0,
-            f"void: never happened: {', '.join(missing)}" if missing else "",
-            params, {**metrics, "seen": {name: total.seen[name] for name in REQUIRED}},
-        ),
-        CheckResult(
-            "exact model", "pairs and triples of settings covered", not untried, len(wanted) - len(untried),
-            "settings", str(len(wanted)), total.num_scenarios, 0.0,
-            f"void: {len(untried)} never ran, such as {dict(untried[0])}" if untried else "", params, metrics,
-        ),
-    ]  # fmt: skip
-    if wrong and run.fail_fast:
-        return [unlike]
-    if run.only:
-        settings = replace(settings, metrics={**metrics, "seen": dict(total.seen)})
-        if not total.cells:
-            settings = replace(settings, passed=False, detail="void: no row of the design has all of these settings")
-        return [unlike, settings]
-    return [unlike, patterns, settings]
+    shortest = min(wrong, key=lambda failure: sum(map(len, failure.scenario.prompts)), default=None)  # reduced soonest
+    yield CheckResult(
+        "wrong tokens, exact model", len(wrong), "requests", "0", total.num_requests, str(wrong[0]) if wrong else "",
+        params, {**metrics, **requests}, failed_after=failed_after,
+        case=to_json(shortest.scenario, shortest.rule) if shortest else "",
+    )  # fmt: skip
+    if not run.only:
+        yield CheckResult(
+            "request patterns covered", len(REQUIRED) - len(missing), "patterns", str(len(REQUIRED)),
+            total.num_scenarios, f"void: never happened: {', '.join(missing)}" if missing else "", params,
+            {**metrics, "seen": {name: total.seen[name] for name in REQUIRED}},
+        )  # fmt: skip
+    void = f"void: {len(untried)} never ran, such as {dict(untried[0])}" if untried else ""
+    if run.only and not total.cells:
+        void = "void: no row of the design has all of these settings"
+    yield CheckResult(
+        "pairs and triples of settings covered", len(wanted) - len(untried), "settings", str(len(wanted)),
+        total.num_scenarios, void, params, metrics | ({"seen": dict(total.seen)} if run.only else {}),
+    )  # fmt: skip
 
 
 def _results(

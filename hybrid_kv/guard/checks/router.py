@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from hybrid_kv.engine.events import EventLog, KnownCache
 from hybrid_kv.engine.llm import LLM
-from hybrid_kv.guard.play import play_seeds, rule_of, unwarned
+from hybrid_kv.guard.play import play_seeds
 from hybrid_kv.guard.registry import CheckResult, Run, check
 from hybrid_kv.guard.scenario import (
     SmallBlocksFirst,
@@ -68,6 +67,7 @@ class Routed:
             if self.known.keys - published or (self.is_whole and self.known.keys != published):
                 yield f"{len(self.known.keys ^ published)} of {len(published)} blocks are known wrongly"
             prompt, salt = self._prompt(), rng.choice(["", "", "", "other"])
+            self.seen["predictions"] += 1
             predicted, (found,) = self.known.predict(prompt, salt), self._generate([prompt], salt)
             if predicted > found or (self.is_whole and predicted != found):
                 yield f"{predicted} of {len(prompt)} tokens are predicted, {found} restored"
@@ -100,27 +100,7 @@ class Routed:
         return [output.cached_tokens for output in outputs]
 
 
-def play(seed: int) -> tuple[list[str], Counter[str]]:
-    """What is wrong with an engine's events, and what happened."""
-    with unwarned():
-        routed = Routed(seed)
-        try:
-            wrong = list(routed.problems())
-        except Exception as error:
-            wrong = [f"{rule_of(error)}: {error}"]
-    return [f"{routed.name}: {text}" for text in wrong], routed.seen
-
-
 @check("router", quick=8, full=32, long=160, seconds=0.12, place=38)
-def check_router(run: Run) -> list[CheckResult]:
+def check_router(run: Run) -> Iterator[CheckResult]:
     """Every prompt finds exactly what was predicted, or at least that behind events that were missed."""
-    begin = time.perf_counter()
-    wrong, seen, failed_after = play_seeds(run, play, SEEN)
-    metrics = {what.replace(" ", "_"): seen[what] for what in SEEN}
-    return [
-        CheckResult(
-            "router", "prefix hits predicted wrongly", not wrong, len(wrong), "requests", "0",
-            run.amount * ROUNDS, time.perf_counter() - begin, wrong[0] if wrong else "", {"seed": run.seed}, metrics,
-            failed_after=failed_after,
-        )
-    ]  # fmt: skip
+    yield play_seeds(run, Routed, SEEN, "prefix hits predicted wrongly", "predictions")

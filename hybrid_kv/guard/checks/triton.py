@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,7 +25,6 @@ from hybrid_kv.guard.traffic import SCENARIOS_PER_RUN, design, draw_scenario
 from hybrid_kv.guard.workers import processes
 from hybrid_kv.kernels.common.interpreter import start_interpreter
 
-SECTION = "triton"
 MODEL = "nemotron_h"
 COMMON = {"dtype": "float32", "attention_backend": "TORCH", "kernels": "triton"}
 # Both rollback schemes, each with a cache that hits and drafts that are accepted. Together they launch every kernel.
@@ -45,12 +43,13 @@ KERNELS = (
 )  # fmt: skip
 
 
-@check(SECTION, quick=0, full=2, long=16, seconds=16.0, place=65, needs="safetensors tokenizers transformers")
-def check_triton(run: Run) -> list[CheckResult]:
+@check("triton", quick=0, full=2, long=16, seconds=16.0, place=65, needs="safetensors tokenizers transformers")
+def check_triton(run: Run) -> Iterator[CheckResult]:
     """Exact scenarios, as many as the amount, and the logits of a random model in both rollback schemes."""
     if find_spec("triton") is None:
-        return [CheckResult(SECTION, "not run: Triton is not installed", True, 0, "requests", "", 0, 0.0)]
-    begin, total, launched = time.perf_counter(), Differences(), set[str]()
+        yield CheckResult("not run: Triton is not installed", 0, "", "", 0)
+        return
+    total, launched = Differences(), set[str]()
     numbers = random.Random(run.seed).sample(range(len(FORCED) + len(design())), run.amount)
     with processes(1, start_interpreter) as pool:
         for number in numbers:
@@ -60,13 +59,10 @@ def check_triton(run: Run) -> list[CheckResult]:
             run.progress(1)
             if total.wrong and run.fail_fast:
                 break
-        results = [_exact(total, run.seed, time.perf_counter() - begin)]
-        if total.wrong and run.fail_fast:
-            return results
-        begin = time.perf_counter()
+        yield _exact(total, run.seed)
         cells, kernels = pool.submit(_ask).result()
-    results += [_logits(one, time.perf_counter() - begin) for one in cells]
-    return [*results, _launches(launched | kernels)]
+    yield from map(_logits, cells)
+    yield _launches(launched | kernels)
 
 
 @contextmanager
@@ -101,28 +97,26 @@ def _ask() -> tuple[Sequence[Exactness], set[str]]:
         return [alone.check(cell) for cell in CELLS], names
 
 
-def _exact(total: Differences, seed: int, seconds: float) -> CheckResult:
+def _exact(total: Differences, seed: int) -> CheckResult:
     first = total.wrong[0] if total.wrong else None
     return CheckResult(
-        SECTION, "wrong tokens, exact model", first is None, len(total.wrong), "requests", "0",
-        total.num_requests, seconds, str(first or ""), {"seed": seed}, {"scenarios": total.num_scenarios},
+        "wrong tokens, exact model", len(total.wrong), "requests", "0", total.num_requests, str(first or ""),
+        {"seed": seed}, {"scenarios": total.num_scenarios},
         case=scenario_to_json(first.scenario, first.rule) if first else "",
     )  # fmt: skip
 
 
-def _logits(found: Exactness, seconds: float) -> CheckResult:
+def _logits(found: Exactness) -> CheckResult:
     case = LogitCase("alone", MODEL, found.cell, PROMPTS, (0,), NUM_NEW)
     return CheckResult(
-        SECTION, f"largest logit difference, {describe(found.cell)}", not found.problem, found.worst, "logit",
-        f"{found.limit:.1g}", found.num_tokens, seconds / len(CELLS), found.problem, dict(found.cell),
+        f"largest logit difference, {describe(found.cell)}", found.worst, "logit", f"{found.limit:.1g}",
+        found.num_tokens, found.problem, dict(found.cell),
         {"cached_tokens": found.cached_tokens, "accepted": found.accepted},
         case=logits_to_json(case, found.rule) if found.rule else "",
     )  # fmt: skip
 
 
 def _launches(launched: set[str]) -> CheckResult:
-    missing = sorted(set(KERNELS) - launched)
-    return CheckResult(
-        SECTION, "kernels launched", not missing, len(KERNELS) - len(missing), "", str(len(KERNELS)),
-        len(KERNELS), 0.0, f"void: never launched: {', '.join(missing)}" if missing else "",
-    )  # fmt: skip
+    missing, most = sorted(set(KERNELS) - launched), len(KERNELS)
+    void = f"void: never launched: {', '.join(missing)}" if missing else ""
+    return CheckResult("kernels launched", most - len(missing), "", str(most), most, void)

@@ -16,7 +16,7 @@ def output(tokens=(1, 2), cached=64, drafted=10, accepted=10):
 
 
 def cell(mode="none", method=None, k=0, loads=None, scheme="slots", **metrics):
-    return Cell(mode, method, k, [output(**metrics)], 0.1, loads, scheme)
+    return Cell(mode, method, k, [output(**metrics)], loads, scheme)
 
 
 def checked(monkeypatch, *cells):
