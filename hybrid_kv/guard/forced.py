@@ -16,500 +16,291 @@ from hybrid_kv.sampling import SamplingParams
 
 BLOCK = 8
 VOCAB = 97
+CACHED = ("align", "all", "attention")  # modes in which a prefix can be found again
+STATES = CACHED[:2]
 
 
-def _draw(rng: np.random.Generator, *lengths: int) -> list[list[int]]:
-    return [rng.integers(0, VOCAB, size=length).tolist() for length in lengths]
+class Draw:
+    """The random choices of a scenario; their order decides them."""
+
+    def __init__(self, seed: int, rng: np.random.Generator) -> None:
+        self.seed, self.rng = seed, rng
+
+    def prompts(self, *lengths: int) -> list[list[int]]:
+        return [self.rng.integers(0, VOCAB, size=length).tolist() for length in lengths]
+
+    def number(self, low: int, end: int) -> int:
+        return int(self.rng.integers(low, end))
+
+    def coin(self) -> bool:
+        return bool(self.rng.integers(2))
+
+    def one_of(self, *names: str) -> str:
+        return str(self.rng.choice(list(names)))
+
+    def scenario(
+        self,
+        prompts: list[list[int]],
+        answers: Sequence[int | SamplingParams],
+        *,
+        modes: Sequence[str] = tuple(MODES),
+        layers: str = "",
+        K: int = 0,
+        drafts: str = "none",
+        waves: tuple[int, ...] = (),
+        events: tuple[Event, ...] = (),
+        **options: Any,
+    ) -> Scenario:
+        """One of blocks of eight tokens in a pool with room, except for `options`.
+
+        Args:
+            answers: of each prompt the most tokens, or all of its parameters.
+        """
+        mode = self.one_of(*modes)
+        layers = layers or ("**" if mode == "attention" else self.one_of("M*", "*M", "M*MM*"))
+        options = {
+            "attention_backend": self.one_of(SmallBlocksFirst.name, SmallKVFirst.name),
+            "block_size": BLOCK,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 64,
+            "max_model_len": 96,
+            "num_blocks": 400,
+            "captured_batch_sizes": (),
+            "device": "cpu",
+            **cache_options(mode, K, drafts if K else "none"),
+            **options,
+        }
+        params = [SamplingParams(max_tokens=own) if isinstance(own, int) else own for own in answers]
+        return Scenario(self.seed, layers, options, prompts, params, waves, drafts if K else "none", events)
 
 
-def _params(*max_tokens: int, **options: Any) -> list[SamplingParams]:
-    return [SamplingParams(max_tokens=count, **options) for count in max_tokens]
+def _last_tokens(d: Draw, several: bool) -> Scenario:
+    K = d.number(2, 6)
+    prompts = d.prompts(1 + K, 2 * BLOCK + (d.number(2, K + 2) if several else 1))
+    return d.scenario(prompts, [30, 4], K=K, drafts="right", max_num_batched_tokens=1 + K + BLOCK)
 
 
-def _scenario(
-    seed: int,
-    rng: np.random.Generator,
-    prompts: list[list[int]],
-    params: list[SamplingParams],
-    *,
-    modes: Sequence[str] = tuple(MODES),
-    layers: str = "",
-    K: int = 0,
-    drafts: str = "none",
-    waves: tuple[int, ...] = (),
-    events: tuple[Event, ...] = (),
-    **options: Any,
-) -> Scenario:
-    """A scenario of blocks of eight tokens in a pool with room, except for `options`."""
-    mode = str(rng.choice(list(modes)))
-    layers = layers or ("**" if mode == "attention" else str(rng.choice(["M*", "*M", "M*MM*"])))
-    options = {
-        "attention_backend": str(rng.choice([SmallBlocksFirst.name, SmallKVFirst.name])),
-        "block_size": BLOCK,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 64,
-        "max_model_len": 96,
-        "num_blocks": 400,
-        "captured_batch_sizes": (),
-        "device": "cpu",
-        **cache_options(mode, K, drafts),
-        **options,
-    }
-    return Scenario(seed, layers, options, prompts, params, waves, drafts, events)
+def _cut_chunk(d: Draw) -> Scenario:
+    busy, prompt = d.prompts(4, 12)
+    options: dict[str, Any] = {"K": 3, "drafts": "right", "max_num_batched_tokens": 9}
+    return d.scenario([busy, prompt, prompt], [20, 4, 8], waves=(2, 1), modes=STATES, **options)
 
 
-Builder = Callable[[int, np.random.Generator], Scenario]
-FORCED: dict[str, Builder] = {}
-
-
-def _forces(*names: str) -> Callable[[Builder], Builder]:
-    """Enter a builder under the patterns that it forces."""
-
-    def enter(builder: Builder) -> Builder:
-        FORCED[", ".join(names)] = builder
-        return builder
-
-    return enter
-
-
-@_forces("one_token_of_new_request", "row_reuse")
-def _one_token(seed: int, rng: np.random.Generator) -> Scenario:
-    return _scenario(seed, rng, _draw(rng, 3, 3, 4, 10), _params(2, 2, 6, 6), waves=(2, 2), max_num_batched_tokens=5)
-
-
-@_forces("one_token_left", "first_decode_beside_chunk")
-def _one_token_left(seed: int, rng: np.random.Generator) -> Scenario:
-    K = int(rng.integers(2, 6))
-    prompts = _draw(rng, 1 + K, 2 * BLOCK + 1)
-    budget = 1 + K + BLOCK
-    return _scenario(seed, rng, prompts, _params(30, 4), K=K, drafts="right", max_num_batched_tokens=budget)
-
-
-@_forces("few_tokens_left")
-def _few_tokens_left(seed: int, rng: np.random.Generator) -> Scenario:
-    K = int(rng.integers(2, 6))
-    prompts = _draw(rng, 1 + K, 2 * BLOCK + int(rng.integers(2, K + 2)))
-    budget = 1 + K + BLOCK
-    return _scenario(seed, rng, prompts, _params(30, 4), K=K, drafts="right", max_num_batched_tokens=budget)
-
-
-@_forces("uneven_prefills")
-def _uneven_prefills(seed: int, rng: np.random.Generator) -> Scenario:
-    return _scenario(seed, rng, _draw(rng, 5, 7, 6), _params(5, 5, 5))
-
-
-@_forces("lone_chunks", "one_behind_chunk", "short_prompt", "one_token_prefill")
-def _lone_chunks(seed: int, rng: np.random.Generator) -> Scenario:
-    return _scenario(
-        seed, rng, _draw(rng, 33, 1, 17, 2), _params(4, 4, 4, 4), waves=(1, 1, 1, 1), max_num_batched_tokens=16
-    )
-
-
-@_forces("undrafted_after_accepts", "number_of_drafts_varies")
-def _ragged(seed: int, rng: np.random.Generator) -> Scenario:
-    K = int(rng.integers(2, 8))
-    return _scenario(seed, rng, _draw(rng, 5, 9, 14), _params(30, 30, 30), K=K, drafts="ragged")
-
-
-@_forces("all_rejected", "whole_batch_rejected", "padded_drafts")
-def _wrong(seed: int, rng: np.random.Generator) -> Scenario:
-    K = int(rng.integers(2, 8))
-    return _scenario(
-        seed, rng, _draw(rng, 5, 9, 14), _params(12, 12, 12), K=K, drafts="wrong", captured_batch_sizes=(4,)
-    )
-
-
-@_forces("all_accepted", "max_model_len_with_drafts")
-def _right(seed: int, rng: np.random.Generator) -> Scenario:
-    K = int(rng.integers(2, 8))
-    return _scenario(seed, rng, _draw(rng, 5, 9, 40), _params(30, 30, 30), K=K, drafts="right", max_model_len=64)
-
-
-@_forces("accepted_to_boundary", "rejected_at_boundary")
-def _boundary(seed: int, rng: np.random.Generator) -> Scenario:
-    K = int(rng.integers(2, 8))
-    return _scenario(seed, rng, _draw(rng, 5, 8, 11, 16), _params(*[30] * 4), K=K, drafts="boundary")
-
-
-@_forces("rejected_behind_boundary")
-def _beyond(seed: int, rng: np.random.Generator) -> Scenario:
-    K = int(rng.integers(3, 8))
-    return _scenario(seed, rng, _draw(rng, 5, 8, 11, 16), _params(*[30] * 4), K=K, drafts="beyond")
-
-
-@_forces("middle_row_ends")
-def _middle_row_ends(seed: int, rng: np.random.Generator) -> Scenario:
-    return _scenario(seed, rng, _draw(rng, 5, 6, 7, 9), _params(25, 4, 40, 6), K=3, drafts="rotate", max_num_seqs=3)
-
-
-@_forces("exact_block", "hit_up_to_last_token", "hit_before_last_block", "hit_of_several_blocks", "exact_hit")
-def _exact_blocks(seed: int, rng: np.random.Generator) -> Scenario:
-    prompts = _draw(rng, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 1)
-    return _scenario(
-        seed,
-        rng,
-        prompts * 2,
-        _params(*[6] * 8),
-        waves=(4, 4),
-        modes=("align", "all", "attention"),
-        K=2,
-        drafts="mixed",
-    )
-
-
-@_forces("unequal_blocks")
-def _unequal_blocks(seed: int, rng: np.random.Generator) -> Scenario:
-    prompts = _draw(rng, 2 * BLOCK + 1, 5 * BLOCK, 4 * BLOCK + 3) * 2
-    return _scenario(
-        seed, rng, prompts, _params(*[6] * 6), waves=(3, 3), modes=("align", "all"), K=2, drafts="mixed", layers="M+*M"
-    )
-
-
-@_forces("between_boundaries")
-def _between_boundaries(seed: int, rng: np.random.Generator) -> Scenario:
-    # The state after 32 tokens is the oldest block and lost, that after 24 is there; K and V come in blocks of 16.
-    return _scenario(
-        seed, rng, _draw(rng, 33) * 2, _params(2, 6), waves=(1, 1), modes=("all",), layers="M*+",
-        events=(Event("evict", 2),),
-    )  # fmt: skip
-
-
-@_forces("repeated_after_cut_chunk")
-def _cut_chunk(seed: int, rng: np.random.Generator) -> Scenario:
-    busy, prompt = _draw(rng, 4, 12)
-    return _scenario(
-        seed, rng, [busy, prompt, prompt], _params(20, 4, 8), waves=(2, 1), modes=("align", "all"), K=3,
-        drafts="right", max_num_batched_tokens=9,
-    )  # fmt: skip
-
-
-@_forces("attention_deeper")
-def _attention_deeper(seed: int, rng: np.random.Generator) -> Scenario:
-    (text,) = _draw(rng, 30)
+def _attention_deeper(d: Draw) -> Scenario:
+    (text,) = d.prompts(30)
     # The last one finds two blocks of K and V, and the state of the short one behind the first of them.
-    prompts = [text, text[: BLOCK + 1], text[:20] + _draw(rng, 9)[0]]
-    return _scenario(seed, rng, prompts, _params(6, 6, 6), waves=(1, 1, 1), modes=("align",))
+    prompts = [text, text[: BLOCK + 1], text[:20] + d.prompts(9)[0]]
+    return d.scenario(prompts, [6, 6, 6], waves=(1, 1, 1), modes=("align",))
 
 
-@_forces("state_deeper", "eviction", "hit_behind_losses")
-def _state_deeper(seed: int, rng: np.random.Generator) -> Scenario:
-    prompts = _draw(rng, 33) * 2
-    # The first group's deepest block is the oldest one.
-    return _scenario(
-        seed,
-        rng,
-        prompts,
-        _params(2, 2),
-        waves=(1, 1),
-        modes=("all",),
-        layers="*M",
-        events=(Event("evict", 2),),
-    )
+def _second_turn(d: Draw, mode: str) -> Scenario:
+    first, tail = d.prompts(12, 5)
+    prompts = [first, [*first, *_answer("M*MM*", first)[:18], *tail]]
+    K, drafts = d.number(2, 6), d.one_of("right", "beyond")
+    return d.scenario(prompts, [20, 8], waves=(1, 1), modes=(mode,), layers="M*MM*", K=K, drafts=drafts, max_num_seqs=1)
 
 
-@_forces("no_common_depth")
-def _no_common_depth(seed: int, rng: np.random.Generator) -> Scenario:
-    # After 32 tokens there is a state, and a block of K/V that is lost; after 24 tokens there is K/V and no state.
-    return _scenario(
-        seed,
-        rng,
-        _draw(rng, 33) * 2,
-        _params(1, 6),
-        waves=(1, 1),
-        modes=("align",),
-        layers="*M",
-        events=(Event("evict", 2),),
-    )
+def _answer(layers: str, prompt: list[int]) -> list[int]:
+    return answer_book(layers).without_stop(prompt, SamplingParams(max_tokens=20), 96)
 
 
-def _second_turn(seed: int, rng: np.random.Generator, mode: str) -> Scenario:
-    first, tail = _draw(rng, 12, 5)
-    layers = "M*MM*"
-    answer = answer_book(layers).without_stop(first, SamplingParams(max_tokens=20), 96)
-    return _scenario(
-        seed,
-        rng,
-        [first, [*first, *answer[:18], *tail]],
-        _params(20, 8),
-        waves=(1, 1),
-        modes=(mode,),
-        layers=layers,
-        K=int(rng.integers(2, 6)),
-        drafts=str(rng.choice(["right", "beyond"])),
-        max_num_seqs=1,
-    )
+def _salted(text: list[int], salts: str, **options: Any) -> dict[str, Any]:
+    """One prompt from several tenants."""
+    params = [SamplingParams(max_tokens=6, cache_salt=salt) for salt in salts]
+    return {"prompts": [text] * len(salts), "answers": params, **options}
 
 
-@_forces("second_turn_align")
-def _second_turn_align(seed: int, rng: np.random.Generator) -> Scenario:
-    return _second_turn(seed, rng, "align")
+def _waits_for_prefix(d: Draw) -> Scenario:
+    (text,) = d.prompts(20)
+    return d.scenario([text, text, text, [*text, 1]], [6] * 4, waves=(2, 2), modes=CACHED)
 
 
-@_forces("second_turn_all")
-def _second_turn_all(seed: int, rng: np.random.Generator) -> Scenario:
-    return _second_turn(seed, rng, "all")
+def _identical_prompts(d: Draw) -> Scenario:
+    (text,) = d.prompts(COMMON)
+    return d.scenario([[*text, i, i + 1] for i in range(4)], [8] * 4, K=2, drafts="mixed")
 
 
-@_forces("duplicates")
-def _duplicates(seed: int, rng: np.random.Generator) -> Scenario:
-    (text,) = _draw(rng, 20)
-    params = [SamplingParams(max_tokens=6, cache_salt=salt) for salt in ("a", "b")]
-    return _scenario(seed, rng, [text, text], params, modes=(*MODES, "attention"))
+def _preempt_with_one_waiting(d: Draw) -> Scenario:
+    K, prompts = d.number(0, 3), d.prompts(9, 12, 17, 9)
+    d.number(2, 4)  # was an option; what is drawn behind it stays the same
+    return d.scenario(prompts, [12] * 4, K=K, drafts="mixed", max_num_seqs=3, events=(Event("preempt", 4),))
 
 
-@_forces("waits_for_prefix", "shared_block")
-def _waits_for_prefix(seed: int, rng: np.random.Generator) -> Scenario:
-    (text,) = _draw(rng, 20)
-    prompts = [text, text, text, [*text, 1]]
-    return _scenario(seed, rng, prompts, _params(*[6] * 4), waves=(2, 2), modes=("align", "all", "attention"))
-
-
-@_forces("identical_prompts")
-def _identical_prompts(seed: int, rng: np.random.Generator) -> Scenario:
-    (text,) = _draw(rng, COMMON)
-    prompts = [[*text, i, i + 1] for i in range(4)]
-    return _scenario(seed, rng, prompts, _params(*[8] * 4), K=2, drafts="mixed")
-
-
-@_forces("abort_in_flight", "same_prompt_after_abort")
-def _abort_in_flight(seed: int, rng: np.random.Generator) -> Scenario:
-    (text,) = _draw(rng, 20)
-    return _scenario(
-        seed, rng, [text, text, text], _params(12, 8, 8), max_num_seqs=1, events=(Event("abort", 0),),
-        async_scheduling=bool(rng.integers(2)),
-    )  # fmt: skip
-
-
-@_forces("preemption", "waiting")
-def _preempt_with_one_waiting(seed: int, rng: np.random.Generator) -> Scenario:
-    K = int(rng.integers(0, 3))
-    prompts = _draw(rng, 9, 12, 17, 9)
-    rng.integers(2, 4)  # was an option; what is drawn behind it stays the same
-    return _scenario(
-        seed, rng, prompts, _params(*[12] * 4), K=K, drafts="mixed" if K else "none", max_num_seqs=3,
-        events=(Event("preempt", 4),),
-    )  # fmt: skip
-
-
-@_forces("abort_waiting")
-def _abort_waiting(seed: int, rng: np.random.Generator) -> Scenario:
-    return _scenario(seed, rng, _draw(rng, 9, 9, 9, 9), _params(*[8] * 4), max_num_seqs=1, events=(Event("drop", 1),))
-
-
-@_forces("preempted_while_speculating", "resumed_from_cache", "recomputed_output")
-def _preempt(seed: int, rng: np.random.Generator) -> Scenario:
-    return _scenario(
-        seed, rng, _draw(rng, 10, 12, 14), _params(25, 25, 25), modes=("align", "all", "attention"), K=2,
-        drafts="right", events=(Event("preempt", 3, 6),),
-    )  # fmt: skip
-
-
-@_forces("full_pool", "refused")
-def _full_pool(seed: int, rng: np.random.Generator) -> Scenario:
-    K = int(rng.integers(0, 4))
-    mode = str(rng.choice(list(MODES)))
+def _full_pool(d: Draw) -> Scenario:
+    K, mode = d.number(0, 4), d.one_of(*MODES)
     # 32 tokens are cached of the longest request that fits; the other one has a token more.
     policy = cache_modes.MODES[mode]
     states = policy.held_at_most(policy.num_logical_blocks(32, 8), 1) + K
-    return _scenario(
-        seed, rng, _draw(rng, 20, 21), _params(13, 13), modes=(mode,), layers="M*", K=K, num_blocks=1 + states + 4
-    )
+    prompts = d.prompts(20, 21)
+    return d.scenario(prompts, [13, 13], modes=(mode,), layers="M*", K=K, num_blocks=1 + states + 4)
 
 
-@_forces("two_blocks")
-def _two_blocks(seed: int, rng: np.random.Generator) -> Scenario:
-    return _scenario(
-        seed, rng, _draw(rng, 10, 3, 1), _params(5, 5, 5), modes=("none", "attention"), layers="*", block_size=16,
-        num_blocks=2, attention_backend="TORCH",
-    )  # fmt: skip
-
-
-@_forces("long_lived", "all_blocks_used", "block_reuse")
-def _long_lived(seed: int, rng: np.random.Generator) -> Scenario:
-    return _scenario(
-        seed, rng, _draw(rng, 3, *[10] * 12), _params(80, *[3] * 12), layers="M*", num_blocks=34, max_num_seqs=2
-    )
-
-
-@_forces("several_groups")
-def _several_groups(seed: int, rng: np.random.Generator) -> Scenario:
-    return _scenario(
-        seed, rng, _draw(rng, 5, 8, 11), _params(20, 20, 20), layers="MMM*M", K=3, drafts="boundary",
-        captured_batch_sizes=(4,),
-    )  # fmt: skip
-
-
-@_forces("no_reuse")
-def _no_reuse(seed: int, rng: np.random.Generator) -> Scenario:
-    return _scenario(
-        seed, rng, _draw(rng, 5, 8, 11, 30), _params(*[12] * 4), modes=("align", "all", "attention"),
-        attention_backend="FLASHINFER", block_size=48,
-    )  # fmt: skip
-
-
-@_forces("salts_apart")
-def _salts_apart(seed: int, rng: np.random.Generator) -> Scenario:
-    prompts = _draw(rng, 20) * 3
-    params = [SamplingParams(max_tokens=6, cache_salt=salt) for salt in ("a", "b", "a")]
-    return _scenario(seed, rng, prompts, params, waves=(1, 1, 1), modes=("align", "all", "attention"))
-
-
-@_forces("stop_inside_drafts", "one_row_with_drafts")
-def _stop_inside_drafts(seed: int, rng: np.random.Generator) -> Scenario:
-    (prompt,) = _draw(rng, 9)
-    answer = answer_book("M*").without_stop(prompt, SamplingParams(max_tokens=12), 96)
+def _stop_inside_drafts(d: Draw) -> Scenario:
+    (prompt,) = d.prompts(9)
     # The first step's draft goes on behind the stop token.
-    params = [SamplingParams(max_tokens=12, stop_token_ids=(answer[2],)), SamplingParams(max_tokens=12)]
-    return _scenario(
-        seed, rng, [prompt, prompt], params, waves=(1, 1), layers="M*", K=5, drafts="right", max_num_seqs=1
-    )
+    params = [SamplingParams(max_tokens=12, stop_token_ids=(_answer("M*", prompt)[2],)), SamplingParams(max_tokens=12)]
+    return d.scenario([prompt] * 2, params, waves=(1, 1), layers="M*", K=5, drafts="right", max_num_seqs=1)
 
 
-@_forces("mixed_sampling", "top_k_beside_top_p", "logprobs_of_sampled", "prompt_logprobs")
-def _mixed_sampling(seed: int, rng: np.random.Generator) -> Scenario:
-    prompts, hot = _draw(rng, 9, 9), SamplingParams(max_tokens=12, temperature=2e8, seed=seed)
+def _mixed_sampling(d: Draw) -> Scenario:
+    prompts, hot = d.prompts(9, 9), SamplingParams(max_tokens=12, temperature=2e8, seed=d.seed)
     both = replace(hot, max_tokens=20, top_k=5, top_p=0.6, logprobs=2, prompt_logprobs=2)
     params = [SamplingParams(max_tokens=12, logprobs=0), hot, both]
-    return _scenario(seed, rng, [*prompts, prompts[0]], params, K=2, drafts="mixed")
+    return d.scenario([*prompts, prompts[0]], params, K=2, drafts="mixed")
 
 
-@_forces("one_step_late")
-def _one_step_late(seed: int, rng: np.random.Generator) -> Scenario:
-    K = int(rng.integers(0, 4))
-    return _scenario(
-        seed, rng, _draw(rng, 5, 9, 14, 33), _params(*[20] * 4), K=K, drafts="mixed" if K else "none",
-        async_scheduling=True, max_num_batched_tokens=20,
-    )  # fmt: skip
+def _offload_hit(d: Draw) -> Scenario:
+    text, *others = d.prompts(30, 60, 60, 60)
+    mode = d.one_of(*CACHED)
+    options: dict[str, Any] = {"num_blocks": 20, "kv_offload_bytes": 2**20, "max_num_seqs": 1}
+    layers = "**" if mode == "attention" else "M*"
+    return d.scenario([text, *others, text], [4] * 5, waves=(1, 3, 1), modes=(mode,), layers=layers, **options)
 
 
-@_forces("once_more_at_max_model_len")
-def _once_more(seed: int, rng: np.random.Generator) -> Scenario:
-    # With no K does a step end one token before the end: then no draft would be in flight there.
-    return _scenario(
-        seed, rng, _draw(rng, 5, 9, 40), _params(60, 60, 60), K=int(rng.integers(2, 8)), drafts="right",
-        block_size=2 * BLOCK, max_model_len=64, async_scheduling=True,
-    )  # fmt: skip
-
-
-@_forces("strange_drafts")
-def _strange_drafts(seed: int, rng: np.random.Generator) -> Scenario:
-    return _scenario(
-        seed, rng, _draw(rng, 5, 9, 14), _params(30, 30, 30), K=int(rng.integers(1, 8)), drafts="strange",
-        block_size=2 * BLOCK, async_scheduling=bool(rng.integers(2)),
-    )  # fmt: skip
-
-
-@_forces("offload_hit", "exact_hit_of_host")
-def _offload_hit(seed: int, rng: np.random.Generator) -> Scenario:
-    text, *others = _draw(rng, 30, 60, 60, 60)
-    mode = str(rng.choice(["align", "all", "attention"]))
-    return _scenario(
-        seed, rng, [text, *others, text], _params(*[4] * 5), waves=(1, 3, 1), modes=(mode,),
-        layers="**" if mode == "attention" else "M*", num_blocks=20, kv_offload_bytes=2**20, max_num_seqs=1,
-    )  # fmt: skip
-
-
-@_forces("hit_attention", "full_pool")
-def _fits_once_published(seed: int, rng: np.random.Generator) -> Scenario:
+def _fits_once_published(d: Draw) -> Scenario:
     # The first request has a block more than its tokens fill, for drafts, when the second one gives its blocks back.
     # The third one begins with the first one's answer, and fits as soon as the next block of that can be found.
-    first, second, tail = _draw(rng, 9, 1, 10)
-    answer = answer_book("**").without_stop(first, SamplingParams(max_tokens=20), 96)
-    prompts = [first, second, [*first, *answer[:7], *tail]]
-    return _scenario(
-        seed, rng, prompts, _params(20, 6, 3), waves=(3,), modes=("attention",), K=3, drafts="wrong", num_blocks=6
-    )
+    first, second, tail = d.prompts(9, 1, 10)
+    prompts = [first, second, [*first, *_answer("**", first)[:7], *tail]]
+    return d.scenario(prompts, [20, 6, 3], waves=(3,), modes=("attention",), K=3, drafts="wrong", num_blocks=6)
 
 
-@_forces("reset")
-def _reset(seed: int, rng: np.random.Generator) -> Scenario:
-    # Different prompts: blocks that two requests share are not forgotten.
-    return _scenario(
-        seed, rng, _draw(rng, 20, 21) * 2, _params(*[20] * 4), waves=(2, 2), modes=("align", "all", "attention"),
-        events=(Event("reset", 4),),
-    )  # fmt: skip
-
-
-@_forces("sleep")
-def _sleep(seed: int, rng: np.random.Generator) -> Scenario:
-    return _scenario(
-        seed, rng, _draw(rng, 20, 20, 33) * 2, _params(*[20] * 6), waves=(3, 3), modes=("none", "align", "all"), K=2,
-        drafts="mixed", events=(Event("sleep", 5), Event("sleep", 11, 8)),
-    )  # fmt: skip
-
-
-@_forces("sanitized")
-def _sanitized(seed: int, rng: np.random.Generator) -> Scenario:
-    prompts = _draw(rng, 5, 9, 14, 33)
-    return _scenario(
-        seed, rng, prompts * 2, _params(*[20] * 8), waves=(4, 4), K=3, drafts="mixed", sanitize=True,
-        events=(Event("preempt", 4, 7),),
-    )  # fmt: skip
-
-
-REPLAY: dict[str, Any] = {"state_scheme": "recompute"}
-
-
-@_forces("ring_emptied", "ring_wrapped", "flushed_in_place")
-def _ring_emptied(seed: int, rng: np.random.Generator) -> Scenario:
-    K = int(rng.integers(0, 5))
-    return _scenario(
-        seed, rng, _draw(rng, 5, 9, 14), _params(50, 50, 50), K=K, drafts="right" if K else "none", block_size=32,
-        recompute_ring_len=shortest_ring_len(1 + K) + int(rng.integers(3)), **REPLAY,
-    )  # fmt: skip
-
-
-@_forces("flushed_at_boundary")
-def _flushed_at_boundary(seed: int, rng: np.random.Generator) -> Scenario:
-    K = int(rng.integers(2, 8))
-    return _scenario(
-        seed, rng, _draw(rng, 5, 9, 14), _params(40, 40, 40), modes=("align", "all"), K=K, drafts="beyond",
-        async_scheduling=bool(rng.integers(2)), **REPLAY,
-    )  # fmt: skip
-
-
-def _passed_boundary(
-    seed: int, rng: np.random.Generator, later: Sequence[int], events: tuple[Event, ...] = ()
-) -> Scenario:
+def _passed_boundary(d: Draw, later: int, *events: Event) -> Scenario:
     """The second request passes its boundary in step 2, and one more takes up its tokens there."""
-    other, text = _draw(rng, 12, 2 * BLOCK - 2)
-    layers = str(rng.choice(["M*", "*M", "M*MM*"]))
-    answer = answer_book(layers).without_stop(text, SamplingParams(max_tokens=20), 96)
-    again = [*text, *answer[:2], 7, 8]
-    return _scenario(
-        seed, rng, [other, text, again], _params(12, *later, 4), waves=(2, 1), modes=("all",), layers=layers,
-        events=events, **REPLAY,
-    )  # fmt: skip
+    other, text = d.prompts(12, 2 * BLOCK - 2)
+    layers = d.one_of("M*", "*M", "M*MM*")
+    prompts = [other, text, [*text, *_answer(layers, text)[:2], 7, 8]]
+    return d.scenario(prompts, [12, later, 4], waves=(2, 1), modes=("all",), layers=layers, events=events, **LATE)
 
 
-@_forces("flushed_at_finish", "hit_on_flushed")
-def _flushed_at_finish(seed: int, rng: np.random.Generator) -> Scenario:
-    return _passed_boundary(seed, rng, [3])
-
-
-@_forces("flushed_at_preemption")
-def _flushed_at_preemption(seed: int, rng: np.random.Generator) -> Scenario:
-    return _passed_boundary(seed, rng, [12], (Event("preempt", 3),))
-
-
-@_forces("flushed_at_abort")
-def _flushed_at_abort(seed: int, rng: np.random.Generator) -> Scenario:
-    return _passed_boundary(seed, rng, [12], (Event("drop", 3),))
-
-
-@_forces("window_ahead")
-def _window_ahead(seed: int, rng: np.random.Generator) -> Scenario:
-    K = int(rng.integers(3, 8))
-    return _scenario(
-        seed, rng, _draw(rng, 5, 9), _params(20, 30), modes=("align", "all"), K=K, drafts="lapses",
-        async_scheduling=bool(rng.integers(2)), **REPLAY,
-    )  # fmt: skip
-
-
-@_forces("shared_base")
-def _shared_base(seed: int, rng: np.random.Generator) -> Scenario:
-    (text,) = _draw(rng, 2 * BLOCK + 1)
-    return _scenario(
-        seed, rng, [text] * 3, _params(2, 6, 6), waves=(1, 2), modes=("align", "all"), K=int(rng.integers(0, 3)),
-        **REPLAY,
-    )  # fmt: skip
+LATE: dict[str, Any] = {"state_scheme": "recompute"}
+EVICT = (Event("evict", 2),)
+# By the patterns that each forces. What it draws is in the order of its arguments.
+FORCED: dict[str, Callable[[Draw], Scenario]] = {
+    "one_token_of_new_request, row_reuse": lambda d: d.scenario(
+        d.prompts(3, 3, 4, 10), [2, 2, 6, 6], waves=(2, 2), max_num_batched_tokens=5
+    ),
+    "one_token_left, first_decode_beside_chunk": lambda d: _last_tokens(d, False),
+    "few_tokens_left": lambda d: _last_tokens(d, True),
+    "uneven_prefills": lambda d: d.scenario(d.prompts(5, 7, 6), [5] * 3),
+    "lone_chunks, one_behind_chunk, short_prompt, one_token_prefill": lambda d: d.scenario(
+        d.prompts(33, 1, 17, 2), [4] * 4, waves=(1, 1, 1, 1), max_num_batched_tokens=16
+    ),
+    "undrafted_after_accepts, number_of_drafts_varies": lambda d: d.scenario(
+        K=d.number(2, 8), prompts=d.prompts(5, 9, 14), answers=[30] * 3, drafts="ragged"
+    ),
+    "all_rejected, whole_batch_rejected, padded_drafts": lambda d: d.scenario(
+        K=d.number(2, 8), prompts=d.prompts(5, 9, 14), answers=[12] * 3, drafts="wrong", captured_batch_sizes=(4,)
+    ),
+    "all_accepted, max_model_len_with_drafts": lambda d: d.scenario(
+        K=d.number(2, 8), prompts=d.prompts(5, 9, 40), answers=[30] * 3, drafts="right", max_model_len=64
+    ),
+    "accepted_to_boundary, rejected_at_boundary": lambda d: d.scenario(
+        K=d.number(2, 8), prompts=d.prompts(5, 8, 11, 16), answers=[30] * 4, drafts="boundary"
+    ),
+    "rejected_behind_boundary": lambda d: d.scenario(
+        K=d.number(3, 8), prompts=d.prompts(5, 8, 11, 16), answers=[30] * 4, drafts="beyond"
+    ),
+    "middle_row_ends": lambda d: d.scenario(
+        d.prompts(5, 6, 7, 9), [25, 4, 40, 6], K=3, drafts="rotate", max_num_seqs=3
+    ),
+    "exact_block, hit_up_to_last_token, hit_before_last_block, hit_of_several_blocks, exact_hit": lambda d: d.scenario(
+        d.prompts(BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 1) * 2, [6] * 8, waves=(4, 4), modes=CACHED, K=2,
+        drafts="mixed",
+    ),
+    "unequal_blocks": lambda d: d.scenario(
+        d.prompts(2 * BLOCK + 1, 5 * BLOCK, 4 * BLOCK + 3) * 2, [6] * 6, waves=(3, 3), modes=STATES, K=2,
+        drafts="mixed", layers="M+*M",
+    ),
+    # The state after 32 tokens is the oldest block and lost, that after 24 is there; K and V come in blocks of 16.
+    "between_boundaries": lambda d: d.scenario(
+        d.prompts(33) * 2, [2, 6], waves=(1, 1), modes=("all",), layers="M*+", events=EVICT
+    ),
+    "repeated_after_cut_chunk": _cut_chunk,
+    "attention_deeper": _attention_deeper,
+    # The first group's deepest block is the oldest one.
+    "state_deeper, eviction, hit_behind_losses": lambda d: d.scenario(
+        d.prompts(33) * 2, [2, 2], waves=(1, 1), modes=("all",), layers="*M", events=EVICT
+    ),
+    # After 32 tokens there is a state, and a block of K/V that is lost; after 24 tokens there is K/V and no state.
+    "no_common_depth": lambda d: d.scenario(
+        d.prompts(33) * 2, [1, 6], waves=(1, 1), modes=("align",), layers="*M", events=EVICT
+    ),
+    "second_turn_align": lambda d: _second_turn(d, "align"),
+    "second_turn_all": lambda d: _second_turn(d, "all"),
+    "duplicates": lambda d: d.scenario(**_salted(d.prompts(20)[0], "ab", modes=(*MODES, "attention"))),
+    "waits_for_prefix, shared_block": _waits_for_prefix,
+    "identical_prompts": _identical_prompts,
+    "abort_in_flight, same_prompt_after_abort": lambda d: d.scenario(
+        d.prompts(20) * 3, [12, 8, 8], max_num_seqs=1, events=(Event("abort", 0),), async_scheduling=d.coin()
+    ),
+    "preemption, waiting": _preempt_with_one_waiting,
+    "abort_waiting": lambda d: d.scenario(
+        d.prompts(9, 9, 9, 9), [8] * 4, max_num_seqs=1, events=(Event("drop", 1),)
+    ),
+    "preempted_while_speculating, resumed_from_cache, recomputed_output": lambda d: d.scenario(
+        d.prompts(10, 12, 14), [25] * 3, modes=CACHED, K=2, drafts="right", events=(Event("preempt", 3, 6),)
+    ),
+    "full_pool, refused": _full_pool,
+    "two_blocks": lambda d: d.scenario(
+        d.prompts(10, 3, 1), [5] * 3, modes=("none", "attention"), layers="*", block_size=16, num_blocks=2,
+        attention_backend="TORCH",
+    ),
+    "long_lived, all_blocks_used, block_reuse": lambda d: d.scenario(
+        d.prompts(3, *[10] * 12), [80, *[3] * 12], layers="M*", num_blocks=34, max_num_seqs=2
+    ),
+    "several_groups": lambda d: d.scenario(
+        d.prompts(5, 8, 11), [20] * 3, layers="MMM*M", K=3, drafts="boundary", captured_batch_sizes=(4,)
+    ),
+    "no_reuse": lambda d: d.scenario(
+        d.prompts(5, 8, 11, 30), [12] * 4, modes=CACHED, attention_backend="FLASHINFER", block_size=48
+    ),
+    "salts_apart": lambda d: d.scenario(**_salted(d.prompts(20)[0], "aba", waves=(1, 1, 1), modes=CACHED)),
+    "stop_inside_drafts, one_row_with_drafts": _stop_inside_drafts,
+    "mixed_sampling, top_k_beside_top_p, logprobs_of_sampled, prompt_logprobs": _mixed_sampling,
+    "one_step_late": lambda d: d.scenario(
+        K=d.number(0, 4), prompts=d.prompts(5, 9, 14, 33), answers=[20] * 4, drafts="mixed", async_scheduling=True,
+        max_num_batched_tokens=20,
+    ),
+    # With no K does a step end one token before the end: then no draft would be in flight there.
+    "once_more_at_max_model_len": lambda d: d.scenario(
+        d.prompts(5, 9, 40), [60] * 3, K=d.number(2, 8), drafts="right", block_size=2 * BLOCK, max_model_len=64,
+        async_scheduling=True,
+    ),
+    "strange_drafts": lambda d: d.scenario(
+        d.prompts(5, 9, 14), [30] * 3, K=d.number(1, 8), drafts="strange", block_size=2 * BLOCK,
+        async_scheduling=d.coin(),
+    ),
+    "offload_hit, exact_hit_of_host": _offload_hit,
+    "hit_attention, full_pool": _fits_once_published,
+    # Different prompts: blocks that two requests share are not forgotten.
+    "reset": lambda d: d.scenario(
+        d.prompts(20, 21) * 2, [20] * 4, waves=(2, 2), modes=CACHED, events=(Event("reset", 4),)
+    ),
+    "sleep": lambda d: d.scenario(
+        d.prompts(20, 20, 33) * 2, [20] * 6, waves=(3, 3), modes=("none", *STATES), K=2, drafts="mixed",
+        events=(Event("sleep", 5), Event("sleep", 11, 8)),
+    ),
+    "sanitized": lambda d: d.scenario(
+        d.prompts(5, 9, 14, 33) * 2, [20] * 8, waves=(4, 4), K=3, drafts="mixed", sanitize=True,
+        events=(Event("preempt", 4, 7),),
+    ),
+    "ring_emptied, ring_wrapped, flushed_in_place": lambda d: d.scenario(
+        K=(K := d.number(0, 5)), prompts=d.prompts(5, 9, 14), answers=[50] * 3, drafts="right", block_size=32,
+        recompute_ring_len=shortest_ring_len(1 + K) + d.number(0, 3), **LATE,
+    ),
+    "flushed_at_boundary": lambda d: d.scenario(
+        K=d.number(2, 8), prompts=d.prompts(5, 9, 14), answers=[40] * 3, modes=STATES, drafts="beyond",
+        async_scheduling=d.coin(), **LATE,
+    ),
+    "flushed_at_finish, hit_on_flushed": lambda d: _passed_boundary(d, 3),
+    "flushed_at_preemption": lambda d: _passed_boundary(d, 12, Event("preempt", 3)),
+    "flushed_at_abort": lambda d: _passed_boundary(d, 12, Event("drop", 3)),
+    "window_ahead": lambda d: d.scenario(
+        K=d.number(3, 8), prompts=d.prompts(5, 9), answers=[20, 30], modes=STATES, drafts="lapses",
+        async_scheduling=d.coin(), **LATE,
+    ),
+    "shared_base": lambda d: d.scenario(
+        d.prompts(2 * BLOCK + 1) * 3, [2, 6, 6], waves=(1, 2), modes=STATES, K=d.number(0, 3), **LATE
+    ),
+}  # fmt: skip

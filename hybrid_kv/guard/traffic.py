@@ -26,7 +26,7 @@ from hybrid_kv.attention.rollback import SCHEMES, rollback_spec
 from hybrid_kv.cache.modes import MODES
 from hybrid_kv.cache.spec import FullAttentionSpec, MambaSpec, RollbackSpec, with_block_size, with_rollback
 from hybrid_kv.config import CacheConfig, ConfigError
-from hybrid_kv.guard.forced import FORCED
+from hybrid_kv.guard.forced import FORCED, Draw
 from hybrid_kv.guard.scenario import (
     Cell,
     Event,
@@ -234,7 +234,7 @@ def draw_scenario(seed: int, vocab_size: int = 97) -> Scenario:
     number = seed % SCENARIOS_PER_RUN
     rng = np.random.default_rng(seed)
     if number < len(FORCED):
-        return list(FORCED.values())[number](seed, rng)
+        return list(FORCED.values())[number](Draw(seed, rng))
     number -= len(FORCED)
     cell = design()[number] if number < len(design()) else None
     while cell is None:
