@@ -1,6 +1,6 @@
 """What kernels cost, known without a GPU.
 
-Contract. `launches.LAUNCHES` calls each wrapper at the shapes of real models; `launches.aot_cases` has what it launches
+Contract. `launches.launches` calls each wrapper at the shapes of real models; `launches.aot_cases` has what it launches
 there on GPUs with warps of `lanes`, as `record` sees it. `compile.measure` compiles
 every case for every target and returns registers, spills, shared memory, thread blocks per SM, the widest global load
 and store, and the instructions by class. All of it is deterministic for one Triton version, so a machine without a GPU

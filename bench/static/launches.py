@@ -1,13 +1,14 @@
 """The launches of our kernels that are compiled: each wrapper at the shapes of real models.
 
-Adding a kernel is a function that calls its wrapper, and a line of `LAUNCHES`.
+Adding a kernel is a function that calls its wrapper, and a line of `launches`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 import torch
 
@@ -238,101 +239,49 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-LAUNCHES = (
-    Launch("block_tables.update_block_tables", f"{NANO}, 256 rows", partial(_block_tables, _AGREEING, 1), "int32"),
-    Launch(
-        "block_tables.update_block_tables",
-        "two block sizes, 256 rows, cp 2",
-        partial(_block_tables, _DIFFERING, 2),
-        "int32",
-    ),
-    Launch(
-        "conv_prefill.causal_conv1d_prefill",
-        NANO,
-        _conv_prefill,
-        # The inputs and the three before them, and the outputs.
-        bytes_per_program=lambda c: (TILE + 3 + TILE) * c["BLOCK"] * 2,
-    ),
-    *(
-        Launch(
-            "conv_update.causal_conv1d_update",
-            f"{model}, K={k}",
-            partial(_conv_update, model, k),
-            bytes_per_program=_conv_update_bytes(k),
-        )
-        for model, dtype, k in _STATE_UPDATES
-        if dtype == FP32
-    ),
-    *(
-        Launch("delta_prefill.gated_delta_prefill", model, partial(_delta_prefill, model, dtype, size), _name(dtype))
-        for model in DELTA_MODELS
-        for dtype, size in ((BF16, 128), (FP32, 64))
-    ),
-    *(
-        Launch(
-            f"delta_recompute.gated_delta_{'recompute' if update else 'flush'}",
-            f"{model}, K=3",
-            partial(_delta_recompute, model, dtype, 3, update),
-            _name(dtype),
-        )
-        for model, dtype, update in _DELTA_RECOMPUTES
-    ),
-    *(
-        Launch(
-            "delta_update.gated_delta_update_slots",
-            f"{model}, K={k}",
-            partial(_delta_slots, model, dtype, k),
-            _name(dtype),
-            _slots_bytes("BLOCK_V", "KEY", dtype, k),
-        )
-        for model, dtype, k in _DELTA_UPDATES
-    ),
-    *(
-        Launch(
-            "gated_norm.gated_rms_norm",
-            model,
-            partial(_gated_norm, model),
-            bytes_per_program=lambda c: 3 * c["SIZE"] * 2,
-        )
-        for model in MODELS
-    ),
-    *(
-        Launch("paged_attention.paged_attention_varlen", f"{model}, {kind}", partial(_attention, model, length))
-        for model, length, kind in _QUERIES
-    ),
-    Launch("paged_attention.store_kv", NANO, _store, bytes_per_program=lambda c: 4 * c["WIDTH"] * 2),
-    *(
-        Launch(
-            f"recompute.recompute_{'update' if update else 'flush'}",
-            f"{model}, K={k}, {num_reqs} rows",
-            partial(_recompute, model, dtype, k, num_reqs, update),
-            _name(dtype),
-            _recompute_bytes(model, dtype, k) if update else None,
-        )
-        for model, dtype, k, num_reqs, update in _RECOMPUTES
-    ),
-    Launch("recompute.commit", "K=3, blocks of 528", _commit, "int64"),
-    *(
-        Launch("ssd_prefill", f"{NANO}, chunks of {size}", partial(_chunk_scan, dtype, size), _name(dtype))
-        for dtype, size in ((BF16, 128), (FP32, 64))
-    ),
-    *(
-        Launch(
-            "state_update.selective_state_update_slots",
-            f"{model}, K={k}",
-            partial(_slots, model, dtype, k),
-            _name(dtype),
-            _slots_bytes("BLOCK_P", "STATE", dtype, k),
-        )
-        for model, dtype, k in _STATE_UPDATES
-    ),
-)
+def launches() -> Iterator[Launch]:
+    """All of them."""
+    tables = "block_tables.update_block_tables"
+    yield Launch(tables, f"{NANO}, 256 rows", partial(_block_tables, _AGREEING, 1), "int32")
+    yield Launch(tables, "two block sizes, 256 rows, cp 2", partial(_block_tables, _DIFFERING, 2), "int32")
+    # The inputs and the three before them, and the outputs.
+    moved: Bytes = lambda c: (TILE + 3 + TILE) * c["BLOCK"] * 2  # noqa: E731
+    yield Launch("conv_prefill.causal_conv1d_prefill", NANO, _conv_prefill, bytes_per_program=moved)
+    for model, dtype, k in _STATE_UPDATES:
+        if dtype == FP32:
+            call, moved = partial(_conv_update, model, k), _conv_update_bytes(k)
+            yield Launch("conv_update.causal_conv1d_update", f"{model}, K={k}", call, bytes_per_program=moved)
+    for model, (dtype, size) in product(DELTA_MODELS, ((BF16, 128), (FP32, 64))):
+        call = partial(_delta_prefill, model, dtype, size)
+        yield Launch("delta_prefill.gated_delta_prefill", model, call, _name(dtype))
+    for model, dtype, update in _DELTA_RECOMPUTES:
+        kernel = f"delta_recompute.gated_delta_{'recompute' if update else 'flush'}"
+        yield Launch(kernel, f"{model}, K=3", partial(_delta_recompute, model, dtype, 3, update), _name(dtype))
+    for model, dtype, k in _DELTA_UPDATES:
+        call, moved = partial(_delta_slots, model, dtype, k), _slots_bytes("BLOCK_V", "KEY", dtype, k)
+        yield Launch("delta_update.gated_delta_update_slots", f"{model}, K={k}", call, _name(dtype), moved)
+    for model in MODELS:
+        call = partial(_gated_norm, model)
+        yield Launch("gated_norm.gated_rms_norm", model, call, bytes_per_program=lambda c: 3 * c["SIZE"] * 2)
+    for model, length, kind in _QUERIES:
+        yield Launch("paged_attention.paged_attention_varlen", f"{model}, {kind}", partial(_attention, model, length))
+    yield Launch("paged_attention.store_kv", NANO, _store, bytes_per_program=lambda c: 4 * c["WIDTH"] * 2)
+    for model, dtype, k, num_reqs, update in _RECOMPUTES:
+        kernel, shape = f"recompute.recompute_{'update' if update else 'flush'}", f"{model}, K={k}, {num_reqs} rows"
+        call = partial(_recompute, model, dtype, k, num_reqs, update)
+        yield Launch(kernel, shape, call, _name(dtype), _recompute_bytes(model, dtype, k) if update else None)
+    yield Launch("recompute.commit", "K=3, blocks of 528", _commit, "int64")
+    for dtype, size in ((BF16, 128), (FP32, 64)):
+        yield Launch("ssd_prefill", f"{NANO}, chunks of {size}", partial(_chunk_scan, dtype, size), _name(dtype))
+    for model, dtype, k in _STATE_UPDATES:
+        call, moved = partial(_slots, model, dtype, k), _slots_bytes("BLOCK_P", "STATE", dtype, k)
+        yield Launch("state_update.selective_state_update_slots", f"{model}, K={k}", call, _name(dtype), moved)
 
 
 def aot_cases(lanes: int = 32) -> list[AotCase]:
-    """What `LAUNCHES` compile on GPUs with warps of `lanes`."""
+    """What `launches` compile on GPUs with warps of `lanes`."""
     found = []
-    for one in LAUNCHES:
+    for one in launches():
         with recorded(lanes) as cases:
             one.call()
         for case in cases:
