@@ -50,29 +50,15 @@ def _columns(results: Results) -> dict[str, str]:
 
 
 def _print_table(rows: Sequence[Results]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    import pandas as pd
 
     first = rows[0][0].cell
-    has_rivals = "subject" in first.params
     title = f"{first.suite}/{first.benchmark}, {'exact' if first.tier == 'count' else first.tier + ' time'}"
-    table = Table()
-    where = [name for name in first.params if name != "subject"]
-    measured = list(dict.fromkeys(name for results in rows for name in _columns(results)))
-    for name in where:
-        table.add_column(name)
-    for name in measured:
-        table.add_column(name, justify="right")
-    for results in rows:
-        shown = _columns(results)
-        table.add_row(
-            *(str(results[0].cell.params[name]) for name in where), *(shown.get(name, "") for name in measured)
-        )
-    console = Console(markup=False, width=None if sys.stdout.isatty() else 150)
-    if has_rivals:
+    if "subject" in first.params:
         title += f" (how many times that of {first.base})"
-    # A table's own title is broken where the table ends.
-    console.print(title, table, sep="\n")
+    where = [name for name in first.params if name != "subject"]
+    lines = [{name: str(results[0].cell.params[name]) for name in where} | _columns(results) for results in rows]
+    print(title, pd.DataFrame(lines).fillna("").to_string(index=False), "", sep="\n")
 
 
 def _chosen(quick: bool, chosen: Sequence[str], tiers: Sequence[str], select: Sequence[str] = ()) -> list[Cell]:

@@ -13,7 +13,6 @@ end; `bench.harness.verdicts` reads from them which benchmarks are quarantined.
 from __future__ import annotations
 
 import json
-import sys
 import zlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -168,24 +167,15 @@ def _listed(trial: Trial) -> str:
 
 def print_rates(summary: Sequence[Row]) -> None:
     """A line per benchmark."""
-    from rich.console import Console
-    from rich.table import Table
+    import pandas as pd
 
-    by_benchmark: dict[str, dict[tuple[str, int], Row]] = {}
+    lines: dict[str, dict[str, str]] = {}
     for row in summary:
-        by_benchmark.setdefault(row.benchmark, {})[row.metric, row.params["inject_percent"]] = row
-    columns = [("false_alarm_rate", 0), ("suspect_rate", 0), *(("detection_rate", percent) for percent in PERCENTS)]
-    table = Table(box=None, pad_edge=False)
-    for heading in ("benchmark", "false alarms", "repeated", *(f"{percent} % found" for percent in PERCENTS), ""):
-        table.add_column(heading, overflow="fold")
-
-    def text(row: Row | None) -> str:
-        if row is None or row.ci_low is None or row.ci_high is None:
-            return ""
-        return f"{row.value * row.n:.0f}/{row.n} ({row.ci_low:.0%}–{row.ci_high:.0%})"
-
-    for benchmark, found in by_benchmark.items():
-        alarms = found.get(columns[0])
-        note = "quarantined" if alarms is not None and alarms.verdict == "fail" else ""
-        table.add_row(benchmark, *(text(found.get(column)) for column in columns), note)
-    Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 180).print(table)
+        assert row.ci_low is not None and row.ci_high is not None
+        headings = {"false_alarm_rate": "false alarms", "suspect_rate": "repeated"}
+        heading = headings.get(row.metric, f"{row.params['inject_percent']} % found")
+        text = f"{row.value * row.n:.0f}/{row.n} ({row.ci_low:.0%}–{row.ci_high:.0%})"
+        lines.setdefault(row.benchmark, {"benchmark": row.benchmark})[heading] = text
+        if row.verdict == "fail":
+            lines[row.benchmark]["quarantined"] = "quarantined"
+    print(pd.DataFrame(lines.values()).fillna("").to_string(index=False))
