@@ -23,7 +23,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -61,23 +61,8 @@ def contests(quick: bool = False, device: str = "cuda") -> Iterator[Contest]:
 # ---- timing ----
 
 
-class Device(Protocol):
-    """What a contest needs of a machine; `gpu` is its data sheet, if predictions know it."""
-
-    gpu: GPU | None
-
-    def capture(self, run: Callable[[], object]) -> Callable[[], object]:
-        """`run` as one call that only launches."""
-
-    def copy(self) -> Rival:
-        """A copy that no cache holds."""
-
-    def time(self, calls: Sequence[tuple[Callable[[], object], Callable[[], object]]]) -> list[float]:
-        """Seconds of each call, given as what is to be done before it, untimed, and the call."""
-
-
 class Cuda:
-    """The current CUDA device."""
+    """The current CUDA device; `gpu` is its data sheet, if predictions know it."""
 
     def __init__(self) -> None:
         about = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -92,7 +77,7 @@ class Cuda:
         torch.sum(self._ring[2], dim=0, out=self._sum)
 
     def capture(self, run: Callable[[], object]) -> Callable[[], object]:
-        """A CUDA graph of `run`, compiled and allocated before."""
+        """`run` as one call that only launches: a CUDA graph, compiled and allocated before."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -104,7 +89,7 @@ class Cuda:
         return graph.replay
 
     def copy(self) -> Rival:
-        """From one large buffer to another."""
+        """From one large buffer to another, which no cache holds."""
         source, target = self._ring[0], self._ring[1]
 
         def check() -> float:
@@ -115,7 +100,7 @@ class Cuda:
         return Rival(lambda: Case(lambda: target.copy_(source), check), 2 * source.nbytes)
 
     def time(self, calls: Sequence[tuple[Callable[[], object], Callable[[], object]]]) -> list[float]:
-        """One wait for all of them."""
+        """Seconds of each call, given as what is to be done before it, untimed, and the call; one wait for all."""
         events = []
         for before, call in calls:
             before()
@@ -145,7 +130,7 @@ class Result:
 COPY = "copy"
 
 
-def race(contest: Contest, device: Device, rounds: int, rng: random.Random) -> tuple[list[Result], dict[str, str]]:
+def race(contest: Contest, device: Cuda, rounds: int, rng: random.Random) -> tuple[list[Result], dict[str, str]]:
     """All rivals of a contest and the copy, and why some are left out.
 
     Raises:
@@ -240,7 +225,7 @@ def _print(contest: Contest, results: Sequence[Result], missing: Mapping[str, st
         print(f"  {name:14}left out: {reason}")
 
 
-def main(arguments: Sequence[str] | None = None, machine: Callable[[], Device] = Cuda, **where: str) -> None:
+def main(arguments: Sequence[str] | None = None, machine: Callable[[], Cuda] = Cuda, **where: str) -> None:
     """Race, print, append.
 
     Raises:

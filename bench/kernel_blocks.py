@@ -8,7 +8,7 @@ engines do or did; the engine stages ids as they are.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
@@ -35,17 +35,6 @@ NUM_BLOCKS = (1, 16, 256, 4096)
 BLOCKS_PER_KV_BLOCK = (2, 8, 34)
 QUICK_CELLS = ((1, 2), (16, 8), (256, 8), (256, 34))
 EXPANSIONS = ("list", "numpy", "torch", ENGINE)
-
-
-def expand_list(ids: Sequence[int], bpk: int) -> list[int]:
-    """List comprehension (vllm!38831)."""
-    return [block_id * bpk + k for block_id in ids for k in range(bpk)]
-
-
-def expand_numpy(ids: Sequence[int] | npt.NDArray[np.int32], bpk: int) -> npt.NDArray[np.int32]:
-    """Broadcast sum in numpy (vLLM 0.22's V1 runner)."""
-    column = np.asarray(ids, dtype=np.int32).reshape(-1, 1)
-    return np.add(column * bpk, np.arange(bpk), dtype=np.int32).reshape(-1)
 
 
 def expand_torch(ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -111,7 +100,7 @@ def gpu_contests(quick: bool, device: str) -> Iterator[Contest]:
 
 
 def expansion(seed: int, num_blocks: int, blocks_per_kv_block: int, subject: str) -> Case:
-    """One append."""
+    """One append: by a list (vllm!38831), in numpy (vLLM 0.22's V1 runner), in torch, or by the engine."""
     bpk = blocks_per_kv_block
     ids = np.random.default_rng(seed).integers(1, 1 << 20, num_blocks).astype(np.int32)
     id_list = ids.tolist()
@@ -124,10 +113,11 @@ def expansion(seed: int, num_blocks: int, blocks_per_kv_block: int, subject: str
     offsets = torch.arange(bpk, dtype=torch.int32)
 
     def run_list() -> None:
-        view[:] = array("i", expand_list(id_list, bpk))
+        view[:] = array("i", [block_id * bpk + k for block_id in id_list for k in range(bpk)])
 
     def run_numpy() -> None:
-        numpy_buffer[:] = expand_numpy(id_list, bpk)
+        column = np.asarray(id_list, dtype=np.int32).reshape(-1, 1)
+        numpy_buffer[:] = np.add(column * bpk, np.arange(bpk), dtype=np.int32).reshape(-1)
 
     def run_torch() -> None:
         buffer.copy_(expand_torch(torch.tensor(id_list, dtype=torch.int32), offsets))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,13 @@ class Timed:
     repeat = (3, 15, 1.0)
     warmup_time = 0.1
     timeout = 120
+    by_values: Mapping[tuple[Any, ...], Cell]
+
+    def teardown(self, *values: Any) -> None:
+        """Check again."""
+        key = self.by_values[values].key
+        if key in _made:
+            checked(key, _made[key][0])
 
 
 def _skip(reason: str) -> None:
@@ -97,29 +104,20 @@ def _sample(cell: Cell, kind: str) -> None:
     _WATCH.run(*subjects[kind])
 
 
-def _timed(by_values: dict[tuple[Any, ...], Cell], kind: str) -> Any:
+def _timed(kind: str) -> Any:
     def time(self: Any, *values: Any) -> None:
-        _sample(by_values[values], kind)
+        _sample(self.by_values[values], kind)
 
     return time
 
 
-def _tracked(unit: str, by_values: dict[tuple[Any, ...], Cell], metric: str) -> Any:
+def _tracked(unit: str, metric: str) -> Any:
     def track(self: Any, *values: Any) -> float:
-        counts = by_values[values].make()
+        counts = self.by_values[values].make()
         return counts[metric].value if metric in counts else float("nan")
 
     track.unit = unit
     return track
-
-
-def _checked_again(by_values: dict[tuple[Any, ...], Cell]) -> Any:
-    def teardown(self: Any, *values: Any) -> None:
-        cell = by_values[values]
-        if cell.key in _made:
-            checked(cell.key, _made[cell.key][0])
-
-    return teardown
 
 
 def method_names(cell: Cell) -> dict[str, str]:
@@ -139,21 +137,18 @@ def asv_name(cell: Cell, method: str) -> str:
 
 def _class(of: Sequence[Cell]) -> type:
     first = of[0]
-    by_values = {tuple(cell.params.values()): cell for cell in of}
     names = tuple(first.params)
     source = inspect.getsource(sys.modules[f"bench.{first.suite}"])
     members: dict[str, Any] = {
         "__doc__": f"{first.suite}/{first.benchmark}",
+        "by_values": {tuple(cell.params.values()): cell for cell in of},
         "param_names": names,
         "params": tuple(list(dict.fromkeys(cell.params[name] for cell in of)) for name in names),
         "version": f"{zlib.crc32(source.encode()):08x}",  # an edited suite starts a new history
     }
     for method, of_what in method_names(first).items():
-        if first.tier == "count":
-            members[method] = _tracked(first.units[of_what], by_values, of_what)
-        else:
-            members[method] = _timed(by_values, of_what)
-            members["teardown"] = _checked_again(by_values)
+        is_count = first.tier == "count"
+        members[method] = _tracked(first.units[of_what], of_what) if is_count else _timed(of_what)
         members[method].__name__ = method
         members[method].benchmark_name = f"{first.suite}.{method}"  # what stands before the dot is a group of its pages
     return type(f"{first.suite}_{first.benchmark}", (object if first.tier == "count" else Timed,), members)
