@@ -51,8 +51,8 @@ class _Sampled(_Body):
     top_k: int | None = None
     seed: int | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
-    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
+    stop: Annotated[list[str], Field(fail_fast=True, max_length=MAX_STOPS)] | str | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     ignore_eos: bool = False
     cache_salt: str | None = None
     stream: bool | None = None
@@ -63,13 +63,6 @@ class _Sampled(_Body):
     # Clients send these unasked; any other value would change the answer.
     frequency_penalty: Zero | None = None
     presence_penalty: Zero | None = None
-
-    @field_validator("stop", "stop_token_ids")
-    @classmethod
-    def _is_short(cls, value: Any) -> Any:
-        if isinstance(value, list) and len(value) > MAX_STOPS:
-            raise ValueError(f"has {len(value)} entries, {MAX_STOPS} are allowed; send fewer")
-        return value
 
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> _Sampled:
