@@ -24,7 +24,6 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -206,7 +205,6 @@ class Trainer:
             for each in self.optimizers
         ]
         self.step = 0
-        self.log: list[dict[str, Any]] = []
         share = args.batch // world
         self.sequences = range(rank * share, (rank + 1) * share)
 
@@ -233,29 +231,6 @@ class Trainer:
         dist.all_reduce(flat)
         nn.utils.vector_to_parameters(flat / self.world, grads)
 
-    @torch.no_grad()
-    def evaluate(self, per_kind: int) -> dict[str, float]:
-        """Share of held-out problems whose whole answer is right, teacher-forced.
-
-        Every token right under teacher forcing is the same as greedy giving the reference answer.
-        """
-        result = {}
-        for seed, name in ((901, "self_contained"), (902, "latch")):
-            items = problems.eval_set(seed, per_kind, needs_latch=name == "latch")
-            items = items[self.rank :: self.world]
-            right = torch.tensor([float(sum(map(self._is_right, items)))])
-            if self.world > 1:
-                dist.all_reduce(right)
-            result[name] = float(right) / per_kind
-        return result
-
-    def _is_right(self, item: problems.EvalItem) -> bool:
-        prompt = tokenizer.encode(item.prompt)
-        whole = tokenizer.encode(f"{item.prompt} {item.answer}{tokenizer.NEXT_QUESTION}")
-        ids = torch.tensor([whole], device=self.device)
-        logits = self.model(ids[:, :-1])[0, len(prompt) - 1 :]
-        return bool((logits.argmax(-1) == ids[0, len(prompt) :]).all())
-
     # ------------------------------------------------------------------------------ state file
 
     def save_state(self, path: Path) -> None:
@@ -265,7 +240,6 @@ class Trainer:
             "args": {k: v for k, v in vars(self.args).items() if isinstance(v, int | float | str)},
             "model": self.model.state_dict(),
             "optimizers": [part.state_dict() for part in (*self.optimizers, *self.schedules)],
-            "log": self.log,
         }
         partial = path.with_suffix(".partial")
         torch.save(state, partial)
@@ -276,7 +250,7 @@ class Trainer:
         then, now = state["args"], vars(self.args)
         if changed := [name for name in IDENTITY if then[name] != now[name]]:
             raise SystemExit(f"{path} is of a run with other {', '.join(changed)}; use --fresh")
-        self.step, self.log = state["step"], state["log"]
+        self.step = state["step"]
         self.model.load_state_dict(state["model"])
         for part, values in zip((*self.optimizers, *self.schedules), state["optimizers"], strict=True):
             part.load_state_dict(values)
@@ -341,17 +315,12 @@ def run(rank: int, args: argparse.Namespace, world: int, rendezvous: str) -> Non
         if trainer.step % 50 == 0:
             elapsed = time.monotonic() - started
             rate = (trainer.step - begin) * args.batch * args.length / elapsed
-            record = {
-                "step": trainer.step,
-                "answer_loss": round(sums[0] / count, 5),
-                "mtp_loss": round(sums[1] / count, 5),
-            }
+            answer_loss, mtp_loss = (one / count for one in sums)
             sums, count = [0.0, 0.0], 0
-            if args.eval_every and trainer.step % args.eval_every == 0:
-                record |= trainer.evaluate(args.eval_problems)
-            trainer.log.append(record)
             if rank == 0:
-                bar.write(f"{json.dumps(record)} {rate:.0f} tokens/s")
+                bar.write(
+                    f"{trainer.step}: answer loss {answer_loss:.5f}, MTP loss {mtp_loss:.5f}, {rate:.0f} tokens/s"
+                )
         if trainer.step % args.checkpoint_every == 0 or trainer.step == args.steps:
             if rank == 0:
                 trainer.save_state(state_file)
@@ -379,8 +348,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--muon-lr", type=float, default=0.02)
     p.add_argument("--adam-lr", type=float, default=4e-3)
     p.add_argument("--checkpoint-every", type=int, default=250)
-    p.add_argument("--eval-every", type=int, default=500)
-    p.add_argument("--eval-problems", type=int, default=60, help="per kind")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--replicas", type=int, help="processes; default 2 on a CPU, 1 on a GPU")
     return p

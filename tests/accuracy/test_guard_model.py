@@ -162,7 +162,7 @@ def test_steps_move_every_weight_and_lower_both_losses(train, model):
 def test_resumed_training_gives_the_same_weights(train, tmp_path, model):
     from accuracy.guard_model import load_checkpoint
 
-    common = f"--model {model} --batch 2 --length 48 --replicas 1 --device cpu --eval-every 0 --latch-only-steps 1"
+    common = f"--model {model} --batch 2 --length 48 --replicas 1 --device cpu --latch-only-steps 1"
     common += " --mtp-from-step 1 --steps 3 --decay-steps 2 --checkpoint-every 2"
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train.main([*common.split(), "--out", str(whole)])
