@@ -103,8 +103,7 @@ class HybridKVLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
     @property
     def eot_token_id(self) -> int | None:
         """The token that ends a text."""
-        token: int | None = self._tokenizer.eos_token_id
-        return token
+        return self._tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:

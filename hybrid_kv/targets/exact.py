@@ -89,8 +89,7 @@ def write_exact_checkpoint(name: str, folder: str | Path) -> None:
 
 def name_of(folder: str | Path) -> str:
     """The name of a checkpoint's model, one of `PATTERNS`."""
-    name: str = json.loads((Path(folder) / "config.json").read_text())["exact"]["name"]
-    return name
+    return json.loads((Path(folder) / "config.json").read_text())["exact"]["name"]
 
 
 def model_of(folder: str | Path) -> ExactModel:

@@ -183,13 +183,11 @@ class Remote:
         return [_answer(one) for one in self._call("ask", REPLY_SECONDS, requests=plain, preempt_every=preempt_every)]
 
     def counters(self) -> Mapping[str, float]:
-        counters: dict[str, float] = self._call("counters", REPLY_SECONDS)
-        return counters
+        return self._call("counters", REPLY_SECONDS)
 
     def wrong_read(self) -> str:
         """What the sanitizer beside an exact model saw first; empty: nothing."""
-        line: str = self._call("wrong_read", REPLY_SECONDS)
-        return line
+        return self._call("wrong_read", REPLY_SECONDS)
 
     def reset(self) -> None:
         self._call("reset", REPLY_SECONDS)

@@ -39,6 +39,12 @@ MULTIPLY = {2: "Then {a} doubles the number of {i}.", 3: "Then {a} triples the n
 ADD_BOXES = ("{a} buys {y} boxes of {i}.", "{a} gets {y} boxes of {i} from {b}.")
 SUBTRACT_BOXES = ("{a} sells {y} boxes of {i}.",)
 OPEN_BOXES = "{a} has {y} boxes of {i}."
+# The number below which a draw chooses it, the largest y, what is computed, and the words.
+COMPARED = (
+    (0.4, 20, "+", "{a} has {y} more {i} than {b}."),
+    (0.7, 20, "-", "{a} has {y} fewer {i} than {b}."),
+    (1.0, 4, "*", "{a} has {y} times as many {i} as {b}."),
+)
 
 MAX_VALUE = 99  # two digits: a longer number would need more training, not a longer memory
 STEP_CHOICES = (1, 2, 2, 3, 3, 4)  # two and three steps twice as often as one and four
@@ -163,18 +169,10 @@ def _opening(d: _Draft, a: str, b: str, item: str, steps: int, say: bool | None)
     other = d.number(3, 40)
     d.sentences.append(f"{b} has {other} {item}.")
     kind = d.rng.random()
-    if kind < 0.4:
-        y = d.number(2, 20)
-        d.sentences.append(f"{a} has {y} more {item} than {b}.")
-        d.value = d.compute(other, "+", y)
-    elif kind < 0.7:
-        y = d.number(2, 20)
-        d.sentences.append(f"{a} has {y} fewer {item} than {b}.")
-        d.value = d.compute(other, "-", y)
-    else:
-        y = d.number(2, 4)
-        d.sentences.append(f"{a} has {y} times as many {item} as {b}.")
-        d.value = d.compute(other, "*", y)
+    most, op, template = next((most, op, template) for below, most, op, template in COMPARED if kind < below)
+    y = d.number(2, most)
+    d.sentences.append(template.format(a=a, b=b, y=y, i=item))
+    d.value = d.compute(other, op, y)
     return other
 
 

@@ -82,8 +82,7 @@ class Engine:
     def version(self) -> str:
         import mlx_lm
 
-        found: str = mlx_lm.__version__
-        return found
+        return mlx_lm.__version__
 
     def start(self, folder: str, settings: dict[str, str]) -> dict[str, Any]:
         from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache

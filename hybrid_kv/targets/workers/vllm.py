@@ -105,8 +105,7 @@ class Engine:
     def version(self) -> str:
         import vllm
 
-        found: str = vllm.__version__
-        return found
+        return vllm.__version__
 
     def start(self, folder: str, settings: dict[str, str]) -> dict[str, Any]:
         options = arguments(settings)
@@ -171,9 +170,8 @@ class Engine:
         options |= exact_arguments(settings)
 
     def ask(self, requests: list[dict[str, Any]], preempt_every: int) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self._case.play(self._llm, requests, preempt_every, self._sent)
-        self._sent += len(requests)
-        return found
+        first, self._sent = self._sent, self._sent + len(requests)
+        return self._case.play(self._llm, requests, preempt_every, first)
 
     def counters(self) -> dict[str, float]:
         found = dict.fromkeys(COUNTERS.values(), 0.0)
