@@ -12,7 +12,6 @@ import platform
 import re
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -42,8 +41,8 @@ def final_number(text: str) -> str | None:
 
 def accuracy_row(name: str, found: pd.DataFrame) -> str:
     """Of ``measure_accuracy``'s problems, as a row of the table."""
-    steps = " | ".join(f"{own.sum()}/{len(own)}" for _, own in found.groupby("steps")["right"])
-    unseen = found["right"][found["unseen_pair"]]
+    parts = [found["right"][found["steps"] == steps] for steps in (1, 2, 3, 4)]
+    steps, unseen = " | ".join(f"{one.sum()}/{len(one)}" for one in parts), found["right"][found["unseen_pair"]]
     shares = f"**{found['right'].mean():.1%}** | {found['exact'].mean():.1%}"
     return f"| {name} | {len(found)} | {shares} | {steps} | {unseen.sum()}/{len(unseen)} |"
 
@@ -93,16 +92,6 @@ def measure_accuracy(
 # ---------------------------------------------------------------------------------------- MTP
 
 
-@dataclass
-class Acceptance:
-    """Drafts offered and accepted, by position in the draft."""
-
-    offered: np.ndarray
-    accepted: np.ndarray
-    rounds: int = 0
-    tokens: int = 0
-
-
 def draft(model: GuardModel, hidden: Tensor, ids: list[int], count: int) -> list[int]:
     """``count`` drafted tokens after ``ids``, from the hidden states of all but its last token.
 
@@ -117,13 +106,13 @@ def draft(model: GuardModel, hidden: Tensor, ids: list[int], count: int) -> list
         hidden = torch.cat([hidden, out], 1)
 
 
-def measure_acceptance(model: GuardModel, runs: list[tuple[list[int], list[int]]], count: int) -> Acceptance:
-    """Draft ``count`` tokens a round along the greedy continuations and count agreement.
+def measure_acceptance(model: GuardModel, runs: list[tuple[list[int], list[int]]], count: int) -> pd.DataFrame:
+    """Draft ``count`` tokens a round along the greedy continuations: how many were ``offered`` and ``taken`` in each.
 
     Greedy verification accepts a draft exactly where it equals the greedy token, so the
     continuation already at hand is the verifier.
     """
-    result = Acceptance(*np.zeros((2, count), dtype=np.int64))
+    rounds = []
     for prompt, out in tqdm(runs, desc=f"MTP K={count}", mininterval=5):
         ids = prompt + out
         hidden, _ = model.decode(torch.tensor([ids]))
@@ -132,13 +121,10 @@ def measure_acceptance(model: GuardModel, runs: list[tuple[list[int], list[int]]
             drafts = draft(model, hidden[:, : known - 1], ids[:known], count)[: len(ids) - known]
             wrong = [i for i, token in enumerate(drafts) if token != ids[known + i]]
             taken = min(wrong, default=len(drafts))
-            result.offered[: min(taken + 1, len(drafts))] += 1
-            result.accepted[:taken] += 1
             new = min(taken + 1, len(ids) - known)
-            result.rounds += 1
-            result.tokens += new
+            rounds.append({"offered": len(drafts), "taken": taken, "new": new})
             known += new
-    return result
+    return pd.DataFrame(rounds)
 
 
 # --------------------------------------------------------------------------------------- card
@@ -165,7 +151,7 @@ def accuracy_section(rows: dict[str, pd.DataFrame]) -> list[str]:
     ]
 
 
-def mtp_section(results: list[Acceptance], prompts: int) -> list[str]:
+def mtp_section(results: dict[int, pd.DataFrame], prompts: int) -> list[str]:
     lines = [
         "### MTP acceptance",
         "",
@@ -174,14 +160,16 @@ def mtp_section(results: list[Acceptance], prompts: int) -> list[str]:
         "| K | accepted, per position | tokens per round | rounds |",
         "|--:|---|--:|--:|",
     ]
-    for r in results:
-        parts = [f"{a / max(o, 1):.1%}" for a, o in zip(r.accepted, r.offered, strict=True)]
-        lines.append(f"| {len(r.offered)} | {' / '.join(parts)} | {r.tokens / r.rounds:.2f} | {r.rounds} |")
+    for count, rounds in results.items():
+        offered, taken = rounds["offered"], rounds["taken"]
+        shares = [(taken > i).sum() / max((taken.ge(i) & (offered > i)).sum(), 1) for i in range(count)]
+        parts = " / ".join(f"{share:.1%}" for share in shares)
+        lines.append(f"| {count} | {parts} | {rounds['new'].mean():.2f} | {len(rounds)} |")
     return lines
 
 
 def margin_section(gaps: list[float]) -> list[str]:
-    least, *some, median = (f"{gap:.2g}" for gap in np.quantile(gaps, [0, 0.001, 0.01, 0.05, 0.5], method="higher"))
+    least, *some, median = (f"{gap:.2g}" for gap in np.quantile(gaps, [0, 0.001, 0.01, 0.05, 0.5], method="lower"))
     return [
         "### Margins",
         "",
@@ -215,7 +203,7 @@ def main(argv: list[str] | None = None) -> None:
         accuracy[name], done = measure_accuracy(model, items, gaps, name)
         runs += done[: args.drafted // 2]
         print(accuracy_row(name, accuracy[name]), flush=True)
-    acceptance = [measure_acceptance(model, runs, k) for k in (1, 2, 3)]
+    acceptance = {count: measure_acceptance(model, runs, count) for count in (1, 2, 3)}
     command = " ".join(["python -m accuracy.evaluate", *(argv or sys.argv[1:])])
     seconds = time.monotonic() - started
     lines = [

@@ -23,7 +23,7 @@ from typing import Any
 
 from hybrid_kv import files
 from hybrid_kv.accuracy import paired
-from hybrid_kv.accuracy.run import NO_ANSWER, STRICT, AccuracyResult, sample_lines, wilson_interval
+from hybrid_kv.accuracy.run import NO_ANSWER, STRICT, AccuracyResult, sample_lines, table_of, wilson_interval
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.results import Row
 
@@ -385,14 +385,8 @@ def rows(comparison: Comparison) -> list[Row]:
 
 def print_comparison(comparison: Comparison) -> None:
     """The table for people, on stdout."""
-    from rich.console import Console
-    from rich.table import Table
-
     document = comparison.summary()
-    console = Console(highlight=False, markup=False)
-    table = Table(comparison.task, box=None, pad_edge=False)
-    for name in ("right", "accuracy", "95 % interval", "wrong", "invalid"):
-        table.add_column(name, justify="right")
+    console, table = table_of(comparison.task, "right", "accuracy", "95 % interval", "wrong", "invalid")
     for run in (document["baseline"], document["candidate"]):
         low, high = run["accuracy_ci"]
         table.add_row(

@@ -26,6 +26,9 @@ from hybrid_kv.results import Row, provenance
 from hybrid_kv.threads import one_thread
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from hybrid_kv.accuracy.lm_eval_model import HybridKVLM
     from hybrid_kv.accuracy.target_model import TargetLM
     from hybrid_kv.engine.llm import LLM
@@ -333,15 +336,18 @@ def write_samples(result: AccuracyResult, file: str | Path) -> None:
     write_whole(file, gzip.compress(data, mtime=0) if str(file).endswith(".gz") else data)
 
 
+def table_of(title: str, *columns: str) -> tuple[Console, Table]:
+    """A table for people, and what prints it: texts of a first column, and numbers."""
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    right = (Column(name, justify="right") for name in columns)
+    return Console(highlight=False, markup=False), Table(title, *right, box=None, pad_edge=False)
+
+
 def print_result(result: AccuracyResult) -> None:
     """The table for people, on stdout."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False, markup=False)
-    table = Table(result.task, box=None, pad_edge=False)
-    for name in ("questions", "strict", "95 % interval", "flexible", "invalid"):
-        table.add_column(name, justify="right")
+    console, table = table_of(result.task, "questions", "strict", "95 % interval", "flexible", "invalid")
     for name, records in result.groups().items():
         low, high = wilson_interval(sum(record.correct for record in records), len(records))
         table.add_row(
