@@ -104,11 +104,10 @@ class Ours:
                     llm.reset_prefix_cache()
                     for request in llm.scheduler.running[::-1]:
                         llm.scheduler.preempt(request)
-                for i, group in groups.items():
-                    if (limit := requests[i].abort_after) is not None:
-                        for request in group:
-                            if len(request.output_token_ids) >= limit:
-                                llm.abort(request.request_id)
+                for i, request in [(i, one) for i, group in groups.items() for one in group]:
+                    limit = requests[i].abort_after
+                    if limit is not None and len(request.output_token_ids) >= limit:
+                        llm.abort(request.request_id)
                 llm.step()
         return [
             self._answer(ask, groups[i], llm, logits) if i in groups else Answer((), error=errors[i])

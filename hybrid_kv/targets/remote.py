@@ -80,7 +80,7 @@ class Loader:
         with socket.socket(socket.AF_UNIX) as listener, (self.folder / LOG).open("w") as log:
             listener.bind(str(self.folder / SOCKET))
             listener.listen()
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [python, str(WORKERS / f"{name}.py"), str(listener.fileno()), *(["early"] if early else [])],
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -90,17 +90,13 @@ class Loader:
                 start_new_session=True,  # Ctrl-C is not for it, and its forks end with it
             )
 
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
     def kill(self) -> None:
         """Kill the process and its forks."""
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
         self._scratch.cleanup()
 
 
@@ -128,7 +124,7 @@ def load(name: str, python: str) -> Path:
         return _shared[name, python]
     key = _key(name, python)
     with _one_at_a_time:
-        if key not in _loaders or not _loaders[key].is_alive:
+        if key not in _loaders or _loaders[key].process.poll() is not None:
             if key in _loaders:
                 _loaders.pop(key).kill()
             _loaders[key] = Loader(name, python)

@@ -13,11 +13,8 @@ size = "small"  # its kernels for CPUs refuse the tiny one's widths
 # A default guard runs them in this order: the slowest first, so that no core waits at the end; what vLLM rejects or
 # dies of at its start last.
 factors = {
-    "prefix": (
-        "off",
-        "all",
-        "on",
-    ),  # on: the mode that vLLM takes by itself; all: a `mamba_cache_mode` of some versions
+    # on: the mode that vLLM takes by itself; all: a `mamba_cache_mode` of some versions
+    "prefix": ("off", "all", "on"),
     "chunk": ("whole", "17", "100"),
     "blocks": ("ample", "tight"),
     "retain": ("last", "all"),  # prefix_cache_retention_interval: which Mamba states stay
