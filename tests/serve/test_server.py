@@ -8,6 +8,7 @@ import queue
 import re
 import signal
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 
@@ -39,14 +40,21 @@ def test_a_signal_ends_what_streams_in_order(
         (url,) = re.findall(r"^guard_model at (http://127\.0\.0\.1:\d+/v1); Ctrl-C ends it$", addresses.get(timeout=60))
         headers = {"Authorization": "Bearer secret"}
         with httpx2.stream("POST", f"{url}/completions", json=body, headers=headers, timeout=60) as answer:
-            for line in answer.iter_lines():
+            for line in filter(None, answer.iter_lines()):
                 if not lines:
                     os.kill(os.getpid(), ending)
-                lines.extend([line] * bool(line))
+                lines.append(line)
 
-    with ThreadPoolExecutor(1) as pool:
+    def end_in_any_case() -> None:
+        if not has_ended.wait(60):
+            os.kill(os.getpid(), signal.SIGHUP)
+
+    has_ended = threading.Event()
+    with ThreadPoolExecutor(2) as pool:
         asked = pool.submit(ask)
+        pool.submit(end_in_any_case)
         code, _, err = run(capsys, "serve", "--port", "0", "--grace", "0", "--device", "cpu")
+        has_ended.set()
         asked.result()
     assert code == 0 and err.startswith("loading nemotron_h in float32: ") and err.count("\n") == 1
     assert lines[-1] == "data: [DONE]"
