@@ -20,7 +20,7 @@ from hybrid_kv.models.layers import GatedMLP
 from hybrid_kv.models.mixers.mamba2 import Mamba2Mixer, check_time_steps
 from hybrid_kv.models.rope import Rope, read_rope
 from hybrid_kv.models.specs import MAMBA
-from hybrid_kv.models.weights import Tensors, join_gate_up, join_qkv, renamed
+from hybrid_kv.models.weights import Tensors, converted
 
 Specs = dict[str, KVCacheSpec]
 
@@ -35,7 +35,7 @@ def mamba2(file: ConfigFile, name: str, specs: Specs, kind: type[Mamba2Mixer], e
     """
     file.only("hidden_act", "silu")
     check_time_steps(file)
-    return kind.sized(
+    return kind(
         name,
         file.size("hidden_size"),
         specs[name],
@@ -95,4 +95,4 @@ NAMES = {
 
 def convert(tensors: Tensors) -> Tensors:
     """See `Family.convert_weights`."""
-    return join_gate_up(join_qkv(renamed(tensors, ("model.",), NAMES)))
+    return converted(tensors, ("model.",), NAMES)

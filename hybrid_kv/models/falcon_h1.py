@@ -20,7 +20,7 @@ from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import ForwardContext, GatedMLP
 from hybrid_kv.models.mixers.scaled_mamba2 import Order, ScaledMamba2Mixer
 from hybrid_kv.models.rope import read_rope
-from hybrid_kv.models.weights import Tensors, join_gate_up, join_qkv, renamed
+from hybrid_kv.models.weights import Tensors, converted
 
 
 class ScaledMLP(GatedMLP):
@@ -92,4 +92,4 @@ def build(file: ConfigFile, specs: Specs) -> nn.Module:
 def convert(tensors: Tensors) -> Tensors:
     """See `Family.convert_weights`."""
     names = NAMES | {"self_attn.": "attention.", "mamba.": "mamba."}
-    return join_gate_up(join_qkv(renamed(tensors, ("model.",), names)))
+    return converted(tensors, ("model.",), names)

@@ -93,12 +93,10 @@ def _kimi_linear(file: ConfigFile) -> ConfigFile:
 
 
 def _kimi_kinds(file: ConfigFile) -> list[str]:
-    if (listed := _kimi_linear(file).get("full_attn_layers")) is None or file.get("layer_types") is not None:
+    own = _kimi_linear(file).values
+    if own.get("full_attn_layers") is None or file.get("layer_types") is not None:
         return layer_kinds(file)
-    num_layers = file.size("num_hidden_layers")
-    if not isinstance(listed, list) or any(number not in range(1, 1 + num_layers) for number in listed):
-        raise file.fail(f"full_attn_layers={listed!r} must list layers from 1 to {num_layers}")
-    return [ATTENTION if i + 1 in listed else MAMBA for i in range(num_layers)]
+    return indexed_kinds(ConfigFile({**file.values, **own}, file.source), "full_attn_layers", first=1)
 
 
 def _kimi_state(file: ConfigFile, options: SpecOptions) -> MambaSpec:

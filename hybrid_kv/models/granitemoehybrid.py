@@ -22,7 +22,7 @@ from hybrid_kv.models.mixers.mamba2 import Mamba2Mixer
 from hybrid_kv.models.moe import MixtureOfExperts
 from hybrid_kv.models.rope import read_rope
 from hybrid_kv.models.specs import MAMBA
-from hybrid_kv.models.weights import Tensors, join_qkv, renamed
+from hybrid_kv.models.weights import Tensors, converted
 
 
 def _mlp(file: ConfigFile) -> nn.Module:
@@ -85,4 +85,4 @@ def convert(tensors: Tensors) -> Tensors:
     """See `Family.convert_weights`."""
     is_mixture = any(".block_sparse_moe." in name for name in tensors)
     shared = "mlp.shared_expert." if is_mixture else "mlp."
-    return join_qkv(renamed(tensors, ("model.",), {**_NAMES, "shared_mlp.": shared}))
+    return converted(tensors, ("model.",), {**_NAMES, "shared_mlp.": shared})

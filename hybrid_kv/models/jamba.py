@@ -21,7 +21,7 @@ from hybrid_kv.models.layers import GatedMLP, RMSNorm
 from hybrid_kv.models.mixers.mamba1 import Mamba1Mixer, dt_rank
 from hybrid_kv.models.moe import MixtureOfExperts
 from hybrid_kv.models.specs import chunk_size
-from hybrid_kv.models.weights import Tensors, join_gate_up, join_qkv, renamed, stacked
+from hybrid_kv.models.weights import Tensors, converted
 
 
 def _mixer(file: ConfigFile, name: str, spec: KVCacheSpec) -> nn.Module:
@@ -79,5 +79,4 @@ _NAMES = {
 
 def convert(tensors: Tensors) -> Tensors:
     """The hub has a tensor for each expert, transformers one for all."""
-    joined = join_gate_up(join_qkv(renamed(tensors, ("model.",), _NAMES)))
-    return renamed(stacked(joined), (), {".experts.gate_up_proj": ".experts.up_proj"})
+    return converted(tensors, ("model.",), _NAMES)

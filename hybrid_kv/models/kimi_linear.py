@@ -18,7 +18,7 @@ from hybrid_kv.models.mixers.kda import KDAMixer
 from hybrid_kv.models.mla import LatentAttention
 from hybrid_kv.models.moe import MixtureOfExperts, sigmoid_route
 from hybrid_kv.models.specs import chunk_size
-from hybrid_kv.models.weights import Tensors, join_gate_up, joined, renamed, stacked
+from hybrid_kv.models.weights import Tensors, converted, joined, renamed
 
 _FIXED = {"hidden_act": "silu", "mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1}
 
@@ -95,5 +95,4 @@ def convert(tensors: Tensors) -> Tensors:
         own[name.replace(".q_proj.", ".query_proj.") if name.startswith(latent) else name] = tensor
         if name.endswith(".A_log"):
             own[name] = tensor.flatten()  # [1, 1, heads, 1]
-    experts = stacked(join_gate_up(joined(own, _IN, "in_proj")))
-    return renamed(experts, (), {".experts.gate_up_proj": ".experts.up_proj"})
+    return converted(joined(own, _IN, "in_proj"), (), {})

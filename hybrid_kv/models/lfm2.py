@@ -20,7 +20,7 @@ from hybrid_kv.models.mixers.conv import ConvMixer, Projected
 from hybrid_kv.models.moe import MixtureOfExperts, sigmoid_route
 from hybrid_kv.models.rope import read_rope
 from hybrid_kv.models.specs import chunk_size
-from hybrid_kv.models.weights import Tensors, join_gate_up, join_qkv, renamed, stacked
+from hybrid_kv.models.weights import Tensors, converted
 
 
 class ShortConv(ConvMixer):
@@ -99,5 +99,4 @@ _NAMES = {
 
 def convert(tensors: Tensors) -> Tensors:
     """The hub has a tensor for each expert, transformers one for all."""
-    joined = join_gate_up(join_qkv(renamed(tensors, ("model.",), _NAMES)))
-    return renamed(stacked(joined), (), {".experts.gate_up_proj": ".experts.up_proj"})
+    return converted(tensors, ("model.",), _NAMES)

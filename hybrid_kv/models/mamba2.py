@@ -15,24 +15,25 @@ from hybrid_kv.models.mixers.mamba2 import Mamba2Mixer, check_time_steps
 from hybrid_kv.models.weights import Tensors, renamed
 
 
+def mixer(file: ConfigFile, name: str, spec: KVCacheSpec, chunk_size: int) -> nn.Module:
+    """A layer of the sizes of its cache; `chunk_size`: tokens that a scan takes at a time."""
+    return Mamba2Mixer(
+        name,
+        file.size("hidden_size"),
+        spec,
+        chunk_size=chunk_size,
+        eps=file.number("layer_norm_epsilon", 1e-5),
+        conv_bias=file.flag("use_conv_bias", True),
+        bias=file.flag("use_bias", False),
+    )
+
+
 def build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
     """See `Family.build`."""
     file.only("hidden_act", "silu")
     check_time_steps(file)
     chunk_size = file.size("chunk_size", default=256)
-
-    def mixer(name: str) -> nn.Module:
-        return Mamba2Mixer.sized(
-            name,
-            file.size("hidden_size"),
-            specs[name],
-            chunk_size=chunk_size,
-            eps=file.number("layer_norm_epsilon", 1e-5),
-            conv_bias=file.flag("use_conv_bias", True),
-            bias=file.flag("use_bias", False),
-        )
-
-    layers = [MixerBlock(mamba_norm(file), mixer(name)) for name in specs]
+    layers = [MixerBlock(mamba_norm(file), mixer(file, name, spec, chunk_size)) for name, spec in specs.items()]
     return CausalLM(file, specs, layers, mamba_norm(file), mamba_chunk_size=chunk_size)
 
 

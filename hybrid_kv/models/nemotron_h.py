@@ -16,22 +16,10 @@ from hybrid_kv.models.attention import PagedAttention
 from hybrid_kv.models.causal_lm import CausalLM, MixerBlock, mamba_norm
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import SquaredReluMLP
-from hybrid_kv.models.mixers.mamba2 import Mamba2Mixer
+from hybrid_kv.models.mamba2 import mixer
 from hybrid_kv.models.moe import MixtureOfExperts, relu2, sigmoid_route
 from hybrid_kv.models.specs import ATTENTION, MAMBA, MLP, MOE, layer_kinds
-from hybrid_kv.models.weights import Tensors, join_qkv, renamed, stacked
-
-
-def _mamba2(file: ConfigFile, name: str, spec: KVCacheSpec) -> nn.Module:
-    return Mamba2Mixer.sized(
-        name,
-        file.size("hidden_size"),
-        spec,
-        chunk_size=file.size("chunk_size", default=128),
-        eps=file.number("layer_norm_epsilon", 1e-5),
-        conv_bias=file.flag("use_conv_bias", True),
-        bias=file.flag("use_bias", False),
-    )
+from hybrid_kv.models.weights import Tensors, converted
 
 
 def attention(file: ConfigFile, name: str, kind: type[PagedAttention] = PagedAttention) -> nn.Module:
@@ -78,11 +66,13 @@ def build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:
     if activations != ("relu2", "silu"):
         raise file.fail(f"activations {activations} are not supported; ('relu2', 'silu') are")
 
-    def mixer(name: str, kind: str) -> nn.Module:
-        return _mamba2(file, name, layer_specs[name]) if kind == MAMBA else MIXERS[kind](file, name)
-
-    layers = [MixerBlock(mamba_norm(file), mixer(f"layers.{i}", kind)) for i, kind in enumerate(layer_kinds(file))]
     chunk_size = file.size("chunk_size", default=128)
+
+    def layer(name: str, kind: str) -> nn.Module:
+        own = mixer(file, name, layer_specs[name], chunk_size) if kind == MAMBA else MIXERS[kind](file, name)
+        return MixerBlock(mamba_norm(file), own)
+
+    layers = [layer(f"layers.{i}", kind) for i, kind in enumerate(layer_kinds(file))]
     return CausalLM(file, layer_specs, layers, mamba_norm(file), mamba_chunk_size=chunk_size)
 
 
@@ -98,4 +88,4 @@ _NAMES = {
 
 def convert(tensors: Tensors) -> Tensors:
     """See `Family.convert_weights`."""
-    return stacked(join_qkv(renamed(tensors, ("backbone.", "model."), _NAMES)))
+    return converted(tensors, ("backbone.", "model."), _NAMES)

@@ -49,37 +49,11 @@ def convert(tensors: Tensors) -> Tensors:
     return nemotron_h.convert(renamed(tensors, (), _NAMES))
 
 
-def shapes(file: ConfigFile) -> dict[str, tuple[int, ...]]:
+def shapes(file: ConfigFile) -> dict[str, tuple[int, ...] | str]:
     """See `HeadFamily.shapes`."""
     if not file.get("num_nextn_predict_layers"):
         return {}
-    size, head = file.size("hidden_size"), file.size("head_dim")
-    queries, keys = (file.size(f"num_{kind}_heads") * head for kind in ("attention", "key_value"))
-    attention_shapes = {"q_proj": (queries, size), "k_proj": (keys, size), "v_proj": (keys, size)}
-    shapes: dict[str, tuple[int, ...]] = {
-        **{f"layers.0.mixer.{name}.weight": shape for name, shape in attention_shapes.items()},
-        "layers.0.mixer.o_proj.weight": (size, queries),
-        "layers.0.eh_proj.weight": (size, 2 * size),
-        **{f"layers.{name}.weight": (size,) for name in ("0.enorm", "0.hnorm", "0.norm", "1.norm")},
-        "layers.1.final_layernorm.weight": (size,),
-    }
-    widths = {"mixer": (size, file.size("intermediate_size"))}
-    if layer_kinds(file, "mtp_")[1] == MOE:
-        experts, latent = file.size("n_routed_experts"), file.maybe_size("moe_latent_size")
-        inner = latent or size, file.size("moe_intermediate_size")
-        widths = {f"mixer.experts.{i}": inner for i in range(experts)}
-        widths["mixer.shared_experts"] = size, file.size("moe_shared_expert_intermediate_size")
-        if latent:
-            shapes["layers.1.mixer.fc1_latent_proj.weight"] = (latent, size)
-            shapes["layers.1.mixer.fc2_latent_proj.weight"] = (size, latent)
-        shapes["layers.1.mixer.gate.weight"] = (experts, size)
-        shapes["layers.1.mixer.gate.e_score_correction_bias"] = (experts,)
-    for name, (outer, width) in widths.items():
-        shapes[f"layers.1.{name}.up_proj.weight"] = (width, outer)
-        shapes[f"layers.1.{name}.down_proj.weight"] = (outer, width)
-    biased = ("mixer.up", "mixer.down", "shared_experts.up", "shared_experts.down", "fc1_latent", "fc2_latent")
-    if file.flag("mlp_bias", False):
-        ends = tuple(f"{name}_proj.weight" for name in biased)
-        found = {name: shape for name, shape in shapes.items() if name.endswith(ends)}
-        shapes |= {name.replace(".weight", ".bias"): shape[:1] for name, shape in found.items()}
-    return shapes
+    size, kinds = file.size("hidden_size"), layer_kinds(file)
+    norms = ("layers.0.enorm.weight", "layers.0.hnorm.weight", "layers.1.final_layernorm.weight")
+    layers = {f"layers.{i}.": f"backbone.layers.{kinds.index(k)}." for i, k in enumerate(layer_kinds(file, "mtp_"))}
+    return {"layers.0.eh_proj.weight": (size, 2 * size), **dict.fromkeys(norms, (size,)), **layers}

@@ -19,7 +19,7 @@ from hybrid_kv.models.layers import ForwardContext, GatedMLP, RMSNorm
 from hybrid_kv.models.qwen3_5 import delta_net
 from hybrid_kv.models.rope import Rope, read_rope
 from hybrid_kv.models.specs import MAMBA, chunk_size, layer_kinds
-from hybrid_kv.models.weights import Tensors, join_gate_up, join_qkv, joined, renamed
+from hybrid_kv.models.weights import Tensors, converted, joined, renamed
 
 
 class PostNormBlock(nn.Module):
@@ -96,5 +96,4 @@ def convert(tensors: Tensors) -> Tensors:
     tensors = joined(renamed(tensors, ("model.",), _OLDER), ("q_conv1d", "k_conv1d", "v_conv1d"), "conv1d")
     attend = {name.partition(".self_attn.")[0] for name in tensors if ".self_attn." in name}
     own = {f"{layer}.post_attention_layernorm.": f"{layer}.norm." for layer in sorted(attend)}
-    tensors = joined(renamed(tensors, (), own | _NAMES), _PROJECTIONS, "in_proj")
-    return join_gate_up(join_qkv(tensors))
+    return joined(converted(tensors, (), own | _NAMES), _PROJECTIONS, "in_proj")

@@ -22,7 +22,7 @@ from hybrid_kv.models.layers import GatedMLP, RMSNorm
 from hybrid_kv.models.mixers.gated_delta import GatedDeltaMixer
 from hybrid_kv.models.rope import read_rope
 from hybrid_kv.models.specs import ATTENTION, MAMBA, chunk_size
-from hybrid_kv.models.weights import Tensors, join_gate_up, join_qkv, joined, renamed, stacked
+from hybrid_kv.models.weights import Tensors, converted, joined
 
 Build = Callable[[ConfigFile, str], nn.Module]
 MLP = Callable[[ConfigFile, int], nn.Module]  # of a layer by its number
@@ -99,7 +99,4 @@ def convert(
     tensors: Tensors, projections: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 ) -> Tensors:
     """`projections`: of a delta net, in the order of `GatedDeltaMixer.in_proj`."""
-    tensors = joined(renamed(tensors, ("model.language_model.", "model."), _NAMES), projections, "in_proj")
-    # Experts one by one or, in Qwen3.5's own checkpoints, together.
-    together = stacked(join_gate_up(join_qkv(tensors)))
-    return renamed(together, (), {".experts.gate_up_proj": ".experts.up_proj"})
+    return joined(converted(tensors, ("model.language_model.", "model."), _NAMES), projections, "in_proj")

@@ -6,16 +6,16 @@ token comes before the hidden state in what `fc` joins.
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from hybrid_kv.models import qwen3_5, qwen3_next
 from hybrid_kv.models.attention import GridAttention
 from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock
 from hybrid_kv.models.config_file import ConfigFile
-from hybrid_kv.models.moe import MixtureOfExperts
+from hybrid_kv.models.families import qwen_kinds
 from hybrid_kv.models.mtp import NAME, MTPHead
 from hybrid_kv.models.qwen3_5 import MLP, attention, dense_mlp, norm
+from hybrid_kv.models.specs import ATTENTION
 from hybrid_kv.models.weights import Tensors, renamed
 
 # By `model_type`, without the end `_text`: the key that counts the head's layers, and the MLP in it.
@@ -49,32 +49,12 @@ def convert(tensors: Tensors) -> Tensors:
     return qwen3_5.convert(renamed(tensors, (), _NAMES))
 
 
-def shapes(file: ConfigFile) -> dict[str, tuple[int, ...]]:
+def shapes(file: ConfigFile) -> dict[str, tuple[int, ...] | str]:
     """See `HeadFamily.shapes`."""
-    count, mlp = _PARTS[file.model_type.removesuffix("_text")]
-    if file.maybe_size(count) is None:
+    if file.maybe_size(_PARTS[file.model_type.removesuffix("_text")][0]) is None:
         return {}
-    size, head = file.size("hidden_size"), file.size("head_dim")
-    queries, keys = (file.size(f"num_{kind}_heads") * head for kind in ("attention", "key_value"))
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc": (size, 2 * size),
-        **dict.fromkeys(("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), (size,)),
-        **dict.fromkeys(("layers.0.input_layernorm", "layers.0.post_attention_layernorm"), (size,)),
-        **dict.fromkeys(("layers.0.self_attn.q_norm", "layers.0.self_attn.k_norm"), (head,)),
-        "layers.0.self_attn.q_proj": (2 * queries, size),
-        **dict.fromkeys(("layers.0.self_attn.k_proj", "layers.0.self_attn.v_proj"), (keys, size)),
-        "layers.0.self_attn.o_proj": (size, queries),
-    }
-    widths = {"mlp": "intermediate_size"}
-    with torch.device("meta"):
-        is_sparse = isinstance(mlp(file, 0), MixtureOfExperts)
-    if is_sparse:
-        experts = file.size("num_experts")
-        shapes |= {"layers.0.mlp.gate": (experts, size), "layers.0.mlp.shared_expert_gate": (1, size)}
-        widths = {f"mlp.experts.{i}": "moe_intermediate_size" for i in range(experts)}
-        widths["mlp.shared_expert"] = "shared_expert_intermediate_size"
-    for name, key in widths.items():
-        width = file.size(key)
-        for part, shape in {"gate": (width, size), "up": (width, size), "down": (size, width)}.items():
-            shapes[f"layers.0.{name}.{part}_proj"] = shape
-    return {f"{name}.weight": shape for name, shape in shapes.items()}
+    size, layer = file.size("hidden_size"), f"model.layers.{qwen_kinds(file).index(ATTENTION)}."
+    norms = ("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "norm.weight")
+    alike = {f"layers.0.{part}": layer + part for part in ("input_layernorm", "post_attention_layernorm", "self_attn")}
+    alike["layers.0.mlp."] = "model.layers.0.mlp."
+    return {"fc.weight": (size, 2 * size), **dict.fromkeys(norms, (size,)), **alike}

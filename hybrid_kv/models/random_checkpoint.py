@@ -44,7 +44,7 @@ def write_checkpoint(
         model.save_pretrained(folder, max_shard_size="1TB")  # one file, to which a head's weights can be added
     file = ConfigFile.read(folder)
     if (head := head_of(file)) is not None and (shapes := head.shapes(file)):
-        _save_head({head.prefix + name: shape for name, shape in shapes.items()}, folder, seed)
+        _save_head(head.prefix, shapes, folder, seed)
     _tokenizer(file.size("vocab_size")).save_pretrained(folder)
     return model
 
@@ -110,14 +110,21 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _save_head(shapes: dict[str, tuple[int, ...]], folder: Path, seed: int) -> None:
-    """In the file of the model's weights, since transformers leaves a head's out."""
+def _save_head(prefix: str, shapes: Mapping[str, tuple[int, ...] | str], folder: Path, seed: int) -> None:
+    """In the file of the model's weights, since transformers leaves a head's out; see `HeadFamily.shapes`."""
     from safetensors.torch import load_file, save_file
 
     g = torch.Generator().manual_seed(seed + 1)
     path = folder / "model.safetensors"
-    own = {name: _value(name, torch.full(shape, float("norm" in name)), g) for name, shape in shapes.items()}
-    save_file({**load_file(path), **own}, path, metadata={"format": "pt"})
+    tensors, own = load_file(path), dict[str, tuple[int, ...]]()
+    for start, given in shapes.items():
+        if isinstance(given, str):
+            alike = {name.removeprefix(given): tensor for name, tensor in tensors.items() if name.startswith(given)}
+            own |= {prefix + start + name: tuple(tensor.shape) for name, tensor in alike.items()}
+        else:
+            own[prefix + start] = given
+    values = {name: _value(name, torch.full(shape, float("norm" in name)), g) for name, shape in own.items()}
+    save_file({**tensors, **values}, path, metadata={"format": "pt"})
 
 
 def _tokenizer(vocab_size: int) -> Any:

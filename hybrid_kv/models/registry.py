@@ -61,13 +61,14 @@ class HeadFamily:
             converted checkpoint, without the prefix. Raises `ConfigError` for a head of another kind.
         convert_weights: the checkpoint's tensors of that prefix to the module's, the prefix kept.
         shapes: of the checkpoint's tensors, by name without the prefix, for checkpoints with random weights; none
-            where config.json has no head.
+            where config.json has no head. A text in the place of a shape: the head has all tensors of the target that
+            begin with it, too, and their names begin with the key.
     """
 
     prefix: str
     build: Callable[[ConfigFile, Any], torch.nn.Module]
     convert_weights: Callable[[Tensors], Tensors]
-    shapes: Callable[[ConfigFile], Mapping[str, tuple[int, ...]]] = lambda file: {}
+    shapes: Callable[[ConfigFile], Mapping[str, tuple[int, ...] | str]] = lambda file: {}
 
 
 AS_A_WHOLE = "transformers as a whole; in chunks on a cache it is wrong"  # what a family is `checked_against`

@@ -15,7 +15,7 @@ from hybrid_kv.cache.ranks import Ranks
 from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
 from hybrid_kv.config import CacheConfig, ConfigError, MakeDtype, parse_dtype, parse_model_dtype, torch_dtype
 from hybrid_kv.models.config_file import ConfigFile
-from hybrid_kv.models.registry import Family, family_of
+from hybrid_kv.models.registry import family_of
 from hybrid_kv.models.specs import ATTENTION, SpecOptions, chunk_size
 
 if TYPE_CHECKING:
@@ -84,8 +84,26 @@ def model_shape(
         raise config.fail(f"a {config.model_type} model has no layers of kind {', '.join(unknown)}; correct the file")
     if num_layers not in (0, len(kinds)):
         raise config.fail(f"num_hidden_layers={num_layers}, but {len(kinds)} layers are named; correct one of them")
-    options = _options(
-        config, family, cache or CacheConfig(), num_speculative_tokens, dtype, ranks or Ranks(), make_dtype
+    named = dtype if dtype != "auto" else config.text("dtype", "torch_dtype")
+    if named is None:
+        raise config.fail("dtype is missing; give --dtype")
+    model_dtype, cache = parse_model_dtype(named.removeprefix("torch."), make=make_dtype), cache or CacheConfig()
+
+    def parsed(what: str, default: str = "auto") -> torch.dtype:
+        given = getattr(cache, what)
+        given = default if given == "auto" else given
+        return model_dtype if given == "auto" else parse_dtype(given, what, make_dtype)
+
+    own = family.default_ssm_dtype or "auto"
+    options = SpecOptions(
+        num_speculative_tokens=num_speculative_tokens,
+        dtype=model_dtype,
+        kv_dtype=parsed("kv_cache_dtype"),
+        ssm_dtype=parsed(
+            "mamba_ssm_cache_dtype", config.text("mamba_ssm_cache_dtype", "mamba_ssm_dtype", default=own) or own
+        ),
+        wide_dtype=model_dtype if model_dtype.itemsize >= 4 else make_dtype("float32"),
+        ranks=ranks or Ranks(),
     )
     specs = {
         kind: {end: read(config, options) for end, read in family.caches[kind].items()} for kind in dict.fromkeys(kinds)
@@ -100,32 +118,4 @@ def model_shape(
         mamba_chunk_size=chunk_size(config) if any(isinstance(spec, MambaSpec) for spec in layers.values()) else None,
         num_hidden_layers=len(kinds),
         layers=layers,
-    )
-
-
-def _options(
-    config: ConfigFile,
-    family: Family,
-    cache: CacheConfig,
-    num_speculative_tokens: int,
-    dtype: str,
-    ranks: Ranks,
-    make: MakeDtype,
-) -> SpecOptions:
-    named = dtype if dtype != "auto" else config.text("dtype", "torch_dtype")
-    if named is None:
-        raise config.fail("dtype is missing; give --dtype")
-    model_dtype = parse_model_dtype(named.removeprefix("torch."), make=make)
-    ssm_dtype = cache.mamba_ssm_cache_dtype
-    if ssm_dtype == "auto":
-        own = family.default_ssm_dtype or "auto"
-        ssm_dtype = config.text("mamba_ssm_cache_dtype", "mamba_ssm_dtype", default=own) or own
-    kv_dtype = cache.kv_cache_dtype
-    return SpecOptions(
-        num_speculative_tokens=num_speculative_tokens,
-        dtype=model_dtype,
-        kv_dtype=model_dtype if kv_dtype == "auto" else parse_dtype(kv_dtype, "kv_cache_dtype", make),
-        ssm_dtype=model_dtype if ssm_dtype == "auto" else parse_dtype(ssm_dtype, "mamba_ssm_cache_dtype", make),
-        wide_dtype=model_dtype if model_dtype.itemsize >= 4 else make("float32"),
-        ranks=ranks,
     )

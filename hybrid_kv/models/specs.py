@@ -109,12 +109,12 @@ def _kinds_of(config: ConfigFile, key: str) -> list[str] | None:
     return [_KINDS[str(name)] for name in listed]
 
 
-def indexed_kinds(config: ConfigFile, key: str) -> list[str]:
-    """The kind of every layer where `key` lists the attention layers, from 0; all others keep a state."""
-    num_layers, indices = config.size("num_hidden_layers"), config.get(key) or []
-    if not isinstance(indices, list) or any(index not in range(num_layers) for index in indices):
-        raise config.fail(f"{key}={indices!r} must list layers below {num_layers}")
-    return [ATTENTION if index in indices else MAMBA for index in range(num_layers)]
+def indexed_kinds(config: ConfigFile, key: str, first: int = 0) -> list[str]:
+    """The kind of every layer where `key` lists the attention layers, counted from `first`; all others keep a state."""
+    layers, listed = range(first, first + config.size("num_hidden_layers")), config.get(key) or []
+    if not isinstance(listed, list) or any(number not in layers for number in listed):
+        raise config.fail(f"{key}={listed!r} must list layers from {first} to {layers[-1]}")
+    return [ATTENTION if number in listed else MAMBA for number in layers]
 
 
 def all_mamba(config: ConfigFile) -> list[str]:
@@ -200,9 +200,11 @@ class Mamba2Spec:
         )
 
     def _head_dim(self, config: ConfigFile) -> int:
-        inner = self._inner(config)
-        if inner is None:
+        expand = config.maybe_size("mamba_expand", "expand") if self.has_expand else None
+        inner = config.maybe_size("mamba_d_ssm") if self.has_expand else None
+        if inner is None and expand is None:
             return config.size(self.head_dim)
+        inner = inner or (expand or 1) * config.size("hidden_size")
         num_heads = config.size(self.heads)
         derived = config.get(self.head_dim) in (None, "auto")
         head_dim = inner // num_heads if derived else config.size(self.head_dim)
@@ -212,14 +214,6 @@ class Mamba2Spec:
                 "file"
             )
         return head_dim
-
-    def _inner(self, config: ConfigFile) -> int | None:
-        if not self.has_expand:
-            return None
-        if (inner := config.maybe_size("mamba_d_ssm")) is not None:
-            return inner
-        expand = config.maybe_size("mamba_expand", "expand")
-        return None if expand is None else expand * config.size("hidden_size")
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def renamed(tensors: Tensors, prefixes: Sequence[str], names: Mapping[str, str])
 
 
 def joined(tensors: Tensors, parts: Sequence[str], whole: str) -> Tensors:
-    """Tensors of a checkpoint that are one here, laid one behind the other; other tensors as they are.
+    """Tensors of a checkpoint that are one here, laid behind one another; others, and those without a first part, stay.
 
     Args:
         parts: ends of their stems: `q_proj`, `k_proj`, `v_proj`; also of their biases.
@@ -48,10 +48,10 @@ def joined(tensors: Tensors, parts: Sequence[str], whole: str) -> Tensors:
     for name, tensor in tensors.items():
         stem, _, kind = name.rpartition(".")
         part = next((part for part in parts if stem == part or stem.endswith(f".{part}")), None)
-        if part is None:
+        head = stem.removesuffix(part or "")
+        if part is None or f"{head}{parts[0]}.{kind}" not in tensors:
             result[name] = tensor
         elif part == parts[0]:
-            head = stem.removesuffix(part)
             names = [f"{head}{other}.{kind}" for other in parts]
             if absent := [other for other in names if other not in tensors]:
                 raise ConfigError(f"the checkpoint has {name} but lacks {' and '.join(absent)}")
@@ -59,14 +59,11 @@ def joined(tensors: Tensors, parts: Sequence[str], whole: str) -> Tensors:
     return result
 
 
-def join_qkv(tensors: Tensors) -> Tensors:
-    """`*.q_proj`, `*.k_proj` and `*.v_proj` as one `*.qkv_proj`."""
-    return joined(tensors, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
-
-
-def join_gate_up(tensors: Tensors) -> Tensors:
-    """`*.gate_proj` and `*.up_proj` as one `*.gate_up_proj`."""
-    return joined(tensors, ("gate_proj", "up_proj"), "gate_up_proj")
+def converted(tensors: Tensors, prefixes: Sequence[str], names: Mapping[str, str]) -> Tensors:
+    """`renamed`, and as one: queries, keys and values; gate and up; all experts, whether a file joins them or not."""
+    tensors = joined(renamed(tensors, prefixes, names), ("q_proj", "k_proj", "v_proj"), "qkv_proj")
+    tensors = stacked(joined(tensors, ("gate_proj", "up_proj"), "gate_up_proj"))
+    return renamed(tensors, (), {".experts.gate_up_proj": ".experts.up_proj"})
 
 
 def stacked(tensors: Tensors) -> Tensors:

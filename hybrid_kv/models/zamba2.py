@@ -24,7 +24,7 @@ from hybrid_kv.models.layers import Adapted, ForwardContext, Linear, RMSNorm
 from hybrid_kv.models.mixers.mamba2 import Mamba2Mixer
 from hybrid_kv.models.rope import read_rope
 from hybrid_kv.models.specs import HYBRID, layer_kinds
-from hybrid_kv.models.weights import Tensors, join_qkv, joined, renamed
+from hybrid_kv.models.weights import Tensors, converted, joined, renamed
 
 Specs = dict[str, KVCacheSpec]
 _norm = partial(rms_norm, default=1e-5)
@@ -77,7 +77,7 @@ class HybridBlock(nn.Module):
 def _mamba2(file: ConfigFile, name: str, specs: Specs) -> nn.Module:
     chunk_size, bias = file.size("chunk_size", default=256), file.flag("add_bias_linear", False)
     options = {"chunk_size": chunk_size, "eps": 1e-5, "conv_bias": True, "bias": bias}
-    return Mamba2Mixer.sized(name, file.size("hidden_size"), specs[name], **options)
+    return Mamba2Mixer(name, file.size("hidden_size"), specs[name], **options)
 
 
 class Zamba2(CausalLM):
@@ -128,4 +128,4 @@ def convert(tensors: Tensors) -> Tensors:
             result[name] = tensor
     for half in ("down", "up"):
         result = joined(result, [f"{letter}_{half}" for letter in "qkv"], half)
-    return join_qkv(result)
+    return converted(result, (), {})

@@ -228,7 +228,7 @@ REFUSED = {
     ],
     "lfm2": [
         ({"conv_L_cache": 1}, "conv_L_cache=1"),
-        ({"layer_types": None, "full_attn_idxs": [9]}, r"full_attn_idxs=\[9\] must list layers below 5"),
+        ({"layer_types": None, "full_attn_idxs": [9]}, r"full_attn_idxs=\[9\] must list layers from 0 to 4"),
         ({"layer_types": ["conv", "sliding_attention"]}, "sliding_attention"),
     ],
     "lfm2_moe": [

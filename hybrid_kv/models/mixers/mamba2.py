@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +46,7 @@ class Mamba2Mixer(LaunchedMixer):
     """The layer.
 
     Args:
-        groups: sets of heads; those of one share B and C, and are normed together.
+        spec: of its cache, which has the sizes. Heads of a group share B and C, and are normed together.
         bias: of both projections; `out_bias` of the last one, if it differs.
     """
 
@@ -57,21 +57,18 @@ class Mamba2Mixer(LaunchedMixer):
         self,
         name: str,
         hidden_size: int,
-        num_heads: int,
-        head_dim: int,
-        state_size: int,
-        groups: int,
-        conv_kernel: int,
+        spec: KVCacheSpec,
         chunk_size: int,
         eps: float,
         conv_bias: bool,
         bias: bool,
         out_bias: bool | None = None,
     ) -> None:
-        inner = num_heads * head_dim
-        conv_dim = inner + 2 * groups * state_size
-        super().__init__(name, conv_dim, conv_kernel, conv_bias)
-        self.num_heads, self.head_dim, self.state_size, self.groups = num_heads, head_dim, state_size, groups
+        assert isinstance(spec, MambaSpec)
+        (rows, conv_dim), (x, B, _) = spec.parts[0].shape, spec.inputs
+        super().__init__(name, conv_dim, rows + 1 - spec.num_speculative_tokens, conv_bias)
+        (num_heads, self.head_dim), (self.groups, self.state_size) = x.shape, B.shape
+        self.num_heads, inner = num_heads, num_heads * self.head_dim
         self.chunk_size = chunk_size
         self.splits = (inner, conv_dim, num_heads)
         self.in_proj = Linear(hidden_size, sum(self.splits), bias)
@@ -79,18 +76,8 @@ class Mamba2Mixer(LaunchedMixer):
         self.A_log = empty(num_heads)
         self.D = empty(num_heads)
         self._heads = Derived(_heads)
-        self.norm = GatedRMSNorm(inner, groups, eps)
+        self.norm = GatedRMSNorm(inner, self.groups, eps)
         self.out_proj = Linear(inner, hidden_size, bias if out_bias is None else out_bias)
-
-    @classmethod
-    def sized(cls, name: str, hidden_size: int, spec: KVCacheSpec, **options: Any) -> Self:
-        """A layer of the sizes of its cache; `options`: the other arguments."""
-        assert isinstance(spec, MambaSpec)
-        window, (x, B, _) = spec.parts[0], spec.inputs
-        kernel = window.shape[0] + 1 - spec.num_speculative_tokens
-        num_heads, head_dim = x.shape
-        groups, state_size = B.shape
-        return cls(name, hidden_size, num_heads, head_dim, state_size, groups, kernel, **options)
 
     def project(self, x: torch.Tensor) -> Projected:
         gate, conv_in, raw_dt = self.in_proj(x).split(self.splits, dim=-1)
