@@ -38,8 +38,7 @@ def study(
 
     require("yaml", "duckdb", *(("ray",) if ray is not None else ()))
     from hybrid_kv.study.matrix import read_study
-    from hybrid_kv.study.pool import locally, over_ray
-    from hybrid_kv.study.run import gather, run_study
+    from hybrid_kv.study.run import gather, locally, over_ray, run_study
 
     check_outputs(out)
     cells = read_study(file)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,16 +12,17 @@ from typing import Any, TypeVar
 
 import torch
 
-from hybrid_kv.files import read_text
+from hybrid_kv.files import read_text, write_whole
 from hybrid_kv.guard import logits
 from hybrid_kv.guard import replay as scenarios
 from hybrid_kv.guard.play import Failure
 from hybrid_kv.guard.scenario import Scenario
-from hybrid_kv.guard.shrink import filed, shrink
+from hybrid_kv.guard.shrink import Shrunk, shrink
 from hybrid_kv.guard.workers import processes
 from hybrid_kv.kernels.common.interpreter import is_interpreter, start_interpreter
 
 T = TypeVar("T")
+Case = Scenario | logits.LogitCase
 SECONDS = 60.0  # of one core, for reducing one case
 
 
@@ -44,7 +47,7 @@ class Reproducer:
 
 
 def reproduce(text: str, folder: Path) -> Reproducer:
-    """Reduce the case of a file's text and write its file; see `replay.write_case`.
+    """Reduce the case of a file's text and write its file.
 
     Raises:
         ConfigError: it is no case.
@@ -55,34 +58,37 @@ def reproduce(text: str, folder: Path) -> Reproducer:
         return _interpreted(reproduce, text, folder)
     if isinstance(case, Scenario):
         shrunk = shrink(Failure(case, rule, ""), SECONDS)
-        file, story = filed(shrunk, folder)
-        prompts = shrunk.failure.scenario.prompts
-        sizes = len(prompts), sum(map(len, prompts))
-        return Reproducer(str(file), shrunk.failure.rule, *sizes, shrunk.seconds, story)
+        return filed(shrunk.failure.scenario, shrunk.failure.rule, shrunk, folder)
     small = logits.LogitShrinker(case, rule, SECONDS)
     small.run()
-    case = small.case
-    file = scenarios.write_case(logits.to_json(case, rule), rule, folder)
-    sizes = case.num_requests, case.num_tokens
-    story = logits.tell(case, *logits.play_logits(case))
-    summary = scenarios.announce(*sizes, small.num_plays, small.seconds, small.is_minimal, file)
-    return Reproducer(str(file), rule, *sizes, small.seconds, f"{summary}\n{story}")
+    return filed(small.case, rule, small, folder)
+
+
+def filed(case: Case, rule: str, how: Shrunk | logits.LogitShrinker, folder: Path) -> Reproducer:
+    """Write a reduced case as `<rule>-<hash>.json`, and tell its story.
+
+    Raises:
+        HybridKVError: it cannot be written.
+    """
+    text = scenarios.to_json(case, rule) if isinstance(case, Scenario) else logits.to_json(case, rule)
+    name = re.sub(r"[^a-z0-9]+", "-", rule.lower()).strip("-")
+    file = folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
+    write_whole(file, text)
+    effort = f"{how.num_plays} plays in {how.seconds:.1f} s{'' if how.is_minimal else ', the time was up'}"
+    small = f"{case.num_requests} requests with {case.num_tokens} prompt tokens"
+    story = f"shrunk to {small} ({effort}): hybrid-kv guard --replay {file}\n{tell(case)[1]}"
+    return Reproducer(str(file), rule, case.num_requests, case.num_tokens, how.seconds, story)
+
+
+def tell(case: Case) -> tuple[str, str]:
+    """Play a case: the first rule that it breaks, empty if none, and the story of it."""
+    rule, lines = scenarios.tell(case) if isinstance(case, Scenario) else logits.tell(case)
+    return rule, "\n".join([*lines, f"broken rule: {rule}" if rule else "no rule is broken"])
 
 
 def broken_rule(file: Path) -> str:
-    """The rule that a case breaks first; empty: none.
-
-    Raises:
-        ConfigError: the file is no case.
-        OSError: it cannot be read.
-    """
-    case = _read(read_text(file), str(file))
-    if _needs_interpreter(case):
-        return _interpreted(broken_rule, file)
-    if isinstance(case, logits.LogitCase):
-        return logits.play_logits(case)[0]
-    failure, _ = scenarios.tell(case)
-    return "" if failure is None else failure.rule
+    """The rule that a case breaks first; empty: none. Raises as `replay`."""
+    return _told(file)[0]
 
 
 def replay(file: Path) -> int:
@@ -92,13 +98,17 @@ def replay(file: Path) -> int:
         ConfigError: the file is no case.
         OSError: it cannot be read.
     """
+    rule, story = _told(file)
+    print(story)
+    return int(bool(rule))
+
+
+def _told(file: Path) -> tuple[str, str]:
     case = _read(read_text(file), str(file))
-    if _needs_interpreter(case):
-        return _interpreted(replay, file)
-    return logits.replay(case) if isinstance(case, logits.LogitCase) else scenarios.replay(case)
+    return _interpreted(tell, case) if _needs_interpreter(case) else tell(case)
 
 
-def _needs_interpreter(case: Scenario | logits.LogitCase) -> bool:
+def _needs_interpreter(case: Case) -> bool:
     """Whether it is of Triton's kernels, and neither a GPU nor this process runs them."""
     options = case.options if isinstance(case, Scenario) else case.cell
     return options.get("kernels") == "triton" and not is_interpreter() and not torch.cuda.is_available()
@@ -109,8 +119,8 @@ def _interpreted(function: Callable[..., T], *arguments: Any) -> T:
         return pool.submit(function, *arguments).result()
 
 
-def _read(text: str, name: str) -> Scenario | logits.LogitCase:
-    def read(document: Any) -> Scenario | logits.LogitCase:
+def _read(text: str, name: str) -> Case:
+    def read(document: Any) -> Case:
         of_logits = isinstance(document, dict) and document.get("format") == logits.FORMAT
         return logits.from_document(document) if of_logits else scenarios.from_document(document)
 

@@ -101,6 +101,10 @@ class Compared:
         largest: logit.
         num_wrong: what has other tokens: requests, or tokens where each is compared by itself.
         error: what the engine itself failed with: its rule and its text.
+        void: why the cell showed nothing, or empty.
+        wrong_logprob: the first log-probability of an output that the plain pass does not have.
+        wrong_hits: the first request of a second helping that did not find all that it could, in words.
+        wrong_drafts: places where a head's drafts differ from those that the request gets alone, of `num_drafts`.
     """
 
     cell: Cell
@@ -113,11 +117,35 @@ class Compared:
     accepted: int = 0
     preemptions: int = 0
     error: tuple[str, str] = ("", "")
+    void: str = ""
+    wrong_logprob: str = ""
+    wrong_hits: str = ""
+    num_drafts: int = 0
+    wrong_drafts: int = 0
 
     @property
     def limit(self) -> float:
         """What `worst` may be; what is right is computed in float64 in any case."""
         return FLOAT32_LIMIT * self.largest if self.cell.get("dtype") == "float32" else FLOAT64_LIMIT
+
+    @property
+    def broken(self) -> tuple[str, str]:
+        """The first rule that it breaks, and how; empty if none."""
+        drafts = f"{self.wrong_drafts} of {self.num_drafts} times a request got other drafts than alone"
+        found = {
+            self.error[0]: self.error[1],
+            "logits": f"a logit differs by {self.worst:.2g} at {self.where}" if self.worst > self.limit else "",
+            "logprobs": self.wrong_logprob,
+            "tokens": f"other tokens in {self.num_wrong} places" if self.num_wrong else "",
+            "hits": self.wrong_hits,
+            "drafts": drafts if self.wrong_drafts else "",
+        }
+        return next(((rule, how) for rule, how in found.items() if how), ("", ""))
+
+    @property
+    def problem(self) -> str:
+        """What is wrong, or void, in a line; empty if nothing is."""
+        return self.broken[1] or self.void
 
     def compare(self, output: RequestOutput, logits: torch.Tensor, expected: torch.Tensor) -> None:
         """One request: the logits of its last tokens but one, and those that are right of all but the last."""
@@ -134,44 +162,6 @@ class Compared:
         self.cached_tokens += output.cached_tokens
         self.accepted += output.num_accepted_draft_tokens
         self.preemptions += output.num_preemptions
-
-
-@dataclass
-class Exactness(Compared):
-    """What one cell gave beside each request alone.
-
-    Attributes:
-        wrong_hits: the first request of a second helping that did not find all that it could, in words.
-        wrong_drafts: places where a head's drafts differ from those that the request gets alone, of `num_drafts`.
-        void: why the cell showed nothing, or empty.
-    """
-
-    wrong_hits: str = ""
-    num_drafts: int = 0
-    wrong_drafts: int = 0
-    void: str = ""
-
-    @property
-    def rule(self) -> str:
-        """The first that is broken: `logits`, `tokens`, `hits`, `drafts` or the engine's error; empty if none."""
-        if self.error[0]:
-            return self.error[0]
-        if self.worst > self.limit:
-            return "logits"
-        found = {"tokens": self.num_wrong, "hits": self.wrong_hits, "drafts": self.wrong_drafts}
-        return next((rule for rule, wrong in found.items() if wrong), "")
-
-    @property
-    def problem(self) -> str:
-        """What is wrong, in a line; empty if nothing is."""
-        words = {
-            "": self.void,
-            "logits": f"a logit differs by {self.worst:.2g} at {self.where}",
-            "tokens": f"{self.num_wrong} requests got other tokens",
-            "hits": self.wrong_hits,
-            "drafts": f"{self.wrong_drafts} of {self.num_drafts} times a request got other drafts than alone",
-        }
-        return words.get(self.rule, self.error[1])
 
 
 class DraftRecorder(EngineObserver):
@@ -201,7 +191,8 @@ class Alone:
         max_tokens: of each answer.
 
     Attributes:
-        given: what engines are made of, the folder or the model that was loaded from it.
+        given: the folder, or the model that was loaded from it, where an engine needs more than `model`.
+        model: loaded once, in float64.
         known: output and logits of each prompt.
     """
 
@@ -215,16 +206,18 @@ class Alone:
     ) -> None:
         self.folder = folder
         self.given: str | Path | Model = folder
+        self._loaded: Model | None = None
         self.params = SamplingParams(max_tokens=max_tokens)
         self._eos_token_ids: frozenset[int] = frozenset()
         self._llm = self.engine()
-        self._eos_token_ids = self._llm.eos_token_ids  # a model without its folder has none
+        self._eos_token_ids = self._llm.eos_token_ids
+        self._loaded = self.model = self._llm.model
         unit = max(group.spec.block_size for group in self.engine(mamba_cache_mode="all").plan.config.groups)
         self.max_model_len, self.vocab_size = self._llm.config.scheduler.max_model_len, self._llm.model.vocab_size
         longest = self.max_model_len - NUM_NEW
         self.prompts = [*prompts] or _prompts(random.Random(seed), unit, longest, self.vocab_size)
         self.again = tuple(range(0, len(self.prompts), 2) if again is None else again)
-        self.block_size, self.model = unit, self._llm.model
+        self.block_size = unit
         self._drafts: dict[str, Drafts] = {}
         self.known = [next(iter(record_logits(self._llm, [prompt], self.params))) for prompt in self.prompts]
 
@@ -238,21 +231,22 @@ class Alone:
         return [*SLOTS_CELLS, *(RECOMPUTE_CELLS if recomputes else ()), *(MTP_CELLS if has_head else ())]
 
     def engine(self, **options: Any) -> LLM:
-        """One of this checkpoint, with these options beside the usual ones."""
-        dtype = options.get("dtype", "float64")
+        """One of this checkpoint, with these options beside the usual ones; it is loaded again where they need that."""
+        dtype, needs = options.get("dtype", "float64"), {"dtype", "speculative_method", "kv_offload_folder"}
+        given = self.given if self._loaded is None or needs & options.keys() else self._loaded
         defaults = {"dtype": dtype, "mamba_ssm_cache_dtype": dtype, "max_num_seqs": 4, "max_model_len": 512}
-        llm = LLM(self.given, device="cpu", **defaults | options)
-        llm.eos_token_ids |= self._eos_token_ids
+        llm = LLM(given, device="cpu", **defaults | options)
+        llm.eos_token_ids |= self._eos_token_ids  # a model without its folder has none
         return llm
 
-    def check(self, cell: Cell) -> Exactness:
+    def check(self, cell: Cell) -> Compared:
         """All requests at once in an engine of this kind, and some of them again behind the others."""
         try:
             return self._check(cell)
         except Exception as error:
-            return Exactness(cell, error=(rule_of(error), f"{type(error).__name__}: {error}"))
+            return Compared(cell, error=(rule_of(error), f"{type(error).__name__}: {error}"))
 
-    def _check(self, cell: Cell) -> Exactness:
+    def _check(self, cell: Cell) -> Compared:
         options = engine_options(cell)
         sequences = [[*output.prompt_token_ids, *output.token_ids] for output, _ in self.known]
         order = [*range(len(self.prompts)), *self.again]
@@ -269,7 +263,7 @@ class Alone:
         poison(llm)
         recorder = DraftRecorder(order)
         llm.observers.append(recorder)
-        found = Exactness(cell)
+        found = Compared(cell)
         runs = self._run(llm, order, preempting(cell.get("preempts", 0)))
         for place, (i, output, logits) in enumerate(runs):
             alone, expected = self.known[i]
@@ -282,7 +276,9 @@ class Alone:
                 found.num_wrong += 1
             found.count(output, logits)
         found.num_drafts = len(recorder.found)
-        found.void = "; ".join(_void(found, llm))
+        found.void = void_of(found, llm)
+        if cell.get("preempts") and not found.preemptions:
+            found.void = found.void or "void: no request was preempted"
         if "speculative_method" in cell:
             alone_drafts = self.drafts_alone(cell.get("mamba_cache_mode", "none"))
             pairs = [(drafts, alone_drafts[key]) for key, drafts in recorder.found.items() if key in alone_drafts]
@@ -367,15 +363,14 @@ def preempting(every: int) -> Disturb | None:
     return preempt if every else None
 
 
-def _void(found: Exactness, llm: LLM) -> Iterator[str]:
+def void_of(found: Compared, llm: LLM) -> str:
+    """What an engine was to show of its cache and its drafts, and did not; empty if nothing."""
     if llm.manager.offload is not None and not llm.manager.offload.stats.loaded_blocks:
-        yield "void: no block came from the host"
+        return "void: no block came from the host"
     if llm.manager.enable_prefix_caching and not found.cached_tokens:
-        yield "void: no prompt token came from the cache"
-    if "script" in found.cell and not found.accepted:
-        yield "void: no draft was accepted"
-    if found.cell.get("preempts") and not found.preemptions:
-        yield "void: no request was preempted"
+        return "void: no prompt token came from the cache"
+    is_drafted = {"script", "num_speculative_tokens"} & found.cell.keys()
+    return "void: no draft was accepted" if is_drafted and not found.accepted else ""
 
 
 def describe(cell: Cell) -> str:

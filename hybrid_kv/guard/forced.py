@@ -21,10 +21,10 @@ STATES = CACHED[:2]
 
 
 class Draw:
-    """The random choices of a scenario; their order decides them."""
+    """The random choices of a scenario, by its seed and their order."""
 
-    def __init__(self, seed: int, rng: np.random.Generator) -> None:
-        self.seed, self.rng = seed, rng
+    def __init__(self, seed: int) -> None:
+        self.seed, self.rng = seed, np.random.default_rng(seed)
 
     def prompts(self, *lengths: int) -> list[list[int]]:
         return [self.rng.integers(0, VOCAB, size=length).tolist() for length in lengths]

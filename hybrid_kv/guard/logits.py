@@ -6,10 +6,9 @@ another rule being the first to break, goes.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
@@ -32,17 +31,18 @@ from hybrid_kv.guard.exactness import (
     beside_transformers,
     engine_options,
     preempting,
+    void_of,
 )
 from hybrid_kv.guard.float64 import float64_pass
 from hybrid_kv.guard.play import rule_of, unwarned, wrong_logprob
 from hybrid_kv.guard.poison import poison
-from hybrid_kv.guard.replay import check_size
+from hybrid_kv.guard.replay import as_text, check_size, parts_of
 from hybrid_kv.kernels.ssd.host import in_chunks
 from hybrid_kv.minimize import Shrinker
 from hybrid_kv.sampling import SamplingParams
 
 EMBEDDED = {folder.name: folder for folder in FOLDERS.values()}
-FORMAT, VERSION = "hybrid-kv logits", 1
+FORMAT = "hybrid-kv logits"
 # With fewer rows fewer requests fill a step, and shorter prompts are cut with smaller chunks.
 FEWER = {"max_num_seqs": (1, 2, 3), "max_num_batched_tokens": (4, 8, 16)}
 STOP = ("Question:",)  # what an embedded model says behind its answer
@@ -81,27 +81,9 @@ class LogitCase:
 
 @dataclass
 class Found(Compared):
-    """What one engine gave beside the plain pass.
-
-    Attributes:
-        caches: whether it has a prefix cache.
-        wrong_logprob: the first log-probability of an output that the plain pass does not have.
-    """
+    """What one engine gave beside the plain pass."""
 
     case: LogitCase = field(kw_only=True)
-    caches: bool = False
-    wrong_logprob: str = ""
-
-    @property
-    def broken(self) -> tuple[str, str]:
-        """The first rule that it breaks, and how; empty if none."""
-        if self.error[0]:
-            return self.error
-        if self.worst > self.limit:
-            return "logits", f"{self.cell}, {self.where}"
-        if self.wrong_logprob:
-            return "logprobs", self.wrong_logprob
-        return ("tokens", f"{self.num_wrong} tokens differ") if self.num_wrong else ("", "")
 
     def add(self, output: RequestOutput, logits: torch.Tensor, whole: torch.Tensor) -> None:
         """One request's logits, and those of the plain pass for all its tokens but the last."""
@@ -112,7 +94,7 @@ class Found(Compared):
         num_top, due = self.cell.get("logprobs", 0), whole.log_softmax(-1)
         # A log-probability is a difference of two logits, or of one and a mean of them.
         if not self.wrong_logprob and (problem := wrong_logprob(output, due, num_top, 2 * self.limit)):
-            self.wrong_logprob = f"{self.cell}, request {output.request_id}{problem}"
+            self.wrong_logprob = f"request {output.request_id}{problem}"
 
 
 def beside_plain(case: LogitCase, folder: Path) -> Found:
@@ -124,13 +106,13 @@ def beside_plain(case: LogitCase, folder: Path) -> Found:
     try:
         llm = LLM(folder, **{**options, **engine_options(case.cell)})
         poison(llm)
-        found.caches = llm.manager.enable_prefix_caching
         with scans, torch.inference_mode():
             for output, logits in record_logits(llm, case.prompts, _params(case), disturb):
                 ids = torch.tensor([output.prompt_token_ids + output.token_ids])
                 found.add(output, logits.cpu(), plain(ids)[0, :-1])
+        found.void = void_of(found, llm)
     except Exception as error:
-        found.error = rule_of(error), f"{case.cell}: {type(error).__name__}: {error}"
+        found.error = rule_of(error), f"{type(error).__name__}: {error}"
     return found
 
 
@@ -179,8 +161,8 @@ def play_logits(case: LogitCase) -> tuple[str, str]:
     try:
         if case.against == "alone":
             folder = EMBEDDED.get(case.model) or _random(case.model)[0].name
-            one = Alone(folder, prompts=case.prompts, again=case.again, max_tokens=case.max_tokens).check(case.cell)
-            return one.rule, one.problem if one.rule else ""
+            alone = Alone(folder, prompts=case.prompts, again=case.again, max_tokens=case.max_tokens)
+            return alone.check(case.cell).broken
         made, reference = _random(case.model)
         with quiet():
             far, _ = from_transformers(reference, made.name, case)
@@ -189,18 +171,12 @@ def play_logits(case: LogitCase) -> tuple[str, str]:
     return ("logits", f"{far:.2g} of the largest logit away") if far > FLOAT32_LIMIT else ("", "")
 
 
-def replay(case: LogitCase) -> int:
-    """Play a case and say what broke; the exit code is 1 while it breaks a rule, else 0."""
+def tell(case: LogitCase) -> tuple[str, list[str]]:
+    """Play a case: the first rule that it breaks, empty if none, and what became of it in lines."""
     rule, report = play_logits(case)
-    print(tell(case, rule, report))
-    return int(bool(rule))
-
-
-def tell(case: LogitCase, rule: str, report: str) -> str:
-    """A case and what became of it, in words."""
     sent = [f"prompt {i}{' and again' * (i in case.again)}: {p}" for i, p in enumerate(case.prompts) if len(p) <= 64]
-    lines = [f"{case.model} against {case.against}: {case.cell}, {case.max_tokens} tokens each", *sent]
-    return "\n".join([*lines, *([report, f"broken rule: {rule}"] if rule else ["no rule is broken"])])
+    first = f"{case.model} against {case.against}: {case.cell}, {case.max_tokens} tokens each"
+    return rule, [first, *sent, *([report] if rule else [])]
 
 
 # ---- smaller ----
@@ -269,13 +245,10 @@ class LogitShrinker(Shrinker[LogitCase]):
 
 def to_json(case: LogitCase, rule: str = "") -> str:
     """The text of a case's file; `rule` is the one that it breaks."""
-    parts = {"format": FORMAT, "version": VERSION, "rule": rule, **asdict(case)}
-    lines = {key: json.dumps(value) for key, value in parts.items()}
-    lines["prompts"] = "[\n  " + ",\n  ".join(map(json.dumps, case.prompts)) + "\n ]"
-    return "{\n" + ",\n".join(f' "{key}": {text}' for key, text in lines.items()) + "\n}\n"
+    return as_text(FORMAT, rule, asdict(case), "prompts", case.prompts)
 
 
-def from_document(parts: dict[str, Any]) -> LogitCase:
+def from_document(document: Mapping[str, Any]) -> LogitCase:
     """The case of a file's JSON.
 
     Raises:
@@ -284,11 +257,7 @@ def from_document(parts: dict[str, Any]) -> LogitCase:
     import hybrid_kv.models.families  # noqa: F401  (registers them)
     from hybrid_kv.models.registry import sized
 
-    parts = {key: value for key, value in parts.items() if key not in ("format", "rule")}
-    if (version := parts.pop("version")) != VERSION:
-        raise ValueError(f"version {version!r}, not {VERSION}")
-    if strange := sorted(parts.keys() ^ {one.name for one in fields(LogitCase)}):
-        raise ValueError(f"{strange[0]!r} is unknown or missing")
+    parts = parts_of(document, {one.name for one in fields(LogitCase)})
     cell = {key: tuple(value) if isinstance(value, list) else value for key, value in parts["cell"].items()}
     case = LogitCase(**{**parts, "cell": cell, "again": tuple(parts["again"])})
     kinds = get_args(get_type_hints(LogitCase)["against"])

@@ -24,7 +24,6 @@ from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
 from hybrid_kv.engine.llm import LLM, RequestOutput
 from hybrid_kv.guard.drafts import Drafts
 from hybrid_kv.guard.kept import Kept
-from hybrid_kv.guard.metrics import Metrics
 from hybrid_kv.guard.patterns import Patterns
 from hybrid_kv.guard.poison import StaleBlocks, poison, poison_null_block
 from hybrid_kv.guard.published import Published, recompute_of, states_behind
@@ -62,7 +61,6 @@ class Observer(EngineObserver):
         self._pending: list[list[Ran]] = []  # steps whose results the engine has not taken yet
         self.previous: list[Ran] = []
         self.patterns = Patterns(scenario, self.tracks)
-        self._metrics = Metrics(len(self.tracks))
         self._handed_out: list[tuple[BlockIds, BlockIds]] = []  # ids of allocations, and as they were then
         self.seen = self.patterns.seen
 
@@ -281,10 +279,13 @@ class Observer(EngineObserver):
         self._check_blocks(step)
         self.patterns.count_step(step, self.history)
         for ran in step:
-            self._metrics.ran(int(ran.item.request.request_id), ran)
-            ran.track.previous_drafts = ran.item.num_drafts if ran.tokens else -1
-            ran.track.accepted = max(0, len(ran.tokens) - 1)
-            ran.track.reach = ran.item.num_computed_tokens + ran.item.num_tokens
+            item, track = ran.item, ran.track
+            track.reach = item.num_computed_tokens + item.num_tokens
+            track.previous_drafts = item.num_drafts if ran.tokens else -1
+            track.accepted = max(0, len(ran.tokens) - 1)
+            if ran.tokens and (room := track.end - track.reach + item.num_drafts) > 0:
+                track.drafts += item.num_drafts
+                track.num_accepted += min(track.accepted, room)
         self.previous = step
         self._pending.append(step)
 
@@ -317,8 +318,8 @@ class Observer(EngineObserver):
             track, request = self._track(item.request), item.request
             begin, end = item.num_computed_tokens, item.num_computed_tokens + item.num_tokens - item.num_drafts
             if item.overwrite:
+                track.cached = track.cached if track.admissions else begin
                 track.admissions += 1
-                self._metrics.admitted(int(request.request_id), begin)
                 track.hit, track.known_before = begin, len(request.output_token_ids)
                 track.base = track.computed = begin
                 track.most = [0] * len(llm.plan.config.groups)
@@ -472,6 +473,22 @@ class Observer(EngineObserver):
         due = sum(_most_blocks(group.spec, tokens, llm.config.async_scheduling) for group in llm.plan.config.groups)
         return due > llm.manager.pool.num_blocks - 1
 
+    def _check_metrics(self, outputs: Sequence[RequestOutput]) -> None:
+        """What a user reads of a request, re-counted from what the steps ran."""
+        for track, output in zip(self.tracks, outputs, strict=True):
+            if output.finish_reason in ("abort", "error"):
+                continue  # Of its last step it may or may not have heard.
+            said = output.cached_tokens, output.num_draft_tokens, output.num_accepted_draft_tokens
+            due = track.cached, track.drafts, track.num_accepted
+            # Where steps are known late its last one may end while it waits to start again.
+            starts = output.num_preemptions + 1 - track.admissions
+            if said != due or starts not in (0, self._num_late):
+                raise RuleError(
+                    "metrics",
+                    f"request {output.request_id} says (cached tokens, drafts, accepted) {said}, preempted "
+                    f"{output.num_preemptions} times; {due} ran, in {track.admissions} admissions",
+                )
+
     def finish(self, llm: LLM, outputs: Sequence[RequestOutput]) -> None:
         """Count what only the end shows."""
         llm.scheduler.check_integrity()
@@ -479,7 +496,7 @@ class Observer(EngineObserver):
         for ids, before in self._handed_out:
             if not np.array_equal(ids, before):
                 raise RuleError("ids-stay", f"ids {before.tolist()} were handed out and are {ids.tolist()} now")
-        self._metrics.check(llm, outputs)
+        self._check_metrics(outputs)
         self.seen["strange_drafts"] += self._drafts.num_strange
         self.patterns.count_end()
         self.patterns.count_outputs(outputs)

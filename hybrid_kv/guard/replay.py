@@ -5,18 +5,13 @@ The file is JSON: what `Scenario` has, a request a line, and the rule that it br
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from hybrid_kv.config import ConfigError, engine_config
-from hybrid_kv.files import write_whole
-from hybrid_kv.guard.play import Failure, play, unwarned
+from hybrid_kv.guard.play import play, unwarned
 from hybrid_kv.guard.scenario import SCRIPTS, Event, Scenario
 from hybrid_kv.models.exact import KV_HEADS, PARTS, ExactConfig
 from hybrid_kv.observe import EngineObserver
@@ -39,10 +34,29 @@ def to_json(scenario: Scenario, rule: str = "") -> str:
     requests = [
         {"prompt": prompt, **_changed(SamplingParams(**own))} for prompt, own in zip(prompts, params, strict=True)
     ]
-    lines = {key: json.dumps(value) for key, value in {"format": FORMAT, "version": VERSION, "rule": rule}.items()}
-    lines |= {key: json.dumps(value) for key, value in parts.items()}
-    lines["requests"] = "[\n  " + ",\n  ".join(map(json.dumps, requests)) + "\n ]"
+    return as_text(FORMAT, rule, parts, "requests", requests)
+
+
+def as_text(form: str, rule: str, parts: Mapping[str, Any], name: str, many: Sequence[Any]) -> str:
+    """The text of a case's file: its parts, and under a `name` what there are many of, a line each."""
+    values = {"format": form, "version": VERSION, "rule": rule, **parts}
+    lines = {key: json.dumps(value) for key, value in values.items()}
+    lines[name] = "[\n  " + ",\n  ".join(map(json.dumps, many)) + "\n ]"
     return "{\n" + ",\n".join(f' "{key}": {text}' for key, text in lines.items()) + "\n}\n"
+
+
+def parts_of(document: Mapping[str, Any], names: Set[str]) -> dict[str, Any]:
+    """What `as_text` was given.
+
+    Raises:
+        KeyError, ValueError: another version, or other names.
+    """
+    parts = {key: value for key, value in document.items() if key not in ("format", "rule")}
+    if (version := parts.pop("version")) != VERSION:
+        raise ValueError(f"version {version!r}, not {VERSION}")
+    if strange := sorted(parts.keys() ^ names):
+        raise ValueError(f"{strange[0]!r} is unknown or missing")
+    return parts
 
 
 def from_json(text: str, name: str = "scenario") -> Scenario:
@@ -77,15 +91,10 @@ def from_document(document: Any) -> Scenario:
     """
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise ValueError(f"format {FORMAT!r} is not named")
-    parts = dict(document)
-    del parts["format"], parts["rule"]
-    if (version := parts.pop("version")) != VERSION:
-        raise ValueError(f"version {version!r}, not {VERSION}")
-    requests = [dict(request) for request in parts.pop("requests")]
+    names = {field.name for field in fields(Scenario)} - {"prompts", "params"}
+    parts = parts_of(document, names | {"requests"})
+    requests = [dict(request) for request in parts["requests"]]
     prompts = [request.pop("prompt") for request in requests]
-    known = {field.name for field in fields(Scenario)} - {"prompts", "params"}
-    if strange := sorted(parts.keys() ^ known):
-        raise ValueError(f"{strange[0]!r} is unknown or missing")
     seed, layers, drafts, forced = (parts[key] for key in ("seed", "layers", "drafts", "forced"))
     options, cell = _tuples(parts["options"]), _tuples(parts["cell"])
     waves = tuple(parts["waves"])
@@ -143,24 +152,6 @@ def _changed(params: SamplingParams) -> dict[str, Any]:
     return {key: value for key, value in vars(params).items() if key == "max_tokens" or value != usual[key]}
 
 
-def write_case(text: str, rule: str, folder: Path) -> Path:
-    """The file of a case: `<rule>-<hash>.json`.
-
-    Raises:
-        HybridKVError: it cannot be written.
-    """
-    name = re.sub(r"[^a-z0-9]+", "-", rule.lower()).strip("-")
-    file = folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
-    write_whole(file, text)
-    return file
-
-
-def announce(requests: int, tokens: int, plays: int, seconds: float, is_minimal: bool, file: Path) -> str:
-    """How small a case got, and how it is played."""
-    effort = f"{plays} plays in {seconds:.1f} s{'' if is_minimal else ', the time was up'}"
-    return f"shrunk to {requests} requests with {tokens} prompt tokens ({effort}): hybrid-kv guard --replay {file}"
-
-
 class _Story(EngineObserver):
     """What ran in each step, in words."""
 
@@ -184,19 +175,10 @@ def _in_words(item: ScheduledRequest) -> str:
 
 
 @unwarned()
-def tell(scenario: Scenario) -> tuple[Failure | None, str]:
-    """Play a scenario: what broke first, if anything did, and the story of it."""
+def tell(scenario: Scenario) -> tuple[str, list[str]]:
+    """Play a scenario: the first rule that it breaks, empty if none, and the story of it in lines."""
     story = _Story()
-    wrong = play(scenario, [story])[0].wrong
-    lines = [f"{scenario}", *(f"request {i}: {p}" for i, p in enumerate(scenario.prompts) if len(p) <= 64)]
-    lines += story.lines[-NUM_STEPS:]
-    return (wrong[0] if wrong else None), "\n".join([*lines, *([wrong[0].report] if wrong else [])])
-
-
-def replay(scenario: Scenario) -> int:
-    """Play a scenario and print its story; the exit code is 1 while it breaks a rule, else 0."""
-    failure, story = tell(scenario)
-    print(story)
-    print("no rule is broken" if failure is None else f"broken rule: {failure.rule}")
-    sys.stdout.flush()
-    return int(failure is not None)
+    wrong = play(scenario, [story])[0].wrong[:1]
+    sent = [f"request {i}: {prompt}" for i, prompt in enumerate(scenario.prompts) if len(prompt) <= 64]
+    lines = [f"{scenario}", *sent, *story.lines[-NUM_STEPS:], *(one.report for one in wrong)]
+    return "".join(one.rule for one in wrong), lines

@@ -105,9 +105,7 @@ def _sections(
     first = [check for check in chosen if check not in beside and check.runs != "alone"]
     for check in first:
         yield _here(check, runs, advance, pool)
-    if len(beside) == 1:
-        yield _here(beside[0], runs, advance, pool)
-    elif pool is not None and beside:
+    if pool is not None and beside:
         yield from _beside(beside, runs, advance, pool)
     for check in chosen:
         if check.runs == "alone":

@@ -80,10 +80,19 @@ class Scenario:
     forced: str = ""  # the pattern that it was built for
     cell: Cell = field(default_factory=dict)
 
+    @property
+    def num_requests(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all prompts."""
+        return sum(map(len, self.prompts))
+
     def __str__(self) -> str:
         options = ", ".join(f"{key}={value}" for key, value in self.options.items())
         name = f"scenario {self.seed}" + (f" ({self.forced})" if self.forced else "")
-        return f"{name}: {self.layers}, {options}, {self.drafts} drafts, {len(self.prompts)} requests"
+        return f"{name}: {self.layers}, {options}, {self.drafts} drafts, {self.num_requests} requests"
 
 
 class AnswerBook:

@@ -11,11 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, Literal
 
 from hybrid_kv.guard.play import Failure, play, run_scenario, unwarned
-from hybrid_kv.guard.replay import announce, tell, to_json, write_case
 from hybrid_kv.guard.scenario import SCRIPTS, Event, Scenario, SmallBlocksFirst, SmallKVFirst, answer_book
 from hybrid_kv.minimize import Shrinker, TimeUpError
 from hybrid_kv.observe import EngineObserver
@@ -48,19 +46,6 @@ class Shrunk:
     num_plays: int
     seconds: float
     is_minimal: bool
-
-
-def filed(shrunk: Shrunk, folder: Path) -> tuple[Path, str]:
-    """Write the file of what was shrunk; it, and what became of it, with its story.
-
-    Raises:
-        HybridKVError: it cannot be written.
-    """
-    scenario = shrunk.failure.scenario
-    file = write_case(to_json(scenario, shrunk.failure.rule), shrunk.failure.rule, folder)
-    sizes = len(scenario.prompts), sum(map(len, scenario.prompts))
-    summary = announce(*sizes, shrunk.num_plays, shrunk.seconds, shrunk.is_minimal, file)
-    return file, f"{summary}\n{tell(scenario)[1]}"
 
 
 class _Steps(EngineObserver):

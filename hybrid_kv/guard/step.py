@@ -27,6 +27,9 @@ class Track:
     salt: str
     known: int = 0
     admissions: int = 0
+    cached: int = 0  # tokens, when it was admitted first
+    drafts: int = 0  # that were verified, and of them accepted; nothing behind its end counts
+    num_accepted: int = 0
     ended_before: int = 0  # requests, when this one started
     known_before: int = 0  # generated tokens, when it was admitted last
     hit: int = 0

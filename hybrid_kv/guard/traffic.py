@@ -210,33 +210,23 @@ def design() -> tuple[Cell, ...]:
     return tuple(rows)
 
 
-def rows_with(levels: Mapping[str, str]) -> list[int]:
-    """The scenarios of a run that are rows of the design with these levels, by number.
-
-    Args:
-        levels: as text, by factor.
-    """
+def rows_with(levels: Mapping[str, Any]) -> list[int]:
+    """The scenarios of a run that are rows of the design with these levels, by number."""
     return [i for i, cell in enumerate(design(), len(FORCED)) if has_levels(cell, levels)]
 
 
-def row_with(chosen: tuple[tuple[str, Any], ...]) -> int:
-    """The scenario of a run that is the first row of the design with these levels, by number."""
-    return next(i for i, cell in enumerate(design(), len(FORCED)) if all(cell[name] == level for name, level in chosen))
-
-
-def has_levels(cell: Cell, levels: Mapping[str, str]) -> bool:
-    """Whether a cell, or part of one, has all of these levels."""
-    return all(str(cell.get(name)) == level for name, level in levels.items())
+def has_levels(cell: Cell, levels: Mapping[str, Any]) -> bool:
+    """Whether a cell, or part of one, has all of these levels, which may be texts."""
+    return all(str(cell.get(name)) == str(level) for name, level in levels.items())
 
 
 def draw_scenario(seed: int, vocab_size: int = 97) -> Scenario:
     """Scenario number `seed % SCENARIOS_PER_RUN` of run `seed // SCENARIOS_PER_RUN`."""
     number = seed % SCENARIOS_PER_RUN
-    rng = np.random.default_rng(seed)
     if number < len(FORCED):
-        return list(FORCED.values())[number](Draw(seed, rng))
+        return list(FORCED.values())[number](Draw(seed))
     number -= len(FORCED)
-    cell = design()[number] if number < len(design()) else None
+    cell, rng = design()[number] if number < len(design()) else None, np.random.default_rng(seed)
     while cell is None:
         cell = _complete({}, rng)
     return _random_scenario(seed, cell, rng, vocab_size)

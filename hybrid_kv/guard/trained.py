@@ -1,4 +1,4 @@
-"""The trained models of the guard: what its lines call them, and how much of a check each of them gets."""
+"""The trained models of the guard: what its lines call them, how much of a check each gets, and what it is asked."""
 
 from __future__ import annotations
 
@@ -39,3 +39,12 @@ TRAINED = {
     "nemotron_h": Trained(FOLDERS["nemotron_h"]),
     "qwen3_5_moe_text": Trained(FOLDERS["qwen3_5_moe_text"], ", qwen3.5 moe", 0.1, block_size=96),
 }
+
+
+def five_shot(seed: int, count: int) -> list[str]:
+    """Questions behind the same five worked examples."""
+    from hybrid_kv.accuracy.guard_model.problems import dataset
+
+    data = dataset(seed, count)
+    shots = "\n\n".join(f"Question: {shot['question']}\nAnswer: {shot['answer']}" for shot in data.shots)
+    return [f"{shots}\n\nQuestion: {doc['question']}\nAnswer:" for doc in data.docs]

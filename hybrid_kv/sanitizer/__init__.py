@@ -26,9 +26,9 @@ builders, nor the block hashes are trusted, and the first broken rule is named b
 
 Fresh blocks are poisoned: bytes 0xFF are NaN in every float format and -1 in integers.
 
-`follow.py` hears what the engine does. `shadow.py` is what it keeps in mind, `ledger.py` who holds which block and the
-checks that all rules share, `rules_….py` the rules of one kind of layer or scheme each, `report.py` what is printed.
+`follow.py` hears what the engine does. `shadow.py` is what it keeps in mind, `ledger.py` who holds which block, the
+checks that all rules share and what is printed, `rules_….py` the rules of one kind of layer or scheme each.
 """
 
 from hybrid_kv.sanitizer.follow import Sanitizer
-from hybrid_kv.sanitizer.report import SanitizerError
+from hybrid_kv.sanitizer.ledger import SanitizerError

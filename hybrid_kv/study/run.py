@@ -1,4 +1,4 @@
-"""A study from its first cell to its rows.
+"""A study from its first cell to its rows, on this machine or on Ray.
 
 A cell's folder, `FOLDER/cells/ID`, is renamed into place whole: it is the only state. What has one is not run again,
 and the data set holds each row once: a study may be stopped and begun anew at any time, even on another machine.
@@ -10,15 +10,19 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from hybrid_kv.errors import HybridKVError
 from hybrid_kv.results.dataset import export_rows, merge_rows
-from hybrid_kv.study.cell import Done
+from hybrid_kv.study import work
+from hybrid_kv.study.cell import Done, Running, run_cell
 from hybrid_kv.study.matrix import Cell
-from hybrid_kv.study.pool import Pool
+from hybrid_kv.study.work import Lost, Task
+
+Pool = Callable[[Sequence[Cell]], Iterator[tuple[Cell, Done]]]
 
 DONE = "done.json"
 REFUSED = 2
@@ -82,3 +86,37 @@ def gather(folder: Path, cells: Sequence[Cell]) -> int:
     if not files:
         return 0
     return merge_rows(files, target) if target.exists() else export_rows(files, target)
+
+
+# Where cells run.
+
+
+def locally(jobs: int, limit: float) -> Pool:
+    """`jobs` cells at a time; each has its share of the cores. They end with this iterator."""
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+
+    def run(cells: Sequence[Cell]) -> Iterator[tuple[Cell, Done]]:
+        running = Running()
+        with ThreadPoolExecutor(jobs) as executor:
+            try:
+                yield from _done(cells, lambda give: work.in_executor(executor, jobs, give), (limit, threads, running))
+            finally:
+                running.end_all()
+
+    return run
+
+
+def over_ray(address: str, limit: float, retries: int) -> Pool:
+    """Each cell is a task; one that is lost with its node starts on another, `retries` times."""
+
+    def run(cells: Sequence[Cell]) -> Iterator[tuple[Cell, Done]]:
+        yield from _done(cells, work.over_ray(address, retries), (limit, 1))
+
+    return run
+
+
+def _done(cells: Sequence[Cell], pool: work.Pool, how: tuple[Any, ...]) -> Iterator[tuple[Cell, Done]]:
+    tasks = {Task(run_cell, (cell.command, *how), cell.gpus): cell for cell in cells}
+    waiting = iter(tasks)
+    for task, done in pool(lambda: next(waiting, None)):
+        yield tasks[task], Done(None, {}, done.said, 0.0) if isinstance(done, Lost) else done

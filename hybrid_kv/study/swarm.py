@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from hybrid_kv.errors import HybridKVError
+from hybrid_kv.guard.cases import filed
 from hybrid_kv.guard.patterns import REQUIRED
 from hybrid_kv.guard.play import Differences, Failure, run_scenario
 from hybrid_kv.guard.scenario import answer_book
-from hybrid_kv.guard.shrink import Shrunk, filed, shrink
+from hybrid_kv.guard.shrink import Shrunk, shrink
 from hybrid_kv.guard.traffic import SEEDS_PER_BATCH, combinations_of, draw_swarm_scenario, required_combinations
 from hybrid_kv.guard.workers import processes
 from hybrid_kv.results import Row
@@ -199,7 +200,8 @@ class Swarm:
 
     def _file(self, failure: Failure, shrunk: Shrunk) -> None:
         found = self.tally.findings[failure.rule]
-        found.file, found.story = filed(shrunk, self._repro)
+        made = filed(shrunk.failure.scenario, failure.rule, shrunk, self._repro)
+        found.file, found.story = Path(made.file), made.story
         del self._unfiled[failure.rule]
 
 

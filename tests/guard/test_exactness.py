@@ -28,7 +28,7 @@ from hybrid_kv.sampling import SamplingParams
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("nemotron_h")
     write_checkpoint("nemotron_h", folder, keys={"layers_block_type": ["linear_attention", "full_attention"] * 2})
-    return Alone(folder)
+    return Alone(folder, max_tokens=6)
 
 
 def problems(alone):
@@ -57,7 +57,7 @@ def test_states_that_a_hit_does_not_bring_are_missed(alone, monkeypatch):
 
 def test_a_head_that_costs_hits_is_seen(drafting, monkeypatch):
     monkeypatch.setattr(KVCacheManager, "find_longest_cache_hit", lambda *_: NO_HIT)
-    assert [drafting.check(cell).rule for cell in MTP_CELLS] == ["", "hits", "hits"]
+    assert [drafting.check(cell).broken[0] for cell in MTP_CELLS] == ["", "hits", "hits"]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_drafts_of_a_head_are_those_that_a_request_gets_alone(drafting, cell):
 
 @pytest.mark.parametrize("cell", [cell for cell in MTP_CELLS if "to_the_end" in cell], ids=describe)
 def test_drafts_of_all_rows_that_go_with_a_row_at_its_end_are_seen(drafting, monkeypatch, cell):
-    drafting.check(cell)
+    drafting.drafts_alone(cell["mamba_cache_mode"])
     original = MTPDrafter._slots
 
     def all_padded(self, rows, positions, fit):

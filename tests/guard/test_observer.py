@@ -19,7 +19,7 @@ from hybrid_kv.engine import runner
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.engine.runner import ModelRunner
 from hybrid_kv.engine.scheduler import Scheduler
-from hybrid_kv.guard.forced import FORCED
+from hybrid_kv.guard.forced import FORCED, Draw
 from hybrid_kv.guard.play import Differences, run_scenario
 from hybrid_kv.guard.scenario import Event, Scenario, SmallKVFirst, answer_book, cache_options
 from hybrid_kv.guard.waiting import Waiting
@@ -170,7 +170,7 @@ SLEEP = replace(scenario("all", 2, "mixed", state_scheme="recompute"), events=(E
         (Scheduler, "_waits_for_prefix", lambda _: lambda *_: False, EQUAL, "did-not-wait: request 1 starts"),
         (KVCacheManager, "find_longest_cache_hit", refreshing, FULL, "used-unseen: free blocks"),
         (manager, "Refusal", lambda f: lambda name, room, keys: f(name, room, frozenset()),
-         FORCED["hit_attention, full_pool"](0, np.random.default_rng(0)), "left-waiting: request 2 waits with"),
+         FORCED["hit_attention, full_pool"](Draw(0)), "left-waiting: request 2 waits with"),
         (Scheduler, "preempt_all", lambda _: lambda _: None, replace(RESET, params=RESET.params[:3]), "3 requests run"),
         (ModelRunner, "free_memory", lambda f: lambda self: (KEPT.extend(self.raw_buffers), f(self)), SLEEP,
          "sleepless: memory is kept"),

@@ -12,9 +12,11 @@ import pytest
 from hybrid_kv.attention import mamba
 from hybrid_kv.config import ConfigError
 from hybrid_kv.engine import runner
+from hybrid_kv.guard.cases import filed, tell
 from hybrid_kv.guard.forced import FORCED
 from hybrid_kv.guard.play import run_scenario
-from hybrid_kv.guard.replay import from_json, replay, to_json, write_case
+from hybrid_kv.guard.replay import from_json, to_json
+from hybrid_kv.guard.shrink import Shrunk
 from hybrid_kv.guard.traffic import draw_scenario
 from tests.cli.run import refused, run
 
@@ -34,12 +36,11 @@ def test_a_scenario_is_the_same_behind_its_file(number: int) -> None:
     assert from_json(to_json(scenario, "tokens")) == scenario
 
 
-def test_a_replay_tells_what_ran_and_what_broke(damage: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_replay_tells_what_ran_and_what_broke(damage: None) -> None:
     scenario = draw_scenario(BOUNDARY)
-    assert replay(scenario) == 1
-    out = capsys.readouterr().out
+    rule, out = tell(scenario)
     assert "step 0: request 0 prefills tokens 0 to 4 of 5" in out and "drafts" in out
-    assert out.endswith("broken rule: step-tokens\n")
+    assert rule == "step-tokens" and out.endswith("broken rule: step-tokens")
 
 
 def test_the_command_replays_a_file(
@@ -48,7 +49,8 @@ def test_the_command_replays_a_file(
     with monkeypatch.context() as patch:
         patch.setattr(runner, "postprocess_mamba", lambda *_: None)
         (failure, *_) = run_scenario(draw_scenario(BOUNDARY)).wrong
-        file = write_case(to_json(failure.scenario, failure.rule), failure.rule, tmp_path / "deep" / "repro")
+        shrunk = Shrunk(failure, 1, 0.1, True)
+        file = Path(filed(failure.scenario, failure.rule, shrunk, tmp_path / "deep" / "repro").file)
         assert file.name.startswith("step-tokens-")
         code, out, _ = run(capsys, "guard", "--replay", str(file))
         assert code == 1 and failure.report in out
@@ -71,7 +73,7 @@ def changed(**values: Any) -> Callable[[dict[str, Any]], None]:
         (changed(format="something"), "format 'hybrid-kv scenario' is not named"),
         (changed(version=2), "version 2, not 1"),
         (lambda document: document.pop("events"), "'events' is unknown or missing"),
-        (lambda document: document.pop("requests"), "'requests' is missing"),
+        (lambda document: document.pop("requests"), "'requests' is unknown or missing"),
         (changed(colour="red"), "'colour' is unknown or missing"),
         (changed(layers="M*Q"), "layers 'M*Q' are not 1 to 64 of"),
         (changed(drafts="clever"), "drafts 'clever' are none of none, ngram"),

@@ -12,22 +12,21 @@ import pytest
 from hybrid_kv import cli
 from hybrid_kv.guard import report
 from hybrid_kv.guard import run as guard_run
+from hybrid_kv.guard.checks import accuracy, guard_model
 from hybrid_kv.guard.registry import CHECKS, CheckResult, Run, load_checks
 from hybrid_kv.results import Row, metric_key, read_rows
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A guard of a few seconds, without its benchmark (which is tested in tests/bench)."""
+    """A guard of a section of toys, and one that a test replaces."""
 
     def ratio(run: Run) -> list[CheckResult]:
         return [CheckResult("list over the engine", 2.0, "time ratio", ">= 1", 1, section="block ids")]
 
     load_checks()
-    few = {"costs": 1, "exact model": 20, "guard model": 4, "accuracy": 8, "block ids": 1}
-    few |= dict.fromkeys(("eviction", "families", "folder", "kv transfer", "router"), 0)
-    for section, count in few.items():
-        change(monkeypatch, section, amounts={"quick": count})
+    for section in CHECKS:
+        change(monkeypatch, section, amounts={"quick": int(section in ("block ids", "guard model"))})
     change(monkeypatch, "block ids", function=ratio)
 
 
@@ -45,8 +44,11 @@ def test_a_clean_run_exits_0_and_writes_a_row_per_check(
     small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clean = CheckResult("wrong tokens, exact model", 0, "requests", "0", 20, section="exact model")
-    change(monkeypatch, "exact model", function=lambda run: [clean])  # of 20 requests it would be void
-    change(monkeypatch, "costs", amounts={"quick": 3})
+    change(monkeypatch, "exact model", amounts={"quick": 20}, function=lambda run: [clean])  # it would be void
+    for section, count in {"costs": 3, "guard model": 4, "accuracy": 4}.items():
+        change(monkeypatch, section, amounts={"quick": count})
+    monkeypatch.setattr(guard_model, "LOGIT_CELLS", guard_model.LOGIT_CELLS[:2])
+    monkeypatch.setattr(accuracy, "LEAST", 4)
     out = tmp_path / "out.json"
     assert run("--results", str(tmp_path / "results"), "--out", str(out)) == 0
     document = json.loads(out.read_text())

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import active_children
-from pathlib import Path
 
 import pytest
 
@@ -20,11 +19,23 @@ from hybrid_kv.guard.run import run_guard
 FEW = {"exact model": 8, "costs": 1, "eviction": 1}
 
 
-def test_processes_change_when_a_section_runs_and_nothing_else() -> None:
-    one, two = (run_guard(FEW, seed=3, progress=False, jobs=jobs) for jobs in (1, 2))
-    same = [replace(result, seconds=0.0, failed_after=None) for result in one]
-    assert [replace(result, seconds=0.0, failed_after=None) for result in two] == same
-    assert [result.section for result in one] == [*["exact model"] * 4, "eviction"]
+ALONE = """
+from dataclasses import replace
+from hybrid_kv.guard.run import run_guard
+found = run_guard({few}, seed=3, progress=False, jobs={jobs})
+print([replace(line, seconds=0.0, failed_after=None) for line in found])
+"""
+
+
+def test_processes_change_when_a_section_runs_and_nothing_else_and_leave_nothing_behind(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = [sys.executable, "-c", ALONE.format(few=FEW, jobs=2)]
+    two = subprocess.run(command, capture_output=True, text=True, check=True)
+    exec(ALONE.format(few=FEW, jobs=1), {})
+    one = capsys.readouterr().out
+    assert two.stdout == one and one.count("section='exact model'") == 4 and one.count("section='eviction'") == 1
+    assert "leaked" not in two.stderr
 
 
 def result(name: str, failed_after: float | None = None) -> Callable[[Run], list[CheckResult]]:
@@ -69,12 +80,3 @@ def test_workers_end_at_once_after_an_interrupt() -> None:
     for child in started:
         child.join(60)
     assert started and all(child.exitcode not in (None, 0) for child in started)
-
-
-def test_workers_leave_nothing_behind(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hybrid_kv.cli", "guard", "--quick", "--only", "router", "--only", "evict"]
-    ran = subprocess.run(
-        [*command, "--jobs", "2", "--results", str(tmp_path)], capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 0 and "2 of 2 checks passed" in ran.stdout
-    assert "leaked" not in ran.stderr

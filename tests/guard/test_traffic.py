@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybrid_kv.engine import runner
-from hybrid_kv.guard.forced import FORCED
+from hybrid_kv.guard.forced import FORCED, Draw
 from hybrid_kv.guard.play import run_scenario
 from hybrid_kv.guard.scenario import Event, ScriptedProposer, answer_book, drawn, num_states
 from hybrid_kv.guard.traffic import (
@@ -137,7 +137,7 @@ def test_the_oracle_draws_as_the_engine_does(top_k: int, top_p: float) -> None:
 def test_wrong_log_probabilities_break_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "token_logprobs", lambda logits, *rest: token_logprobs(logits / 2e8, *rest))
     scenario = FORCED["mixed_sampling, top_k_beside_top_p, logprobs_of_sampled, prompt_logprobs"]
-    assert {one.rule for one in run_scenario(scenario(3, np.random.default_rng(3))).wrong} == {"logprobs"}
+    assert {one.rule for one in run_scenario(scenario(Draw(3))).wrong} == {"logprobs"}
 
 
 def test_events_are_due_once_or_again() -> None:

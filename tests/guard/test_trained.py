@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hybrid_kv.accuracy.guard_model import FOLDERS
 from hybrid_kv.guard.checks.answers import ACCEPTANCE
-from hybrid_kv.guard.trained import TRAINED
+from hybrid_kv.guard.trained import TRAINED, five_shot
 
 
 def test_every_embedded_model_is_guarded_and_has_its_recorded_metrics() -> None:
@@ -20,3 +20,9 @@ def test_the_first_model_has_all_of_a_check_and_the_others_a_share() -> None:
     for model in others:
         assert model.suffix and model.params == {"model": model.folder.name}
         assert model.amount(200, 12) == 20 and model.amount(4, 3) == 3
+
+
+def test_all_prompts_share_their_examples() -> None:
+    first, second = five_shot(3, 2)
+    assert first != second
+    assert first[: first.rindex("Question:")] == second[: second.rindex("Question:")]

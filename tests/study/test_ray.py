@@ -12,8 +12,7 @@ import pytest
 
 from hybrid_kv.results.store import read_rows
 from hybrid_kv.study import swarm, work
-from hybrid_kv.study.pool import locally, over_ray
-from hybrid_kv.study.run import gather, run_study
+from hybrid_kv.study.run import gather, locally, over_ray, run_study
 from tests.study.test_run import study  # noqa: F401
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install .[cluster]")

@@ -13,8 +13,7 @@ from hybrid_kv.results.store import read_rows
 from hybrid_kv.study import matrix
 from hybrid_kv.study.cell import Done, Running, run_cell
 from hybrid_kv.study.matrix import Cell, read_study
-from hybrid_kv.study.pool import locally
-from hybrid_kv.study.run import gather, run_study
+from hybrid_kv.study.run import gather, locally, run_study
 from tests.cli import run as cli
 
 Study = Callable[..., list[Cell]]

@@ -17,9 +17,8 @@ from hybrid_kv.cache.modes import MODES
 from hybrid_kv.config import CacheConfig
 from hybrid_kv.engine.llm import LLM, RequestOutput
 from hybrid_kv.guard.poison import poison
-from hybrid_kv.guard.prompts import five_shot
 from hybrid_kv.guard.registry import CheckResult, Run, check
-from hybrid_kv.guard.trained import TRAINED, Trained
+from hybrid_kv.guard.trained import TRAINED, Trained, five_shot
 from hybrid_kv.sampling import SamplingParams
 
 DRAFTS = ((None, 0), ("ngram", 3), ("mtp", 1), ("mtp", 3), ("mtp", 5))

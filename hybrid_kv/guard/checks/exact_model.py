@@ -18,7 +18,6 @@ from hybrid_kv.guard.traffic import (
     combinations_of,
     has_levels,
     required_combinations,
-    row_with,
     rows_with,
 )
 
@@ -62,7 +61,7 @@ def check_exact_model(run: Run) -> Iterator[CheckResult]:
     wrong, untried = total.wrong, _untried(total, wanted)
     missing = [name for name in REQUIRED if not total.seen[name]]
     params, metrics = {"seed": run.seed, **run.only}, {"scenarios": total.num_scenarios}
-    shortest = min(wrong, key=lambda failure: sum(map(len, failure.scenario.prompts)), default=None)  # reduced soonest
+    shortest = min(wrong, key=lambda failure: failure.scenario.num_tokens, default=None)  # reduced soonest
     yield CheckResult(
         "wrong tokens, exact model", len(wrong), "requests", "0", total.num_requests, str(wrong[0]) if wrong else "",
         params, {**metrics, **requests}, failed_after=failed_after,
@@ -96,7 +95,7 @@ def _results(
     if total.num_scenarios < len(rows_with(run.only)) + len(FORCED) * (not run.only):
         return  # not all rows of the design ran
     for again in range(1, AGAIN + 1):
-        rows = sorted({row_with(chosen) for chosen in _untried(total, wanted)})
+        rows = sorted({rows_with(dict(chosen))[0] for chosen in _untried(total, wanted)})
         yield from run_scenarios((first + again * SCENARIOS_PER_RUN + row for row in rows), None, 1)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybrid_kv.guard.exactness import FLOAT32_LIMIT, FLOAT64_LIMIT, MTP_CELLS, Alone, Exactness, describe
+from hybrid_kv.guard.exactness import FLOAT32_LIMIT, FLOAT64_LIMIT, MTP_CELLS, Alone, Compared, describe
 from hybrid_kv.guard.logits import LogitCase, from_transformers, to_json
 from hybrid_kv.guard.registry import CheckResult, Run, check
 from hybrid_kv.guard.trained import TRAINED, Trained
@@ -100,12 +100,13 @@ def _texts() -> list[list[int]]:
     return [[rng.randrange(1, 100) for _ in range(length)] for length in (100, 61, 1, 33)]
 
 
-def _first_problem(model: str, alone: Alone, found: Sequence[Exactness]) -> tuple[str, str]:
+def _first_problem(model: str, alone: Alone, found: Sequence[Compared]) -> tuple[str, str]:
     """What is wrong in the first cell in which something is, and its case."""
     for one in found:
         if one.problem:
             case = LogitCase("alone", model, one.cell, alone.prompts, alone.again)
-            return f"{describe(one.cell)}: {one.problem}", to_json(case, one.rule) if one.rule else ""
+            rule, _ = one.broken
+            return f"{describe(one.cell)}: {one.problem}", to_json(case, rule) if rule else ""
     return "", ""
 
 

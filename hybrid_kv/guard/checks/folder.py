@@ -75,7 +75,7 @@ def _checkpoints(seed: int, folder: str) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second, quiet():
         for weights, path in enumerate((first, second)):
             write_checkpoint(family, path, seed=weights)
-        both = Alone(first, seed), Alone(second, seed)
+        both = Alone(first, seed, max_tokens=4), Alone(second, seed, max_tokens=4)
         for kind in ("folder", "object"):
             for alone, backend in ((both[0], layout), (both[1], layout), (both[0], other)):
                 found = alone.check({**cell, "attention_backend": backend})

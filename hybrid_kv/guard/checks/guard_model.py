@@ -7,9 +7,8 @@ from typing import Any
 
 from hybrid_kv.cache.modes import MODES
 from hybrid_kv.guard.logits import Found, LogitCase, beside_plain, to_json
-from hybrid_kv.guard.prompts import five_shot
 from hybrid_kv.guard.registry import CheckResult, Run, check
-from hybrid_kv.guard.trained import TRAINED, Trained
+from hybrid_kv.guard.trained import TRAINED, Trained, five_shot
 from hybrid_kv.models.loader import load_tokenizer
 
 NUM_NEW = 48  # tokens of each answer
@@ -91,11 +90,7 @@ def result_of(found: Found, model: Trained, seed: int) -> CheckResult:
     cell = {key: value for key, value in found.cell.items() if key not in OWN}
     features = [cell["dtype"], cell["attention_backend"], *_features(cell)]
     rule, detail = found.broken
-    detail = "" if rule == "tokens" else detail  # they have a line of their own
-    if not detail and found.caches and not found.cached_tokens:
-        detail = "void: no prompt token came from the cache"
-    if not detail and "num_speculative_tokens" in cell and not found.accepted:
-        detail = "void: no draft was accepted"
+    detail = found.void if rule in ("", "tokens") else detail  # tokens have a line of their own
     return CheckResult(
         f"largest logit difference, {', '.join(features)}{model.suffix}", found.worst, "logit", f"{found.limit:.1g}",
         found.num_tokens, detail, {**cell, "seed": seed, **model.params},

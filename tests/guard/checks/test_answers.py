@@ -1,11 +1,14 @@
 """The guard model's answers in every cell, and that each fault of a cell is named."""
 
+from dataclasses import replace
+
 import pytest
 
 from hybrid_kv.engine.llm import RequestOutput
 from hybrid_kv.guard.checks import answers
 from hybrid_kv.guard.checks.answers import Cell, check_answers
 from hybrid_kv.guard.registry import Run
+from hybrid_kv.guard.trained import TRAINED
 
 
 def output(tokens=(1, 2), cached=64, drafted=10, accepted=10):
@@ -32,23 +35,24 @@ def test_a_clean_slice_passes_with_its_metrics(monkeypatch):
     monkeypatch.setattr(answers, "TRIED", ("none", "all"))
     monkeypatch.setattr(answers, "DRAFTS", ((None, 0), ("mtp", 1)))
     monkeypatch.setattr(answers, "RECOMPUTED", (("all", "mtp", 1),))
-    monkeypatch.setattr(answers, "FORGET_EVERY", 6)
-    results = check_answers(Run(12))
-    names = [result.name.split(":")[0] for result in results]
-    first, second = results[:7], results[7:]
-    assert names[:7] == [
+    monkeypatch.setattr(answers, "FORGET_EVERY", 4)
+    monkeypatch.setattr(answers, "TRAINED", {"nemotron_h": TRAINED["nemotron_h"]})
+    results = check_answers(Run(9))  # one more than run at once
+    assert [result.name.split(":")[0] for result in results] == [
         "none, no drafts", "none, mtp 1", "all, no drafts", "all, mtp 1", "all, mtp 1, recompute",
         "all, mtp 3, offload", "align, no drafts, offload",
     ]  # fmt: skip
-    assert names[7:] == [f"{name}, qwen3.5 moe" for name in names[:7]]
-    assert [result.detail for result in results] == [""] * 14
-    assert [result.params["scheme"] for result in first] == [*["slots"] * 4, "recompute", "slots", "slots"]
-    assert second[3].metrics["hit_rate"] == second[2].metrics["hit_rate"] > 0
-    assert second[3].metrics["accepted"] == second[1].metrics["accepted"] > 0
-    assert all(result.params["model"] == "guard_model_qwen3_5" for result in second)
+    assert [result.detail for result in results] == [""] * 7
+    assert [result.params["scheme"] for result in results] == [*["slots"] * 4, "recompute", "slots", "slots"]
     assert results[3].metrics["hit_rate"] == results[2].metrics["hit_rate"] > 0
     assert results[4].metrics["hit_rate"] == results[3].metrics["hit_rate"]
     assert results[4].metrics["accepted"] == results[3].metrics["accepted"] == results[1].metrics["accepted"] > 0
+
+
+def test_the_lines_of_the_second_model_name_it(monkeypatch):
+    other = TRAINED["qwen3_5_moe_text"]
+    (line,) = checked(monkeypatch, replace(PLAIN, model=other))[1:]
+    assert line.passed and line.name == "none, no drafts, qwen3.5 moe" and line.params["model"] == "guard_model_qwen3_5"
 
 
 @pytest.mark.parametrize(

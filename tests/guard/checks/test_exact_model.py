@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -50,12 +48,6 @@ def test_a_stuck_initial_state_flag_is_seen(monkeypatch: pytest.MonkeyPatch, val
 
     monkeypatch.setattr(mamba.MambaMetadataBuilder, "build", stuck)
     assert not exact_model_passes()
-
-
-def test_the_result_does_not_depend_on_the_number_of_processes() -> None:
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        alone, together = check_exact_model(Run(50)), check_exact_model(Run(50, workers=2, pool=pool))
-    assert [replace(result, seconds=0.0) for result in alone] == [replace(result, seconds=0.0) for result in together]
 
 
 def test_the_first_failure_is_counted_and_can_end_the_section(monkeypatch: pytest.MonkeyPatch) -> None:

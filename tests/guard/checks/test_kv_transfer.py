@@ -20,7 +20,7 @@ def test_every_pair_of_engines_gives_the_right_tokens() -> None:
 
 def test_a_state_whose_history_is_left_behind_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelRunner, "flush_all", lambda self, request: None)
-    continued, _ = check_kv_transfer(Run(CHECKS["kv transfer"].amounts["quick"], fail_fast=True))
+    (continued,) = check_kv_transfer(Run(CHECKS["kv transfer"].amounts["quick"], fail_fast=True))
     assert not continued.passed and continued.failed_after is not None
 
 
