@@ -121,8 +121,9 @@ def test_an_id_that_no_mutant_has_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("id, section, rule", [("B07", "exact model", "step-tokens"), ("L09", "exact model", "")])
 def test_the_quick_guard_catches_a_known_bug_and_reduces_its_case(
-    id: str, section: str, rule: str, tmp_path: Path, forked: Forks
+    id: str, section: str, rule: str, tmp_path: Path, forked: Forks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("mutants.runner.run.RUNS", 2)
     (known,) = read_mutants(ids=[id])
     row = MutationRun(300, tmp_path).judge(known, ("quick",), forked)
     assert (row.caught, row.section) == (True, section)
