@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import metadata
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
@@ -29,31 +31,6 @@ class ConfigError(HybridKVError, ValueError):
 
 VOID = 3  # nothing is wrong, but something that had to happen did not
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
-
-# The extra of each optional package.
-EXTRAS = {
-    "torch": "engine",
-    "numba": "engine",
-    "transformers": "models",
-    "safetensors": "models",
-    "tokenizers": "models",
-    "lm_eval": "accuracy",
-    "datasets": "accuracy",
-    "yaml": "accuracy",
-    "scipy": "accuracy",
-    "asv": "bench",
-    "asv_runner": "bench",
-    "virtualenv": "bench",
-    "plotly": "report",
-    "triton": "kernels",
-    "aiohttp": "targets",
-    "pydantic": "targets",
-    "fastapi": "serve",
-    "uvicorn": "serve",
-    "prometheus_client": "serve",
-    "ray": "cluster",
-    "cosmic_ray": "dev",
-}
 
 
 def run_command(command: Callable[[], int | None]) -> NoReturn:
@@ -185,8 +162,19 @@ def _reason(error: OSError) -> str:
 
 def _missing(error: ModuleNotFoundError) -> str:
     what = f"{error.name} is not installed" if error.name else f"a package is not installed: {error}"
-    extra = EXTRAS.get((error.name or "").partition(".")[0], "all")
+    extra = _extra((error.name or "").partition(".")[0])
     return f"{what}; run: pip install 'hybrid_kv[{extra}]', in a checkout -e '.[{extra}]'"
+
+
+def _extra(module: str) -> str:
+    """The first extra of this package that has what a module is in; `all` where none has."""
+    named = {"yaml": "pyyaml"}.get(module, module).replace("_", "-")
+    with suppress(metadata.PackageNotFoundError):
+        for text in metadata.requires("hybrid_kv") or ():
+            package, _, extra = text.lower().replace("_", "-").partition("extra == ")
+            if extra and re.match(r"[\w.-]+", package)[0] == named:  # type: ignore[index]  # each begins with a name
+                return extra.strip("\"' ")
+    return "all"
 
 
 def _usage(error: Any) -> int:

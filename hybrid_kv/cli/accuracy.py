@@ -18,7 +18,6 @@ from hybrid_kv.cli.options import (
     ResultsFolder,
     engine_options,
     given_options,
-    require_at_least_one,
     rows_file,
     show,
 )
@@ -39,7 +38,7 @@ def accuracy(
     gsm8k_dir: Annotated[
         str | None, typer.Option(help="Folder with train.jsonl and test.jsonl for gsm8k; default: the hub.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Number of questions; default: 250.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Number of questions; default: 250.")] = None,
     seed: Annotated[
         int | None,
         typer.Option(max=MAX_SEED, min=0, help="Of the documents (gsm8k_synth) or of the shots (gsm8k); default: 0."),
@@ -84,7 +83,6 @@ def accuracy(
     from hybrid_kv.accuracy.run import write_samples
     from hybrid_kv.cli.plan import report_memory
 
-    require_at_least_one(limit=limit)
     if target is not None:
         options["target"] = target
     csv = rows_file("accuracy.csv", results, record)
@@ -158,7 +156,7 @@ def accuracy_threshold(
     rows: Annotated[str, typer.Option(help="CSV with the runs.")] = "results/accuracy.csv",
     model: Annotated[str, typer.Option(help="Name of the model in the rows.")] = "guard_model",
     task: Annotated[str, typer.Option(help="Name of the task in the rows.")] = "gsm8k_synth",
-    limit: Annotated[int, typer.Option(help="Questions of each run.")] = 250,
+    limit: Annotated[int, typer.Option(min=1, help="Questions of each run.")] = 250,
     file: Annotated[Path | None, typer.Option(help="File of floors; default: the package's.")] = None,
     as_json: AsJson = False,
     out: OutFile = None,
@@ -173,7 +171,6 @@ def accuracy_threshold(
     require("scipy", "yaml")
     from hybrid_kv.accuracy import threshold
 
-    require_at_least_one(limit=limit)
     check_outputs(out)
     file = file or threshold.FILE
     frame = read_rows(rows)

@@ -116,7 +116,7 @@ def guard(
     from hybrid_kv.cli.publish import FILE as ROWS
     from hybrid_kv.cli.swarm import guard_swarm
     from hybrid_kv.cli.target import guard_target, is_case, replay_case
-    from hybrid_kv.cli.watch import watch as watch_files
+    from hybrid_kv.cli.target import watch as watch_files
     from hybrid_kv.config import ConfigError
     from hybrid_kv.files import check_outputs
     from hybrid_kv.guard.cases import replay as replay_own

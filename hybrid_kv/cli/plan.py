@@ -53,7 +53,7 @@ def plan(
         ),
     ] = None,
     max_model_len: Annotated[
-        int | None, typer.Option(help="Tokens of the longest request; default: the config's.")
+        int | None, typer.Option(min=1, help="Tokens of the longest request; default: the config's.")
     ] = None,
     requests: Annotated[
         str | None,

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hybrid_kv.cli.options import AsJson, OutFile, derived_options, require_at_least_one, show
+from hybrid_kv.cli.options import AsJson, OutFile, derived_options, show
 from hybrid_kv.cli.plan import parse_memory, planned
 from hybrid_kv.config import CacheConfig, ConfigError, EngineConfig, SpeculativeConfig, engine_config
 
@@ -22,12 +22,12 @@ _BATCHES = (1, 8, 32, 128, 512)
 def predict(
     config: Annotated[str, typer.Argument(help="A Hugging Face config.json, the folder that holds it, or owner/name.")],
     gpu: Annotated[str, typer.Option(help="Such as h100, h200 or b200.")],
-    batch: Annotated[list[int] | None, typer.Option(help="Requests in the step; may be repeated.")] = None,
-    context: Annotated[int, typer.Option(help="Tokens of each request so far.")] = 4096,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Requests in the step; may be repeated.")] = None,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of each request so far.")] = 4096,
     acceptance: Annotated[
-        float, typer.Option(help="Probability that a draft is accepted if those before it are.")
+        float, typer.Option(min=0, max=1, help="Probability that a draft is accepted if those before it are.")
     ] = 0.75,
-    waits: Annotated[int, typer.Option(help="How often the host waits for the GPU in a step.")] = 1,
+    waits: Annotated[int, typer.Option(min=0, help="How often the host waits for the GPU in a step.")] = 1,
     eager: Annotated[bool, typer.Option("--eager", help="Python launches each kernel, not a CUDA graph.")] = False,
     weights: Annotated[
         str | None,
@@ -42,21 +42,15 @@ def predict(
     from hybrid_kv.predict.gpu import GPUS
     from hybrid_kv.predict.step import cache_kernels, other_kernels, step_time
 
-    batches = batch or list(_BATCHES)
-    require_at_least_one(batch=min(batches), context=context)
     if gpu.lower() not in GPUS:
         raise ConfigError(f"--gpu {gpu}: no constants for it; use one of {', '.join(GPUS)}")
-    if not 0 <= acceptance <= 1:
-        raise ConfigError(f"--acceptance {acceptance} is no probability; use 0 to 1")
-    if waits < 0:
-        raise ConfigError(f"--waits {waits} must be >= 0")
     weight_bytes = None if weights is None else parse_memory(weights)
     check_outputs(out)
     engine = replace(engine_config(options), platform="cuda")
     shape, plan = planned(config, engine)
     layers = [spec for group in plan.config.groups for spec in group.layer_specs]
     steps = []
-    for num_reqs in batches:
+    for num_reqs in batch or _BATCHES:
         kernels = cache_kernels(layers, num_reqs, context, acceptance)
         if weight_bytes is not None:
             tokens = num_reqs * (1 + engine.speculative.num_speculative_tokens)

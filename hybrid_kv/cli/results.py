@@ -92,8 +92,8 @@ def merge(to: Target, places: Places = None) -> None:
 def trim(files: Annotated[list[Path], typer.Argument(help="CSVs to cut.")]) -> None:
     """Cut CSVs to the newest run of each benchmark on each machine; `export` keeps the older rows as Parquet."""
     from hybrid_kv.errors import ConfigError
+    from hybrid_kv.results.dataset import trim_file
     from hybrid_kv.results.store import DATASET
-    from hybrid_kv.results.trim import trim_file
 
     if sets := [file for file in files if file.suffix == DATASET or not file.is_file()]:
         raise ConfigError(f"{sets[0]} is not a CSV; name files such as results/guard.csv")

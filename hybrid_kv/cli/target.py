@@ -1,4 +1,4 @@
-"""`hybrid-kv guard --target`: probes of another engine, and their failures replayed."""
+"""`hybrid-kv guard --target`: probes of another engine, their failures replayed, and all of it again at each change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from typing import Any, Literal
 from hybrid_kv.ci import Verdict, Word
 from hybrid_kv.cli.options import show
 from hybrid_kv.cli.publish import publish
-from hybrid_kv.errors import VOID, require
+from hybrid_kv.config import ConfigError
+from hybrid_kv.errors import VOID, HybridKVError, require
 from hybrid_kv.files import read_text
 from hybrid_kv.guard.registry import Size
 from hybrid_kv.guard.workers import num_workers
@@ -31,11 +32,13 @@ from hybrid_kv.probes.shrink import distinct, shrink
 from hybrid_kv.targets.exact import is_exact
 from hybrid_kv.targets.kinds import for_model, kind_of
 from hybrid_kv.targets.models import model_folder
-from hybrid_kv.targets.target import Inside, TargetError
+from hybrid_kv.targets.remote import python_of, renew_loader
+from hybrid_kv.targets.target import Inside, Kind, TargetError
 from hybrid_kv.threads import is_small, threads_for
 
 AMOUNTS: dict[Size, int] = {"quick": 1, "full": 1, "long": 10}  # rounds of each probe
 SHRINK_SECONDS = {"quick": 30.0, "full": 40.0, "long": 300.0}  # for all failures of a run: one bug makes many
+LOOK_SECONDS = 0.2  # between two looks at the files that are watched
 WORDS: dict[str, Word] = {
     "right": "ok",
     "void": "void",
@@ -205,6 +208,36 @@ def replay_case(file: Path, python: Path | None = None) -> int:
     if wrong:
         print(answer.error or f"{case.problem}; now {list(answer.token_ids[: len(case.expected)])}")
     return int(wrong)
+
+
+def watch(paths: Sequence[Path], kind: Kind, run: Callable[[], int]) -> None:
+    """Run now and after each change of a Python file in one of these paths, until Ctrl-C.
+
+    Raises:
+        ConfigError: there is no such path, or the engine is not one that runs in an environment of its own.
+    """
+    if missing := [path for path in paths if not path.exists()]:
+        raise ConfigError(f"--watch {missing[0]}: there is no such file or folder; name the source of your engine")
+    if not hasattr(kind, "package"):
+        raise ConfigError(f"--watch: {kind.name} has no environment of its own; use --target vllm or mlx")
+    while True:
+        begin, seen = time.perf_counter(), _stamps(paths)
+        try:
+            said = f"exit code {run()}"
+        except HybridKVError as error:  # as a syntax error while a change is typed
+            said = f"error: {error}"
+        where = ", ".join(map(str, paths))
+        print(f"{said} after {time.perf_counter() - begin:.0f} s; waits for a change in {where}", file=sys.stderr)
+        renew_loader(kind.name, str(getattr(kind, "python", None) or python_of(kind.name, kind.package)))
+        while not (changed := {*_stamps(paths).items()} ^ {*seen.items()}):
+            time.sleep(LOOK_SECONDS)
+        print(f"changed: {', '.join(sorted({str(path) for path, _ in changed}))}", file=sys.stderr)
+
+
+def _stamps(paths: Sequence[Path]) -> dict[Path, int]:
+    """When each Python file was written last, in nanoseconds."""
+    files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py"))]
+    return {file: file.stat().st_mtime_ns for file in files if file.exists()}
 
 
 def _verdict(outcome: Outcome, prefix: str) -> Verdict:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import quote
 
 from hybrid_kv.errors import ConfigError, HybridKVError
-from hybrid_kv.files import new_folder
+from hybrid_kv.files import new_folder, write_whole
 from hybrid_kv.results.schema import SCHEMA
-from hybrid_kv.results.store import AS_PARQUET, DATASET, NAMES, Store, opened, parquet_files
+from hybrid_kv.results.store import AS_PARQUET, DATASET, NAMES, Store, locked, opened, parquet_files, read_rows
+
+STATIC_SUITE = "kernels"  # of which only what changed is appended
 
 
 def export_rows(files: Sequence[Path], target: Path) -> int:
@@ -44,7 +46,8 @@ def merge_rows(files: Sequence[Path], target: Path) -> int:
     _check_name(files, target)
     if not target.is_dir():
         raise ConfigError(f"{target} is not a data set; `hybrid-kv results export` makes one")
-    with opened(files) as store, _locked(target):
+    with opened(files) as store, ExitStack() as lock:
+        locked(target, fcntl.LOCK_EX, lock)
         parquet_files(target)
         return _add(store, target)
 
@@ -68,6 +71,26 @@ def export_file(files: Sequence[Path], target: Path) -> None:
         part.unlink(missing_ok=True)
 
 
+def trim_file(file: Path) -> tuple[int, int]:
+    """Cut a CSV to the newest run of each benchmark on each machine, what is kept in git; returns how many rows there
+    were and are.
+
+    Of static kernel metrics the newest row of each is kept. Nothing may append to the file meanwhile.
+
+    Raises:
+        HybridKVError: the file cannot be read or written.
+    """
+    rows = read_rows(file)
+    header, *lines = file.read_bytes().split(b"\n")
+    benchmark = ["suite", "benchmark", "machine", "device"]
+    of_newest = rows["run_id"] == rows.groupby(benchmark)["run_id"].transform("last")
+    is_last = ~rows.duplicated([*benchmark, "params", "metric"], keep="last")
+    kept = of_newest.where(rows["suite"] != STATIC_SUITE, is_last)
+    chosen = [line for line, keep in zip(lines, kept, strict=False) if keep]
+    write_whole(file, b"\n".join([header, *chosen, b""]))
+    return len(rows), len(chosen)
+
+
 def _check_name(files: Sequence[Path], target: Path) -> None:
     if target.suffix != DATASET:
         raise ConfigError(f"{target} must end in {DATASET}, by which a data set is known")
@@ -75,19 +98,6 @@ def _check_name(files: Sequence[Path], target: Path) -> None:
         one, other = file.resolve(), target.resolve()
         if one == other or one in other.parents or other in one.parents:
             raise ConfigError(f"{file} and {target} are one data set, or one is in the other; choose another place")
-
-
-@contextmanager
-def _locked(target: Path) -> Iterator[None]:
-    try:
-        descriptor = os.open(target, os.O_RDONLY)
-    except OSError as error:
-        raise HybridKVError(f"{target} cannot be written: {error.strerror}") from None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _add(store: Store, target: Path) -> int:

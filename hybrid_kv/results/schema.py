@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +83,16 @@ def _among(*texts: str) -> Callable[[str], str]:
     return {text: text for text in texts}.__getitem__
 
 
+def _refused(text: str) -> None:
+    raise ValueError(f"params hold {text}")
+
+
+def _of_64_bits(digits: str) -> int:
+    if abs(int(digits)) > MAX_COUNT:
+        raise ValueError("params hold an integer of more than 64 bits")
+    return int(digits)
+
+
 @lru_cache(maxsize=4096)
 def check_params(text: str) -> str:
     """The text itself, if it is a JSON object that every reader can hold: not deep, finite, of 64 bits, Unicode.
@@ -89,29 +100,13 @@ def check_params(text: str) -> str:
     Raises:
         ValueError, RecursionError: it is not.
     """
-    level: list[Any] = [json.loads(text)]
-    if not isinstance(level[0], dict):
-        raise ValueError("params are no JSON object")
-    for _ in range(MAX_DEPTH + 1):
-        if not level:
-            return text
-        level = [_child for one in level for _child in _children(one)]
-    raise ValueError(f"params are more than {MAX_DEPTH} levels deep")
-
-
-def _children(value: Any) -> list[Any]:
-    """What an object or a list holds; anything else is checked."""
-    if isinstance(value, dict):
-        return [*value, *value.values()]
-    if isinstance(value, list):
-        return value
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"params hold {value}")
-    if isinstance(value, int) and abs(value) > MAX_COUNT:
-        raise ValueError("params hold an integer of more than 64 bits")
-    if isinstance(value, str):
-        value.encode()  # Half of a surrogate pair is no text.
-    return []
+    value = json.loads(text, parse_constant=_refused, parse_float=_finite, parse_int=_of_64_bits)
+    json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+    brackets = re.sub(r'"(\\.|[^"\\])*"', "", text)
+    depth = max(accumulate((letter in "[{") - (letter in "]}") for letter in brackets))
+    if not isinstance(value, dict) or depth > MAX_DEPTH:
+        raise ValueError(f"params are no JSON object of at most {MAX_DEPTH} levels")
+    return text
 
 
 _COUNT = Kind(f"a whole number from 0 to {MAX_COUNT}", _whole, "int64", "BIGINT")

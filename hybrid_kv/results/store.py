@@ -58,6 +58,17 @@ def parquet_files(place: Path) -> list[Path]:
     return sorted(place.glob(f"schema={SCHEMA}/suite=*/month=*/rows{DATASET}"))
 
 
+def locked(place: Path, how: int, locks: ExitStack) -> None:
+    """Lock a data set by `flock` until `locks` end.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    descriptor = os.open(place, os.O_RDONLY)
+    locks.callback(os.close, descriptor)
+    fcntl.flock(descriptor, how)
+
+
 class Store:
     """The table `rows`: the columns of the schema, and `place` and `line`, the order in which they were appended."""
 
@@ -155,9 +166,7 @@ class Store:
         try:
             if not file.is_dir():
                 require_regular(file)
-            descriptor = os.open(file, os.O_RDONLY)
-            locks.callback(os.close, descriptor)
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            locked(file, fcntl.LOCK_SH, locks)
             for part in parquet_files(file):
                 require_regular(part)
                 self._foreign.append(len(self._places))

@@ -81,7 +81,7 @@ def test_a_mode_that_vllm_lacks_for_gated_delta_nets_is_noted(
         (["--gpu-memory", "lots"], "'lots' is not a memory size; write 80GiB"),
         (["--num-blocks", "9", "--block-size", "24"], "block size 24 does not fit FLASH_ATTN"),
         (["--num-blocks", "9", "--block-size", "0"], "block_size=0 must be an integer >= 1"),
-        (["--num-blocks", "9", "--max-model-len", "0"], "max_model_len=0"),
+        (["--num-blocks", "9", "--max-model-len", "0"], "--max-model-len"),
         (["--num-blocks", "9", "--attention-backend", "MAGIC"], "attention backend 'MAGIC' is unknown"),
         (["--num-blocks", "9", "--kv-cache-dtype", "int3"], "kv_cache_dtype='int3' is not a dtype"),
         (["--num-blocks", "9", "--num-speculative-tokens", "-1"], "num_speculative_tokens=-1"),

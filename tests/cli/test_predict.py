@@ -44,13 +44,14 @@ def test_the_table_says_that_it_is_predicted(capsys: pytest.CaptureFixture[str])
     ("flags", "message"),
     [
         (("--gpu", "h900"), "--gpu h900: no constants for it; use one of a100, h100"),
-        (("--gpu", "h100", "--acceptance", "1.5"), "--acceptance 1.5"),
-        (("--gpu", "h100", "--waits", "-1"), "--waits -1"),
-        (("--gpu", "h100", "--batch", "0"), "batch=0 must be an integer >= 1"),
+        (("--gpu", "h100", "--acceptance", "1.5"), "'--acceptance'…1.5"),
+        (("--gpu", "h100", "--waits", "-1"), "'--waits'…-1"),
+        (("--gpu", "h100", "--batch", "0"), "'--batch'…0"),
         (("--gpu", "h100", "--weights", "much"), "'much' is not a memory size"),
     ],
 )
 def test_what_cannot_be_predicted_is_one_line(
     capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str
 ) -> None:
-    assert message in refused(capsys, "predict", NANO, *flags)
+    said = refused(capsys, "predict", NANO, *flags)
+    assert all(part in said for part in message.split("…"))

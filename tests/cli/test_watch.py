@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hybrid_kv.cli import watch as module
+from hybrid_kv.cli import target as module
 from hybrid_kv.config import ConfigError
 
 KIND = SimpleNamespace(name="toy", package="toy", python="python")
