@@ -56,11 +56,8 @@ class Differences:
     num_scenarios: int = 0
 
     def __iadd__(self, other: Differences) -> Differences:
-        self.wrong += other.wrong
-        self.seen += other.seen
-        self.cells += other.cells
-        self.num_requests += other.num_requests
-        self.num_scenarios += other.num_scenarios
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
         return self
 
 

@@ -95,36 +95,12 @@ class Run:
 Function = Callable[[Run], list[CheckResult]]
 
 
-@dataclass(frozen=True)
-class Check:
-    """A check as it registered itself, see `check`."""
-
-    section: str
-    function: Function
-    amounts: dict[Size, int]
-    seconds: float
-    place: int
-    needs: tuple[str, ...]
-    factors: Callable[[], Mapping[str, Sequence[Any]]]
-    runs: Runs
-
-
 CHECKS: dict[str, Check] = {}  # by section
 
 
-def check(
-    section: str,
-    *,
-    quick: int,
-    full: int,
-    long: int | None = None,
-    seconds: float,
-    place: int = 100,
-    needs: str = "",
-    factors: Callable[[], Mapping[str, Sequence[Any]]] = dict,
-    runs: Runs = "beside",
-) -> Callable[[Callable[[Run], Iterator[CheckResult]]], Function]:
-    """Register a function that yields lines as a section of the guard; each gets the seconds since the one before.
+@dataclass(frozen=True)
+class Check:
+    """A section of the guard; it decorates the function that yields its lines, and registers itself.
 
     Args:
         quick, full, long: how much of it in each size of guard; 0 leaves it out, `long` is as `full` unless given. On
@@ -135,27 +111,44 @@ def check(
         factors: what `Run.only` may name, with all levels of each; called when it is needed.
         runs: in one process beside others, or over all of them (`spread`), or with nothing beside it (`alone`), as
             what measures time must.
+        function: what was decorated; each of its lines gets the seconds since the one before.
     """
 
-    def register(function: Callable[[Run], Iterator[CheckResult]]) -> Function:
+    section: str
+    quick: int
+    full: int
+    seconds: float
+    long: int | None = None
+    place: int = 100
+    needs: str = ""
+    factors: Callable[[], Mapping[str, Sequence[Any]]] = dict
+    runs: Runs = "beside"
+    function: Function = lambda run: []
+
+    @property
+    def amounts(self) -> dict[Size, int]:
+        return {"quick": self.quick, "full": self.full, "long": self.full if self.long is None else self.long}
+
+    def __call__(self, function: Callable[[Run], Iterator[CheckResult]]) -> Function:
         @wraps(function)
         def lines(run: Run) -> list[CheckResult]:
             found, begin = list[CheckResult](), (start := time.perf_counter())
             for line in function(run):
                 end = time.perf_counter()
                 moment = None if line.passed else end - start if line.failed_after is None else line.failed_after
-                line = replace(line, section=line.section or section, seconds=end - begin, failed_after=moment)
-                found.append(line)
+                found.append(
+                    replace(line, section=line.section or self.section, seconds=end - begin, failed_after=moment)
+                )
                 if run.fail_fast and not line.passed:
                     break
                 begin = end
             return found
 
-        amounts: dict[Size, int] = {"quick": quick, "full": full, "long": full if long is None else long}
-        CHECKS[section] = Check(section, lines, amounts, seconds, place, tuple(needs.split()), factors, runs)
+        CHECKS[self.section] = replace(self, function=lines)
         return lines
 
-    return register
+
+check = Check
 
 
 def refuse_unknown_levels(only: Mapping[str, str], checks: Sequence[Check]) -> None:

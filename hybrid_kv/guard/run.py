@@ -75,7 +75,7 @@ def run_guard(
     if not chosen:
         wanted = [*(select or ()), *(only or ())]
         raise ConfigError(f"no section of this guard has {' or '.join(wanted)!r}; leave --only out")
-    require(*dict.fromkeys(package for check in chosen for package in check.needs))
+    require(*dict.fromkeys(package for check in chosen for package in check.needs.split()))
     workers = num_workers(jobs)
     run = Run(0, seed, workers=workers, device=device, only=only or {}, repro=repro, fail_fast=fail_fast)
     runs = {check.section: replace(run, amount=amount[check.section]) for check in chosen}

@@ -26,7 +26,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
     load_checks()
     for section in CHECKS:
-        change(monkeypatch, section, amounts={"quick": int(section in ("block ids", "guard model"))})
+        change(monkeypatch, section, quick=int(section in ("block ids", "guard model")))
     change(monkeypatch, "block ids", function=ratio)
 
 
@@ -44,9 +44,9 @@ def test_a_clean_run_exits_0_and_writes_a_row_per_check(
     small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clean = CheckResult("wrong tokens, exact model", 0, "requests", "0", 20, section="exact model")
-    change(monkeypatch, "exact model", amounts={"quick": 20}, function=lambda run: [clean])  # it would be void
+    change(monkeypatch, "exact model", quick=20, function=lambda run: [clean])  # it would be void
     for section, count in {"costs": 3, "guard model": 4, "accuracy": 4}.items():
-        change(monkeypatch, section, amounts={"quick": count})
+        change(monkeypatch, section, quick=count)
     monkeypatch.setattr(guard_model, "LOGIT_CELLS", guard_model.LOGIT_CELLS[:2])
     monkeypatch.setattr(accuracy, "LEAST", 4)
     out = tmp_path / "out.json"

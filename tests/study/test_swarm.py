@@ -8,6 +8,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,9 @@ from tests.cli.run import run
 FIRST = 79  # the last of its batch, in which a boundary is passed with drafts
 SEEDS = 6  # of a batch that is not played
 Kept = list[tuple[int, bool]]
+
+
+drawn = cache(draw_swarm_scenario)  # the same seeds in most tests
 
 
 def no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,6 +65,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
         return Differences(wrong, num_requests=10, num_scenarios=1)
 
     monkeypatch.setattr(module, "SEEDS_PER_BATCH", SEEDS)
+    monkeypatch.setattr(module, "draw_swarm_scenario", drawn)
     monkeypatch.setattr(module, "run_scenario", played)
     monkeypatch.setattr(module, "shrink", lambda failure: Shrunk(failure, 5, 0.1, is_minimal=True))
 
