@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from hybrid_kv.engine.text import Tokenizer
@@ -119,11 +120,7 @@ class CompletionAnswer(_Answer):
 
     def _logprobs(self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> Json:
         tokens = [self._token(token) for token in token_ids]
-        offsets, end = [], self._ends.get(index, 0)
-        for token in tokens:
-            offsets.append(end)
-            end += len(token)
-        self._ends[index] = end
+        *offsets, self._ends[index] = accumulate(map(len, tokens), initial=self._ends.get(index, 0))
         return {
             "text_offset": offsets,
             "token_logprobs": [None if one is None else max(LEAST_LOGPROB, one.logprob) for one in logprobs],

@@ -168,10 +168,8 @@ class Front:
     async def _conversation(self, sent: ChatRequest) -> list[int]:
         """The prompt that a template makes of messages; a template writes the special tokens itself."""
         tokenizer: Any = self.engine.llm.tokenizer
-        template = self.access.chat_template
-        if template is None:
-            template = getattr(tokenizer, "chat_template", None)
-        if template is None:
+        given, own = self.access.chat_template, getattr(tokenizer, "chat_template", None)
+        if (template := own if given is None else given) is None:
             raise BadRequestError(
                 f"{self.access.model} has no chat template: start the server with --chat-template, or send "
                 "/v1/completions",
