@@ -26,13 +26,9 @@ class Kept:
 
     def take(self, prompt: list[int]) -> tuple[Any, int]:
         """A cache and the number of tokens that it holds; None and 0 if there is none for this prompt."""
-        held = [
-            tokens for tokens in self._caches if len(tokens) < len(prompt) and tokens == tuple(prompt[: len(tokens)])
-        ]
-        if not held:
-            return None, 0
-        tokens = max(held, key=len)
-        return self._caches.pop(tokens), len(tokens)
+        held = (one for one in self._caches if len(one) < len(prompt) and one == tuple(prompt[: len(one)]))
+        tokens: tuple[int, ...] = max(held, key=len, default=())
+        return self._caches.pop(tokens, None), len(tokens)
 
     def give(self, tokens: list[int], cache: Any) -> None:
         self._caches[tuple(tokens)] = cache
