@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ def injected() -> dict[str, Measurement]:
     """Compiled under TRITON_INTERPRET, which must not reach the workers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
+        patch.setattr(compile, "NUM_WORKERS", 1)
         return {one.shape: replace(one, shape="injected") for one in measure([__name__], ["sm_90"])}
 
 
@@ -308,10 +310,11 @@ def test_blocks_per_sm(target: str, registers: int, shared: int, num_warps: int,
 
 @pytest.fixture
 def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Starting workers takes longer than compiling. Counts have their own tests."""
+    """Starting workers takes longer than compiling, which is done once. Counts have their own tests."""
+    once = cache(compile._measure)
 
     def measure_here(*what: Any) -> Iterator[Measurement]:
-        return (compile._measure(*job) for job in compile.jobs(*what))
+        return (once(*job) for job in compile.jobs(*what))
 
     monkeypatch.setattr(gate, "measure", measure_here)
     monkeypatch.setattr(counts, "count_all", list)
@@ -415,6 +418,7 @@ def die(*job: Any) -> None:
 
 
 def test_a_compiler_that_dies_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile, "NUM_WORKERS", 1)
     monkeypatch.setattr(compile, "_measure", die)
     with pytest.raises(HybridKVError, match=r"a compiler process died at or after injected\.centre for sm_90"):
         list(measure([__name__], ["sm_90"]))
