@@ -70,12 +70,12 @@ def require_dtype(name: str, what: str) -> None:
         raise ConfigError(f"{what}={name!r} is not a dtype; use one of {', '.join(DTYPES)}")
 
 
-def require_positive(config: Any, *names: str) -> None:
-    """Raise `ConfigError` unless each named field is None or an integer >= 1."""
+def require_int(config: Any, least: int, *names: str) -> None:
+    """Raise `ConfigError` unless each named field is an integer >= `least`, or None where that is its default."""
     for name in names:
         value = getattr(config, name)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ConfigError(f"{name}={value!r} must be an integer >= 1")
+        if not (is_int(value) and value >= least) and (value is not None or getattr(type(config), name) is not None):
+            raise ConfigError(f"{name}={value!r} must be an integer >= {least}")
 
 
 def require_bool(config: Any, *names: str) -> None:
@@ -155,7 +155,9 @@ class CacheConfig:
     kv_offload_folder_bytes: Annotated[int | None, "Limit of that folder."] = None
 
     def __post_init__(self) -> None:
-        require_positive(self, "block_size", "mamba_block_size", "num_blocks", "memory_bytes", "recompute_ring_len")
+        require_int(self, 1, "block_size", "mamba_block_size", "num_blocks", "memory_bytes", "recompute_ring_len")
+        require_int(self, 1, "kv_offload_folder_bytes")
+        require_int(self, 0, "kv_offload_bytes")
         require_bool(self, "enable_prefix_caching")
         if self.mamba_cache_mode is None:
             object.__setattr__(self, "mamba_cache_mode", "all" if self.enable_prefix_caching else "none")
@@ -169,9 +171,6 @@ class CacheConfig:
                 f"mamba_cache_mode={self.mamba_cache_mode!r} keeps states for the prefix cache, which "
                 "enable_prefix_caching=False turns off; use mode none"
             )
-        require_positive(self, "kv_offload_folder_bytes")
-        if not is_int(self.kv_offload_bytes) or self.kv_offload_bytes < 0:
-            raise ConfigError(f"kv_offload_bytes={self.kv_offload_bytes!r} must be an integer >= 0")
         folder = self.kv_offload_folder
         if folder is not None and not is_path(folder):
             raise ConfigError(f"kv_offload_folder={folder!r} must be the path of a folder")
@@ -202,7 +201,7 @@ class SchedulerConfig:
     max_model_len: Annotated[int, "Tokens of prompt and output."] = 4096
 
     def __post_init__(self) -> None:
-        require_positive(self, "max_num_seqs", "max_num_batched_tokens", "max_model_len")
+        require_int(self, 1, "max_num_seqs", "max_num_batched_tokens", "max_model_len")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
@@ -224,7 +223,7 @@ class SpeculativeConfig:
     prompt_lookup_max: Annotated[int, "Longest n-gram to look up."] = 4
 
     def __post_init__(self) -> None:
-        require_positive(self, "prompt_lookup_min", "prompt_lookup_max")
+        require_int(self, 1, "prompt_lookup_min", "prompt_lookup_max")
         if self.speculative_method not in (None, *get_args(DraftMethod)):
             raise ConfigError(
                 f"speculative_method={self.speculative_method!r}; use {' or '.join(get_args(DraftMethod))}"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hybrid_kv.config import ConfigError, is_int
+from hybrid_kv.config import ConfigError, is_int, require_int
 from hybrid_kv.kernels.common.upload import Staged
 
 _MASK32 = 0xFFFFFFFF
@@ -44,14 +44,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         # Types too: the parameters of a request must not fail in a step, where it would take the other requests along.
-        for name in ("max_tokens", "top_k", "seed"):
-            value = getattr(self, name)
-            if not is_int(value) and not (name == "seed" and value is None):
-                raise ConfigError(f"{name}={value!r} must be an integer")
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None and (not is_int(value) or value < 0):
-                raise ConfigError(f"{name}={value!r} must be an integer >= 0")
+        require_int(self, 1, "max_tokens")
+        require_int(self, 0, "top_k", "logprobs", "prompt_logprobs")
         for name in ("temperature", "top_p"):
             if not isinstance(value := getattr(self, name), Real):
                 raise ConfigError(f"{name}={value!r} must be a number")
@@ -59,14 +53,12 @@ class SamplingParams:
             raise ConfigError(f"ignore_eos={self.ignore_eos!r} must be True or False")
         if not isinstance(self.cache_salt, str):
             raise ConfigError(f"cache_salt={self.cache_salt!r} must be a text; the empty one is the default")
-        if self.max_tokens < 1:
-            raise ConfigError(f"max_tokens={self.max_tokens} must be >= 1")
         if not 0 <= self.temperature < math.inf:
             raise ConfigError(f"temperature={self.temperature} must be finite and >= 0")
-        if not 0 <= self.top_k < 2**31:
+        if self.top_k >= 2**31:
             raise ConfigError(f"top_k={self.top_k} must be in [0, 2**31); 0 keeps all")
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise ConfigError(f"seed={self.seed} must fit in 64 bits")
+        if self.seed is not None and not (is_int(self.seed) and -(2**63) <= self.seed < 2**63):
+            raise ConfigError(f"seed={self.seed!r} must be an integer and must fit in 64 bits")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p={self.top_p} must be in (0, 1]")
         stop = (self.stop,) if isinstance(self.stop, str) else _entries("stop", self.stop)

@@ -51,21 +51,18 @@ def red(
 
 
 def _print(report: Report, one: Failing) -> None:
-    from hybrid_kv.dashboard.words import WORDS, change_text, day, levels_text, title, with_unit
+    from hybrid_kv.dashboard.words import day, title
     from hybrid_kv.errors import printable
 
     def commit(row: Any) -> str:
         return f"{row.commit[:10] or 'no commit'}{' + changes' * row.dirty}, {day(row)}"
 
-    word = WORDS[one.word] if one.step is None else f"{change_text(one.step)} worse"
-    value = with_unit(one.newest) if one.step is None else levels_text(one.newest.unit, one.step)
     info = report.infos.get(one.first.commit)
     since = commit(one.first) + (f", {info.author}" if info else "")
-    text = [
-        f"{word}  {title(one.key)}: {value}",
+    for line in (
+        f"{one.text}  {title(one.key)}: {one.value}",
         f"    since {since}; last passed: {commit(one.passed) if one.passed else 'never'}",
-    ]
-    for line in text:
+    ):
         # Authors and params may hold what a terminal obeys.
         print(printable(line))
 

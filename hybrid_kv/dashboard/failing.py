@@ -7,6 +7,7 @@ the rows of a night, and did not without them, is new.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ import pandas as pd
 from hybrid_kv.dashboard.data import SERIES, each
 from hybrid_kv.dashboard.series import Series, Step
 from hybrid_kv.dashboard.verdicts import verdicts
+from hybrid_kv.dashboard.words import WORDS, change_text, levels_text, with_unit
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,16 @@ class Failing:
     step: Step | None = None
     depth: int = 0
 
+    @property
+    def text(self) -> str:
+        """What is wrong."""
+        return f"{change_text(self.step)} worse" if self.step else WORDS[self.word]
+
+    @property
+    def value(self) -> str:
+        """What was measured last, or both levels."""
+        return levels_text(self.newest.unit, self.step) if self.step else with_unit(self.newest)
+
 
 def find_failing(rows: pd.DataFrame, series: Sequence[Series]) -> list[Failing]:
     """Failed checks, void checks, then worse levels; of each the newest first.
@@ -63,12 +75,10 @@ def new_failures(now: Sequence[Failing], before: Sequence[Failing]) -> list[Fail
 
 def counted(failing: Sequence[Failing]) -> str:
     """How many are failing, in words."""
-    words = {"fail": "check{s} failed", "void": "check{s} {were} void", "worse": "level{s} {are} worse"}
-    found = []
-    for word, text in words.items():
-        n = sum(one.word == word for one in failing)
-        forms = {"s": "s", "were": "were", "are": "are"} if n != 1 else {"s": "", "were": "was", "are": "is"}
-        found += [f"{n:,} {text.format(**forms)}"] if n else []
+    words = {"fail": ("check failed", "checks failed"), "void": ("check was void", "checks were void")}
+    words["worse"] = ("level is worse", "levels are worse")
+    count = Counter(one.word for one in failing)
+    found = [f"{count[word]:,} {forms[count[word] != 1]}" for word, forms in words.items() if count[word]]
     return ", ".join(found) or "Nothing is failing"
 
 

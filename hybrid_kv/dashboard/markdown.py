@@ -8,7 +8,7 @@ from typing import Any
 from hybrid_kv.dashboard.failing import Failing
 from hybrid_kv.dashboard.report import COMMITS, Report
 from hybrid_kv.dashboard.verdicts import SuiteVerdict, headline, verdicts
-from hybrid_kv.dashboard.words import WORDS, change_text, day, levels_text, suite_name, title, with_unit
+from hybrid_kv.dashboard.words import WORDS, change_text, day, suite_name, title
 from hybrid_kv.results.markdown import plain
 
 # A workflow finds its own comment again by this first line.
@@ -38,9 +38,7 @@ def failing_lines(report: Report, failing: Sequence[Failing]) -> list[str]:
     """Some of what is failing as a table, with the first commit that failed, its author and the last that passed."""
     lines = ["| failing | value | limit | since | author | last passed |", "|---|--:|--:|---|---|---|"]
     for one in failing[:MAX_LINES]:
-        value = (
-            f"{change_text(one.step)}, {levels_text(one.newest.unit, one.step)}" if one.step else with_unit(one.newest)
-        )
+        value = f"{change_text(one.step)}, {one.value}" if one.step else one.value
         info = report.infos.get(one.first.commit)
         cells = [plain(title(one.key)), plain(value), plain(str(one.newest.parsed.get("limit", "")))]
         cells += [

@@ -26,9 +26,7 @@ _FIXED = {"hidden_act": "silu", "mla_use_nope": True, "moe_router_activation_fun
 def _mixer(file: ConfigFile, name: str, spec: KVCacheSpec) -> nn.Module:
     if not isinstance(spec, MambaSpec):
         return LatentAttention(file, name)
-    heads, size, _ = spec.parts[1].shape
-    kernel, eps = 1 + spec.parts[0].shape[0] - spec.num_speculative_tokens, file.number("rms_norm_eps", 1e-5)
-    return KDAMixer(name, file.size("hidden_size"), heads, size, kernel, chunk_size(file), eps)
+    return KDAMixer(name, file.size("hidden_size"), spec, chunk_size(file), file.number("rms_norm_eps", 1e-5))
 
 
 def _experts(file: ConfigFile) -> MixtureOfExperts:

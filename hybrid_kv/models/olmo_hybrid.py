@@ -6,8 +6,6 @@ delta net have their norms in front. Queries and keys are normed over all heads 
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import nn
 
@@ -18,7 +16,7 @@ from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import ForwardContext, GatedMLP, RMSNorm
 from hybrid_kv.models.qwen3_5 import delta_net
 from hybrid_kv.models.rope import Rope, read_rope
-from hybrid_kv.models.specs import MAMBA, chunk_size, layer_kinds
+from hybrid_kv.models.specs import chunk_size
 from hybrid_kv.models.weights import Tensors, converted, joined, renamed
 
 
@@ -55,24 +53,19 @@ def _attention(file: ConfigFile, name: str, spec: FullAttentionSpec) -> nn.Modul
     )
 
 
-def _delta_net(file: ConfigFile, name: str) -> nn.Module:
-    # The norm's epsilon is fixed, whatever `rms_norm_eps` says.
-    beta_scale = 2.0 if file.flag("linear_allow_neg_eigval", True) else 1.0
-    return delta_net(file, name, eps=1e-5, beta_scale=beta_scale)
-
-
 def build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:
     """See `Family.build`."""
     file.only("hidden_act", "silu")
+    # The norm's epsilon is fixed, whatever `rms_norm_eps` says.
+    own = {"eps": 1e-5, "beta_scale": 2.0 if file.flag("linear_allow_neg_eigval", True) else 1.0}
     layers: list[nn.Module] = []
-    for i, kind in enumerate(layer_kinds(file)):
-        name, norms = f"layers.{i}", (rms_norm(file), rms_norm(file))
+    for name, spec in layer_specs.items():
+        norms = rms_norm(file), rms_norm(file)
         mlp = GatedMLP(file.size("hidden_size"), file.size("intermediate_size"))
-        if kind == MAMBA:
-            layers.append(DecoderBlock(norms[0], _delta_net(file, name), norms[1], mlp))
+        if isinstance(spec, FullAttentionSpec):
+            layers.append(PostNormBlock(_attention(file, name, spec), norms[0], mlp, norms[1]))
         else:
-            attention = _attention(file, name, cast(FullAttentionSpec, layer_specs[name]))
-            layers.append(PostNormBlock(attention, norms[0], mlp, norms[1]))
+            layers.append(DecoderBlock(norms[0], delta_net(file, name, spec, **own), norms[1], mlp))
     return CausalLM(file, layer_specs, layers, rms_norm(file), mamba_chunk_size=chunk_size(file))
 
 

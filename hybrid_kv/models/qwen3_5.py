@@ -13,18 +13,16 @@ from functools import partial
 
 from torch import nn
 
-from hybrid_kv.cache.spec import KVCacheSpec
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec
 from hybrid_kv.models.attention import PagedAttention
 from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock, rms_norm
 from hybrid_kv.models.config_file import ConfigFile
-from hybrid_kv.models.families import qwen_kinds
 from hybrid_kv.models.layers import GatedMLP, RMSNorm
 from hybrid_kv.models.mixers.gated_delta import GatedDeltaMixer
 from hybrid_kv.models.rope import read_rope
-from hybrid_kv.models.specs import ATTENTION, MAMBA, chunk_size
+from hybrid_kv.models.specs import chunk_size
 from hybrid_kv.models.weights import Tensors, converted, joined
 
-Build = Callable[[ConfigFile, str], nn.Module]
 MLP = Callable[[ConfigFile, int], nn.Module]  # of a layer by its number
 SCAN_CHUNK = 64  # tokens; flash-linear-attention's
 
@@ -49,17 +47,18 @@ def attention(file: ConfigFile, name: str, kind: type[PagedAttention] = PagedAtt
 
 
 def delta_net(
-    file: ConfigFile, name: str, kind: type = GatedDeltaMixer, eps: float | None = None, beta_scale: float = 1.0
+    file: ConfigFile,
+    name: str,
+    spec: KVCacheSpec,
+    kind: type[GatedDeltaMixer] = GatedDeltaMixer,
+    eps: float | None = None,
+    beta_scale: float = 1.0,
 ) -> nn.Module:
     """The gated delta net; `eps` is `rms_norm_eps` unless given."""
     return kind(
         name,
         file.size("hidden_size"),
-        key_heads=file.size("linear_num_key_heads"),
-        value_heads=file.size("linear_num_value_heads"),
-        key_dim=file.size("linear_key_head_dim"),
-        value_dim=file.size("linear_value_head_dim"),
-        conv_kernel=file.size("linear_conv_kernel_dim"),
+        spec,
         chunk_size=min(SCAN_CHUNK, chunk_size(file)),
         eps=file.number("rms_norm_eps", 1e-6) if eps is None else eps,
         beta_scale=beta_scale,
@@ -75,15 +74,15 @@ def build(
     file: ConfigFile,
     layer_specs: dict[str, KVCacheSpec],
     mlp: MLP = dense_mlp,
-    delta_net: Build = delta_net,
+    kind: type[GatedDeltaMixer] = GatedDeltaMixer,
 ) -> CausalLM:
-    """The decoder; `mlp` gets the number of its layer."""
+    """The decoder; `mlp` gets the number of its layer, `kind` is that of the delta nets."""
     file.only("hidden_act", "silu")
-    mixers: dict[str, Build] = {MAMBA: delta_net, ATTENTION: attention}
-    layers = [
-        DecoderBlock(norm(file), mixers[kind](file, f"layers.{i}"), norm(file), mlp(file, i))
-        for i, kind in enumerate(qwen_kinds(file))
-    ]
+    layers = []
+    for i, (name, spec) in enumerate(layer_specs.items()):
+        is_attention = isinstance(spec, FullAttentionSpec)
+        mixer = attention(file, name) if is_attention else delta_net(file, name, spec, kind)
+        layers.append(DecoderBlock(norm(file), mixer, norm(file), mlp(file, i)))
     return CausalLM(file, layer_specs, layers, norm(file), mamba_chunk_size=chunk_size(file))
 
 

@@ -19,7 +19,7 @@ from hybrid_kv.models.layers import GatedMLP
 from hybrid_kv.models.mixers.conv import Projected
 from hybrid_kv.models.mixers.gated_delta import GatedDeltaMixer
 from hybrid_kv.models.moe import MixtureOfExperts
-from hybrid_kv.models.qwen3_5 import delta_net, dense_mlp
+from hybrid_kv.models.qwen3_5 import dense_mlp
 
 
 class ByKeyHead(GatedDeltaMixer):
@@ -62,7 +62,7 @@ def mlp(file: ConfigFile, layer: int) -> nn.Module:
 
 def build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:
     """See `Family.build`."""
-    return qwen3_5.build(file, layer_specs, mlp, partial(delta_net, kind=ByKeyHead))
+    return qwen3_5.build(file, layer_specs, mlp, ByKeyHead)
 
 
 convert = partial(qwen3_5.convert, projections=("in_proj_qkvz", "in_proj_ba"))

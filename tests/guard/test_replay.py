@@ -83,7 +83,7 @@ def changed(**values: Any) -> Callable[[dict[str, Any]], None]:
         (changed(events=[{"what": "explode", "first": 1}]), "event 'explode' at step 1 and every 0 is none of preempt"),
         (changed(requests=[{"prompt": [1, 97]}], waves=[]), "token 97 is outside the vocabulary of 97"),
         (changed(requests=[{"prompt": [1, 2.5]}], waves=[]), "2.5 is no integer"),
-        (changed(requests=[{"prompt": [1], "max_tokens": 0}]), "max_tokens=0 must be >= 1"),
+        (changed(requests=[{"prompt": [1], "max_tokens": 0}]), "max_tokens=0 must be an integer >= 1"),
         (changed(requests=[{"prompt": [1], "max_tokens": 10**9}] * 2000, waves=[]), "tokens, more than 100,000"),
         (
             lambda document: document["options"].update(max_model_len=10**9),

@@ -14,7 +14,7 @@ from hybrid_kv.dashboard.draw import coloured, folded, in_script, name_of, parag
 from hybrid_kv.dashboard.failing import Failing, counted
 from hybrid_kv.dashboard.report import Report, Section
 from hybrid_kv.dashboard.verdicts import SuiteVerdict, age_of, headline, overall, verdicts
-from hybrid_kv.dashboard.words import WORDS, change_text, day, levels_text, suite_name, with_unit
+from hybrid_kv.dashboard.words import WORDS, day, suite_name
 
 NOTHING = "Every check of the newest runs passed, and no level that has no check is worse than it was."
 RULE = (
@@ -38,18 +38,14 @@ def failing_now(report: Report) -> Section | None:
 
 
 def _failure(report: Report, one: Failing) -> list[str]:
-    if one.step:
-        word, value = f"{change_text(one.step)} worse", levels_text(one.newest.unit, one.step)
-    else:
-        word, value = WORDS[one.word], with_unit(one.newest)
     info = report.infos.get(one.first.commit)
     author = f"<br><small>{escape(info.author)}</small>" if info else ""
     return [
         with_small_case(one.key),
-        coloured(one.word, word),
+        coloured(one.word, one.text),
         _run(report, one.first) + author,
         _run(report, one.passed) if one.passed else "never",
-        escape(value),
+        escape(one.value),
         name_of(str(one.newest.parsed.get("limit", ""))),
         f"{one.newest.n:,}",
     ]

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from hybrid_kv.attention.mamba import MambaMetadata
+from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.kernels.causal_conv1d import causal_conv1d, windows_at
 from hybrid_kv.kernels.common.ragged import Ragged
 from hybrid_kv.kernels.common.strided import copy_blocks
@@ -54,6 +55,12 @@ def _store_inputs(windows: Tensors, blocks: torch.Tensor, inputs: torch.Tensor) 
 
 def _taps(weight: torch.Tensor) -> torch.Tensor:
     return weight.T.contiguous().T  # each tap of all channels contiguous
+
+
+def sizes_of(spec: MambaSpec) -> tuple[int, int]:
+    """Channels and kernel of the convolution of a layer with one window, which has K rows more than that needs."""
+    rows, channels = spec.parts[0].shape
+    return channels, rows + 1 - spec.num_speculative_tokens
 
 
 class ConvMixer(nn.Module):

@@ -6,9 +6,12 @@ its gate, not behind it as in Mamba-2.
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 import torch.nn.functional as F
 
+from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
 from hybrid_kv.kernels.gated_delta import (
     delta_operands,
     gated_delta_chunk,
@@ -21,7 +24,7 @@ from hybrid_kv.kernels.gated_delta import (
 )
 from hybrid_kv.kernels.recompute import RecomputeStep, recompute_flush_reference
 from hybrid_kv.models.layers import Derived, ForwardContext, Linear, RMSNorm, empty, upcast
-from hybrid_kv.models.mixers.conv import Projected, Tensors, Tokens
+from hybrid_kv.models.mixers.conv import Projected, Tensors, Tokens, sizes_of
 from hybrid_kv.models.mixers.launched import LaunchedMixer, ScanRows
 
 _Tensor = torch.Tensor
@@ -39,9 +42,9 @@ class DeltaRuleMixer(LaunchedMixer):
     behind them betas [num_tokens, value_heads].
 
     Args:
-        name: of the layer's cache, whose state is [value_heads, value_dim, key_dim].
-        key_heads: `value_heads / key_heads` heads share a query and a key.
-        num_dt: time steps of a token.
+        name: of the layer's cache.
+        spec: of that, which has the sizes: its state is [value_heads, value_dim, key_dim]; `value_heads / key_heads`
+            heads share a query and a key.
         chunk_size: tokens that a scan takes at a time.
         eps: of the norm of each head.
         beta_scale: 2 lets the state forget the other way: eigenvalues from -1 on (OLMo-Hybrid).
@@ -50,28 +53,18 @@ class DeltaRuleMixer(LaunchedMixer):
     update = staticmethod(gated_delta_update)
     scan = staticmethod(gated_delta_chunk)
 
-    def __init__(
-        self,
-        name: str,
-        key_heads: int,
-        value_heads: int,
-        key_dim: int,
-        value_dim: int,
-        conv_kernel: int,
-        num_dt: int,
-        chunk_size: int,
-        eps: float,
-        beta_scale: float = 1.0,
-    ) -> None:
-        keys, values = key_heads * key_dim, value_heads * value_dim
-        super().__init__(name, 2 * keys + values, conv_kernel, conv_bias=False)
-        self.key_heads, self.value_heads, self.key_dim, self.value_dim = key_heads, value_heads, key_dim, value_dim
+    def __init__(self, name: str, spec: KVCacheSpec, chunk_size: int, eps: float, beta_scale: float = 1.0) -> None:
+        assert isinstance(spec, MambaSpec)
+        super().__init__(name, *sizes_of(spec), conv_bias=False)
+        u, k, g = (part.shape for part in spec.inputs)
+        (self.value_heads, self.value_dim), (self.key_heads, self.key_dim) = u, k
+        keys, values = prod(k), prod(u)
         self.chunk_size, self.beta_scale = chunk_size, beta_scale
         self.widths = (keys, keys, values)
-        self.dt_bias = empty(num_dt)
-        self.A_log = empty(value_heads)
+        self.dt_bias = empty(prod(g))
+        self.A_log = empty(self.value_heads)
         self._rates = Derived(_rates)
-        self.norm = RMSNorm(value_dim, eps)
+        self.norm = RMSNorm(self.value_dim, eps)
 
     def operands(self, conv_out: torch.Tensor, inputs: Tensors, dtype: torch.dtype) -> Tensors:
         """q, k, v, log decay, beta; all of them for each value head."""
@@ -122,22 +115,11 @@ class GatedDeltaMixer(DeltaRuleMixer):
     """The layer."""
 
     def __init__(
-        self,
-        name: str,
-        hidden_size: int,
-        key_heads: int,
-        value_heads: int,
-        key_dim: int,
-        value_dim: int,
-        conv_kernel: int,
-        chunk_size: int,
-        eps: float,
-        beta_scale: float = 1.0,
+        self, name: str, hidden_size: int, spec: KVCacheSpec, chunk_size: int, eps: float, beta_scale: float = 1.0
     ) -> None:
-        sizes = key_heads, value_heads, key_dim, value_dim
-        super().__init__(name, *sizes, conv_kernel, value_heads, chunk_size, eps, beta_scale)
+        super().__init__(name, spec, chunk_size, eps, beta_scale)
         keys, _, values = self.widths
-        self.in_proj = Linear(hidden_size, 2 * (keys + values + value_heads))
+        self.in_proj = Linear(hidden_size, 2 * (keys + values + self.value_heads))
         self.out_proj = Linear(values, hidden_size)
 
     def project(self, x: torch.Tensor) -> Projected:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from hybrid_kv.cache.spec import KVCacheSpec
 from hybrid_kv.models.layers import Linear, upcast
 from hybrid_kv.models.mixers.conv import Projected, Tensors
 from hybrid_kv.models.mixers.gated_delta import DeltaRuleMixer
@@ -17,18 +18,17 @@ class KDAMixer(DeltaRuleMixer):
     """The layer.
 
     Args:
-        name: of the layer's cache, whose state is [num_heads, head_dim, head_dim], values by keys.
-        head_dim: of queries, keys and values; also the rank of the low projections.
+        name: of the layer's cache.
+        spec: of that, whose state is [num_heads, head_dim, head_dim], values by keys; head_dim is also the rank of the
+            low projections.
         chunk_size: tokens that a scan takes at a time.
         eps: of the norm of each head.
     """
 
-    def __init__(
-        self, name: str, hidden_size: int, num_heads: int, head_dim: int, conv_kernel: int, chunk_size: int, eps: float
-    ) -> None:
+    def __init__(self, name: str, hidden_size: int, spec: KVCacheSpec, chunk_size: int, eps: float) -> None:
+        super().__init__(name, spec, chunk_size, eps)
+        self.heads = num_heads, head_dim = self.value_heads, self.value_dim
         width = num_heads * head_dim
-        super().__init__(name, num_heads, num_heads, head_dim, head_dim, conv_kernel, width, chunk_size, eps)
-        self.heads = num_heads, head_dim
         self.splits = (3 * width, head_dim, num_heads, head_dim)
         self.in_proj = Linear(hidden_size, sum(self.splits))
         self.f_b_proj = Linear(head_dim, width)

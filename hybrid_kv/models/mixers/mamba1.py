@@ -13,7 +13,7 @@ from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.selective_scan import selective_scan, selective_scan_update
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import Derived, Linear, empty, upcast
-from hybrid_kv.models.mixers.conv import Projected, RecurrentMixer, Tensors
+from hybrid_kv.models.mixers.conv import Projected, RecurrentMixer, Tensors, sizes_of
 
 
 def _rates(A_log: torch.Tensor, D: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,8 +44,8 @@ class Mamba1Mixer(RecurrentMixer):
         conv_bias: bool,
         bias: bool,
     ) -> None:
+        super().__init__(name, *sizes_of(spec), conv_bias)
         channels, state_size = spec.parts[1].shape
-        super().__init__(name, channels, spec.parts[0].shape[0] + 1 - spec.num_speculative_tokens, conv_bias)
         self.splits = (dt_rank, state_size, state_size)
         self.in_proj = Linear(hidden_size, 2 * channels, bias)
         self.x_proj = Linear(channels, sum(self.splits))

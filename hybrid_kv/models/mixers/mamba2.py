@@ -19,7 +19,7 @@ from hybrid_kv.kernels.recompute import (
 from hybrid_kv.kernels.ssd import chunk_scan, chunk_scan_prefill, selective_state_update, selective_state_update_slots
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import Derived, ForwardContext, GatedRMSNorm, Linear, empty, upcast
-from hybrid_kv.models.mixers.conv import Projected, Tensors, Tokens
+from hybrid_kv.models.mixers.conv import Projected, Tensors, Tokens, sizes_of
 from hybrid_kv.models.mixers.launched import LaunchedMixer, ScanRows
 
 
@@ -65,8 +65,8 @@ class Mamba2Mixer(LaunchedMixer):
         out_bias: bool | None = None,
     ) -> None:
         assert isinstance(spec, MambaSpec)
-        (rows, conv_dim), (x, B, _) = spec.parts[0].shape, spec.inputs
-        super().__init__(name, conv_dim, rows + 1 - spec.num_speculative_tokens, conv_bias)
+        (conv_dim, kernel), (x, B, _) = sizes_of(spec), spec.inputs
+        super().__init__(name, conv_dim, kernel, conv_bias)
         (num_heads, self.head_dim), (self.groups, self.state_size) = x.shape, B.shape
         self.num_heads, inner = num_heads, num_heads * self.head_dim
         self.chunk_size = chunk_size
