@@ -95,13 +95,12 @@ def model_shape(
         return model_dtype if given == "auto" else parse_dtype(given, what, make_dtype)
 
     own = family.default_ssm_dtype or "auto"
+    ssm_dtype = config.text("mamba_ssm_cache_dtype", "mamba_ssm_dtype", default=own) or own
     options = SpecOptions(
         num_speculative_tokens=num_speculative_tokens,
         dtype=model_dtype,
         kv_dtype=parsed("kv_cache_dtype"),
-        ssm_dtype=parsed(
-            "mamba_ssm_cache_dtype", config.text("mamba_ssm_cache_dtype", "mamba_ssm_dtype", default=own) or own
-        ),
+        ssm_dtype=parsed("mamba_ssm_cache_dtype", ssm_dtype),
         wide_dtype=model_dtype if model_dtype.itemsize >= 4 else make_dtype("float32"),
         ranks=ranks or Ranks(),
     )
