@@ -57,7 +57,7 @@ def build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:
     """See `Family.build`."""
     file.only("hidden_act", "silu")
     # The norm's epsilon is fixed, whatever `rms_norm_eps` says.
-    own = {"eps": 1e-5, "beta_scale": 2.0 if file.flag("linear_allow_neg_eigval", True) else 1.0}
+    beta_scale = 2.0 if file.flag("linear_allow_neg_eigval", True) else 1.0
     layers: list[nn.Module] = []
     for name, spec in layer_specs.items():
         norms = rms_norm(file), rms_norm(file)
@@ -65,7 +65,9 @@ def build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:
         if isinstance(spec, FullAttentionSpec):
             layers.append(PostNormBlock(_attention(file, name, spec), norms[0], mlp, norms[1]))
         else:
-            layers.append(DecoderBlock(norms[0], delta_net(file, name, spec, **own), norms[1], mlp))
+            layers.append(
+                DecoderBlock(norms[0], delta_net(file, name, spec, eps=1e-5, beta_scale=beta_scale), norms[1], mlp)
+            )
     return CausalLM(file, layer_specs, layers, rms_norm(file), mamba_chunk_size=chunk_size(file))
 
 

@@ -76,8 +76,8 @@ class HybridBlock(nn.Module):
 
 def _mamba2(file: ConfigFile, name: str, specs: Specs) -> nn.Module:
     chunk_size, bias = file.size("chunk_size", default=256), file.flag("add_bias_linear", False)
-    options = {"chunk_size": chunk_size, "eps": 1e-5, "conv_bias": True, "bias": bias}
-    return Mamba2Mixer(name, file.size("hidden_size"), specs[name], **options)
+    size, spec = file.size("hidden_size"), specs[name]
+    return Mamba2Mixer(name, size, spec, chunk_size, eps=1e-5, conv_bias=True, bias=bias)
 
 
 class Zamba2(CausalLM):
