@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from hybrid_kv.guard.forced import FORCED, Draw
+from hybrid_kv.guard.forced import FORCED
 from hybrid_kv.guard.patterns import REQUIRED
 from hybrid_kv.guard.play import Differences, run_scenario
 from hybrid_kv.guard.scenario import Scenario
@@ -46,11 +46,6 @@ def test_quiet_traffic_has_none_of_them() -> None:
     result = run_scenario(scenario)
     assert result.wrong == []
     assert {name for name in REQUIRED if result.seen[name]} == {"blocks_first"}
-
-
-def test_builders_follow_their_seed() -> None:
-    for builder in FORCED.values():
-        assert builder(Draw(3)) == builder(Draw(3))
 
 
 def test_every_required_pattern_happens_in_the_forced_scenarios_and_some_of_the_design() -> None:
