@@ -80,7 +80,8 @@ class CausalLM(nn.Module):
         self.vocab_size, hidden_size = file.size("vocab_size"), file.size("hidden_size")
         self.mamba_chunk_size, self.layer_specs = mamba_chunk_size, layer_specs
         self.embedding_scale, self.logits_scale = embedding_scale, logits_scale
-        self.embed_tokens = nn.Embedding(self.vocab_size, hidden_size)
+        weight = torch.empty(self.vocab_size, hidden_size)  # to draw one on the meta device imports torch's compiler
+        self.embed_tokens = nn.Embedding(self.vocab_size, hidden_size, _weight=weight)
         self.layers = nn.ModuleList(layers)
         self.norm = norm
         self.lm_head = Linear(hidden_size, self.vocab_size)
