@@ -53,7 +53,9 @@ def shapes(file: ConfigFile) -> dict[str, tuple[int, ...] | str]:
     """See `HeadFamily.shapes`."""
     if not file.get("num_nextn_predict_layers"):
         return {}
-    size, kinds = file.size("hidden_size"), layer_kinds(file)
+    size, kinds, own = file.size("hidden_size"), layer_kinds(file), layer_kinds(file, "mtp_")
+    if missing := [kind for kind in own if kind not in kinds]:
+        raise file.fail(f"its draft head has a layer {missing[0]!r}; give the model one, too, or no head")
     norms = ("layers.0.enorm.weight", "layers.0.hnorm.weight", "layers.1.final_layernorm.weight")
-    layers = {f"layers.{i}.": f"backbone.layers.{kinds.index(k)}." for i, k in enumerate(layer_kinds(file, "mtp_"))}
+    layers = {f"layers.{i}.": f"backbone.layers.{kinds.index(kind)}." for i, kind in enumerate(own)}
     return {"layers.0.eh_proj.weight": (size, 2 * size), **dict.fromkeys(norms, (size,)), **layers}

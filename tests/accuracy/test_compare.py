@@ -234,7 +234,7 @@ def test_parameters_that_no_row_can_hold_leave_nothing_behind(
 @pytest.mark.parametrize("command", [["--against", "a.jsonl"], ["threshold"]])
 def test_fewer_than_one_question_are_refused(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
     code, printed, error = call(capsys, *command, "--limit", "-4")
-    assert (code, printed, error) == (2, "", "error: limit=-4 must be an integer >= 1\n")
+    assert (code, printed, error.count("\n")) == (2, "", 1) and "'--limit'" in error and "given '-4'" in error
 
 
 @pytest.mark.parametrize(("damage", "message"), REFUSALS)

@@ -205,7 +205,7 @@ def test_gsm8k_runs_offline(tmp_path: Path) -> None:
         (["--model", "/nowhere/at/all"], "/nowhere/at/all does not exist"),
         (["--task", "gsm9k", "--model", "/nowhere"], "'gsm9k' is unknown"),  # found before a model is loaded
         (["--task", "gsm8k", "--gsm8k-dir", "/nowhere"], "/nowhere/train.jsonl: No such file"),
-        (["--limit", "0"], "limit=0 must be"),
+        (["--limit", "0"], "given '0'"),
         (["--attention-backend", "NOPE"], "NOPE"),
         (["--results", "{file}/a"], "cannot be written"),
         (["--samples", "{file}/a.jsonl"], "cannot be written"),
