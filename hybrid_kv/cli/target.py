@@ -151,7 +151,7 @@ def _reduced(part: _Part, target: str, size: Size, repro: Path, at_once: int) ->
     guarded = part.guarded
     failures = distinct([failure for outcome in part.seen for failure in outcome.failures])
     # Targets in this process share what they change of their package.
-    num_threads = at_once if is_exact(guarded.folder) and hasattr(guarded.kind, "python") else 1
+    num_threads = at_once if is_exact(guarded.folder) and hasattr(kind_of(target), "package") else 1
     if is_exact(guarded.folder):  # a bug is in most answers of its setting: the one with the fewest requests shows it
         failures.sort(key=lambda one: -one.num_requests)
         failures = [*{text_of(one.settings): one for one in failures}.values()]
