@@ -45,12 +45,15 @@ def test_rows_are_ignored_by_git_unless_they_are_recorded(
         assert "/out/" in ignored
 
 
-def test_json_is_all_that_is_printed_and_the_same_as_in_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_all_that_is_printed_and_the_same_as_in_the_file(
+    capsys: pytest.CaptureFixture[str], ran: list[dict[str, Any]]
+) -> None:
     code, out, err = run(capsys, "guard", "--long", "--seed", "7", "--json", "--out", "deep/guard.json")
     assert (code, err) == (0, "the same run again: hybrid-kv guard --long --seed 7\n")
     document = json.loads(out)
     assert document["passed"] and document["seed"] == 7 and document["checks"][0]["section"] == "layout"
     assert json.loads(Path("deep/guard.json").read_text()) == document
+    assert run(capsys, "guard", "--long")[2].endswith(f"--long --seed {ran[-1]['seed']}\n")
     code, out, _ = run(capsys, "guard", "--out", "guard.json")
     assert "1 of 1 checks passed" in out and json.loads(Path("guard.json").read_text())["passed"]
 
@@ -67,6 +70,9 @@ def test_json_is_all_that_is_printed_and_the_same_as_in_the_file(capsys: pytest.
         (["--ray", "auto"], "--ray needs --swarm"),
         (["--results", "x.parquet"], "--results x.parquet: a CSV would spoil this data set; name another folder, then"),
         (["--seed", str(2**63)], "Invalid value for '--seed': "),
+        (["--quick", "--long"], "--quick and --long exclude each other"),
+        (["--replay", "x.json", "--quick"], "--replay does not go with --quick; leave"),
+        (["--results", "/dev/null/x"], "results cannot be written to /dev/null/x"),
         (["--out", "/dev/null/x"], "/dev/null/x: /dev/null cannot be written: Not a directory; choose another folder"),
     ],
 )

@@ -21,9 +21,8 @@ from hybrid_kv.engine.runner import ModelRunner
 from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.guard.forced import FORCED, Draw
 from hybrid_kv.guard.play import Differences, run_scenario
-from hybrid_kv.guard.scenario import Event, Scenario, SmallKVFirst, answer_book, cache_options
+from hybrid_kv.guard.scenario import Event, Scenario, SmallKVFirst, cache_options
 from hybrid_kv.guard.waiting import Waiting
-from hybrid_kv.models.exact import ExactModel
 from hybrid_kv.sampling import SamplingParams
 
 
@@ -50,13 +49,6 @@ def scenario(mode: str, K: int = 0, drafts: str = "none", **options: Any) -> Sce
 def wrong(result: Differences) -> str:
     assert len(result.wrong) == 1
     return str(result.wrong[0])
-
-
-@pytest.mark.parametrize("schedule", [{}, {"async_scheduling": True}])
-@pytest.mark.parametrize("mode", ["none", "align", "all", "attention"])
-def test_clean_traffic_breaks_no_rule(mode: str, schedule: dict[str, Any]) -> None:
-    for K, drafts in ((0, "none"), (3, "mixed"), (3, "right"), (2, "ngram")):
-        assert run_scenario(scenario(mode, K, drafts, **schedule)).wrong == []
 
 
 def with_one_more_block(allocate: Any) -> Any:
@@ -141,12 +133,30 @@ def refreshing(find: Any) -> Any:
     return use
 
 
+def narrow(start: Any) -> Any:
+    """Rows of `max_model_len` tokens."""
+
+    def init(self: ModelRunner, *given: Any) -> None:
+        start(self, *given)
+        rows, width = self.token_ids.shape
+        self.token_ids.resize((rows, width - 1), refcheck=False)
+
+    return init
+
+
+def roomy(by: int) -> Any:
+    """The scheduler sees room for another number of tokens."""
+    return lambda room: lambda self, request: room(self, request) + by
+
+
 KEPT: list[Any] = []
 STATES = scenario("align", 3, "right", state_scheme="recompute")
 FULL = scenario("attention", num_blocks=9)
 EQUAL = replace(scenario("align", max_num_batched_tokens=64), prompts=[scenario("align").prompts[2]] * 6)
 # Three prompts that begin differently: nothing is shared, and step 3 is an odd one.
 RESET = replace(scenario("all"), prompts=scenario("all").prompts[:3], waves=(3,), events=(Event("reset", 3),))
+LATE = FORCED["once_more_at_max_model_len"](Draw(0))
+ENDS = FORCED["all_accepted, max_model_len_with_drafts"](Draw(0))
 SLEEP = replace(scenario("all", 2, "mixed", state_scheme="recompute"), events=(Event("sleep", 3, 4),))
 
 
@@ -176,6 +186,17 @@ SLEEP = replace(scenario("all", 2, "mixed", state_scheme="recompute"), events=(E
          "sleepless: memory is kept"),
         (LLM, "reset_prefix_cache", lambda _: lambda llm, reset_running_requests: llm.scheduler.preempt_all(), SLEEP,
          "hit-length"),
+        (ModelRunner, "__init__", narrow, LATE, "known-tokens: a proposer is shown 64 tokens of request"),
+        *((Scheduler, "_room", roomy(by), late, "drafts-due: request") for by in (1, -1) for late in (LATE, ENDS)),
+        # The last token is never in flight.
+        (Scheduler, "_room", lambda f: lambda *given: max(2, f(*given)), FORCED["one_step_late"](Draw(0)),
+         "runs-again: request"),
+        # The drafts of a request are a quarter of its share.
+        (Scheduler, "_next", lambda f: lambda *given: f(*given[:-1], given[-1] // 4),
+         FORCED["one_token_left, first_decode_beside_chunk"](Draw(0)), "drafts-due: request 0 is to run"),
+        # What is no token is verified, too.
+        (runner, "takewhile", lambda _: lambda is_token, drafts: drafts, FORCED["strange_drafts"](Draw(0)),
+         "drafts-due: request"),
     ],
 )  # fmt: skip
 def test_a_rule(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, broken: Any, traffic: Any, said: str) -> None:
@@ -250,17 +271,6 @@ def test_a_prompt_refused_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "never fit" in str(run_scenario(scenario("none")).wrong[0])
 
 
-def test_an_aborted_request_keeps_a_beginning_of_its_answer() -> None:
-    aborting = scenario("all", 3, "mixed")
-    aborting = Scenario(
-        0, aborting.layers, aborting.options, aborting.prompts, aborting.params, (3, 3), "mixed",
-        (Event("abort", 4, 3), Event("drop", 5, 4)),
-    )  # fmt: skip
-    result = run_scenario(aborting)
-    assert result.wrong == []
-    assert result.seen["abort_in_flight"]
-
-
 @pytest.mark.parametrize("events", [["sleep"], ["reset"], ["preempt", "reset"]])
 def test_what_a_request_publishes_as_it_leaves_is_forgotten_too(events: list[str]) -> None:
     """Its ring holds the state behind 8 tokens, which it writes when it is preempted, just before all is forgotten."""
@@ -272,11 +282,6 @@ def test_what_a_request_publishes_as_it_leaves_is_forgotten_too(events: list[str
         0, "M", options, [[0]], [SamplingParams(max_tokens=10)], events=tuple(Event(what, 9) for what in events)
     )
     assert run_scenario(leaving).wrong == []
-
-
-def test_the_oracle_book_is_per_model() -> None:
-    assert isinstance(answer_book("M*").model, ExactModel)
-    assert answer_book("M*") is answer_book("M*") is not answer_book("*M")
 
 
 @pytest.mark.parametrize("scheme", ["slots", "recompute"])

@@ -39,6 +39,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_check_is_one_file(toy: None) -> None:
     assert amounts("quick")["toy"] == 3 and amounts("full")["toy"] == amounts("long")["toy"] == 30
+    assert amounts("long")["exact model"] == 100_000
     assert load_checks()[-1].section == "toy"  # behind those that say where they stand
     (result,) = run_guard(amounts("quick"), seed=0, progress=False, jobs=1, select=["toy"])
     assert (result.section, result.passed, result.n) == ("toy", True, 3)

@@ -12,13 +12,11 @@ import pytest
 from hybrid_kv.attention import mamba
 from hybrid_kv.config import ConfigError
 from hybrid_kv.engine import runner
-from hybrid_kv.guard.cases import filed, tell
+from hybrid_kv.guard.cases import tell
 from hybrid_kv.guard.forced import FORCED
-from hybrid_kv.guard.play import run_scenario
 from hybrid_kv.guard.replay import from_json, to_json
-from hybrid_kv.guard.shrink import Shrunk
 from hybrid_kv.guard.traffic import draw_scenario
-from tests.cli.run import refused, run
+from tests.cli.run import run
 
 BOUNDARY = list(FORCED).index("accepted_to_boundary, rejected_at_boundary")
 
@@ -41,26 +39,6 @@ def test_a_replay_tells_what_ran_and_what_broke(damage: None) -> None:
     rule, out = tell(scenario)
     assert "step 0: request 0 prefills tokens 0 to 4 of 5" in out and "drafts" in out
     assert rule == "step-tokens" and out.endswith("broken rule: step-tokens")
-
-
-def test_the_command_replays_a_file(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(runner, "postprocess_mamba", lambda *_: None)
-        (failure, *_) = run_scenario(draw_scenario(BOUNDARY)).wrong
-        shrunk = Shrunk(failure, 1, 0.1, True)
-        file = Path(filed(failure.scenario, failure.rule, shrunk, tmp_path / "deep" / "repro").file)
-        assert file.name.startswith("step-tokens-")
-        code, out, _ = run(capsys, "guard", "--replay", str(file))
-        assert code == 1 and failure.report in out
-    code, out, _ = run(capsys, "guard", "--replay", str(file))
-    assert code == 0 and out.endswith("no rule is broken\n")
-    assert list(file.parent.iterdir()) == [file]
-
-
-def test_a_replay_is_the_only_thing_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--replay does not go with --quick; leave" in refused(capsys, "guard", "--replay", "x.json", "--quick")
 
 
 def changed(**values: Any) -> Callable[[dict[str, Any]], None]:

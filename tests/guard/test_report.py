@@ -11,7 +11,6 @@ import pytest
 
 from hybrid_kv import cli
 from hybrid_kv.guard import report
-from hybrid_kv.guard import run as guard_run
 from hybrid_kv.guard.checks import accuracy, guard_model
 from hybrid_kv.guard.registry import CHECKS, CheckResult, Run, load_checks
 from hybrid_kv.results import Row, metric_key, read_rows
@@ -71,16 +70,6 @@ def test_a_clean_run_exits_0_and_writes_a_row_per_check(
     assert f"{len(rows)} of {len(rows)} checks passed" in table
 
 
-def test_a_failed_check_exits_1_and_says_what_is_wrong(
-    small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failed = CheckResult("wrong tokens", 3, "tokens", "0", 8, "token 4 differs", section="guard model")
-    change(monkeypatch, "guard model", function=lambda run: [failed])
-    assert run("--results", str(tmp_path)) == 1
-    assert "token 4 differs" in capsys.readouterr().out
-    assert read_rows(tmp_path / "guard.csv").set_index("metric")["verdict"]["wrong_tokens"] == "fail"
-
-
 def test_a_check_that_crashes_has_failed(
     small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,37 +101,3 @@ def test_params_say_what_was_run_and_nothing_of_what_came_out() -> None:
         "all/mtp_3:hit_rate": 0.7,
     }
     assert json.loads(one[0].params_json) == {"K": 3, "mode": "all"}
-
-
-def test_quick_and_long_exclude_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--long", "--results", str(tmp_path)) == 2
-    assert "exclude each other" in capsys.readouterr().err
-
-
-def test_a_long_run_names_its_seed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seeds = []
-
-    def note(amount: dict[str, int], seed: int, device: str, **_: object) -> list[CheckResult]:
-        assert device == "cpu"
-        assert amount["exact model"] == 100_000
-        seeds.append(seed)
-        return [CheckResult("views", 0, "views", "0", 1, section="layout")]
-
-    monkeypatch.setattr(guard_run, "run_guard", note)
-    with pytest.raises(SystemExit):
-        cli.main(["guard", "--long", "--results", str(tmp_path)])
-    assert f"--long --seed {seeds[0]}\n" in capsys.readouterr().err
-
-
-def test_an_unwritable_results_folder_is_refused_before_any_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "file"
-    file.write_text("")
-    assert run("--results", str(file / "results")) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("error: results cannot be written to")
-    assert captured.err.count("\n") == 1
