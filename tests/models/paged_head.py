@@ -1,11 +1,16 @@
 """A draft head on a paged cache of its own, without an engine."""
 
+from itertools import pairwise
+
 import torch
 
 from hybrid_kv.attention.paged import AttentionPart, PagedAttentionMetadata, SlotMapping
+from hybrid_kv.config import EngineConfig
 from hybrid_kv.kernels.common.ragged import Ragged
 from hybrid_kv.models.layers import ForwardContext
+from hybrid_kv.models.loader import load_head, load_model
 from hybrid_kv.models.mtp import NAME
+from tests.models.parity import TOLERANCE
 
 CPU = torch.device("cpu")
 
@@ -55,3 +60,29 @@ def pairs(request, start, stop):
     ids, hidden = request
     before = torch.cat([torch.full_like(hidden[:1], torch.nan), hidden])
     return before[start:stop], ids[start:stop]
+
+
+def dense_mask(count, grid):
+    """Of attention over so many pairs, without the keys at multiples of the grid."""
+    token = torch.arange(count)
+    hides = (token[:, None] < token) | ((token + 1) % grid == 0)
+    return torch.zeros(hides.shape).masked_fill(hides, torch.finfo(torch.float32).min)[None, None]
+
+
+def check_head(folder, dense, grid):
+    """In chunks and token by token; `Paged` fills what no pair has written with NaN.
+
+    Args: `dense` makes logits of tokens 2 … t+1 of hidden states of tokens 0 … t-1, ids of tokens 1 … t and the grid.
+    """
+    target = load_model(folder, EngineConfig(dtype="float32"), CPU)
+    head = load_head(folder, target)
+    head.grid = grid
+    g = torch.Generator().manual_seed(2)
+    size = target.embed_tokens.embedding_dim
+    request = torch.randint(0, target.vocab_size, (21,), generator=g), torch.randn(21, size, generator=g)
+    expected = dense(request[1][:-1], request[0][1:], grid)
+    paged = Paged(head, 1, dtype=torch.float32)
+    cuts = pairwise((0, 1, 7, 8, 9, 20, 21))
+    outputs = [paged.step([(0, start, *pairs(request, start, stop))])[0] for start, stop in cuts]
+    logits = head.compute_logits(torch.cat(outputs)[1:])
+    assert float((logits - expected).abs().max()) <= TOLERANCE * float(expected.abs().max())

@@ -1,15 +1,10 @@
-"""The draft head of Qwen3-Next and Qwen3.5 on a paged cache against a dense one."""
-
-from itertools import pairwise
+"""The draft head of Qwen3-Next and Qwen3.5 without a cache."""
 
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from hybrid_kv.config import EngineConfig
-from hybrid_kv.models.loader import load_head, load_model
-from tests.models.paged_head import CPU, Paged, pairs
-from tests.models.parity import TOLERANCE
+from tests.models.paged_head import dense_mask
 
 NAMES = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
 
@@ -51,25 +46,6 @@ class DenseHead:
         Positions are vLLM's, those of the hidden states: one less than ours, which RoPE does not feel.
         """
         x = torch.cat([self.norms[0](self.embedding[ids]), self.norms[1](hidden)], -1) @ self.fc.T
-        token = torch.arange(len(ids))
-        hides = (token[:, None] < token) | ((token + 1) % grid == 0)
-        mask = torch.zeros(hides.shape).masked_fill(hides, torch.finfo(torch.float32).min)
-        rotation = self.rotary(x[None], token[None])
-        y = self.layer(x[None], position_embeddings=rotation, attention_mask=mask[None, None])[0]
+        rotation = self.rotary(x[None], torch.arange(len(ids))[None])
+        y = self.layer(x[None], position_embeddings=rotation, attention_mask=dense_mask(len(ids), grid))[0]
         return self.norms[2](y) @ self.head.T
-
-
-def check_head(folder, modeling, family, grid):
-    """In chunks and token by token; `Paged` fills what no pair has written with NaN."""
-    target = load_model(folder, EngineConfig(dtype="float32"), CPU)
-    head = load_head(folder, target)
-    head.grid = grid
-    g = torch.Generator().manual_seed(2)
-    size = target.embed_tokens.embedding_dim
-    request = torch.randint(0, target.vocab_size, (21,), generator=g), torch.randn(21, size, generator=g)
-    expected = DenseHead(folder, modeling, family)(request[1][:-1], request[0][1:], grid)
-    paged = Paged(head, 1, dtype=torch.float32)
-    cuts = pairwise((0, 1, 7, 8, 9, 20, 21))
-    outputs = [paged.step([(0, start, *pairs(request, start, stop))])[0] for start, stop in cuts]
-    logits = head.compute_logits(torch.cat(outputs)[1:])
-    assert float((logits - expected).abs().max()) <= TOLERANCE * float(expected.abs().max())

@@ -1,17 +1,13 @@
 """NemotronH's draft head whose second half is a mixture of experts, as in Nemotron-3, against a dense one."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import NemotronHConfig
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHAttention, NemotronHMoE
 
-from hybrid_kv.config import EngineConfig
-from hybrid_kv.models.loader import load_head, load_model
-from tests.models.paged_head import CPU, Paged, pairs
-from tests.models.parity import TOLERANCE, checkpoint
+from tests.models.paged_head import check_head, dense_mask
+from tests.models.parity import checkpoint
 
 LATENT = {"moe_latent_size": 12, "mlp_bias": True}
 
@@ -45,10 +41,8 @@ class DenseHead:
         own, embedding = self.own, self.tensors["backbone.embeddings.weight"][ids]
         joined = [norm(embedding, own["0.enorm.weight"]), norm(hidden, own["0.hnorm.weight"])]
         x = torch.cat(joined, -1) @ own["0.eh_proj.weight"].T
-        token = torch.arange(len(ids))
-        hides = (token[:, None] < token) | ((token + 1) % grid == 0)
-        mask = torch.zeros(hides.shape).masked_fill(hides, torch.finfo(torch.float32).min)
-        x = x + self.attention(norm(x, own["0.norm.weight"])[None], attention_mask=mask[None, None])[0][0]
+        mask = dense_mask(len(ids), grid)
+        x = x + self.attention(norm(x, own["0.norm.weight"])[None], attention_mask=mask)[0][0]
         x = x + self.moe(norm(x, own["1.norm.weight"])[None])[0]
         return norm(x, own["1.final_layernorm.weight"]) @ self.tensors["lm_head.weight"].T
 
@@ -56,15 +50,5 @@ class DenseHead:
 @pytest.mark.parametrize("keys", [{}, LATENT], ids=["plain", "latent"])
 @pytest.mark.parametrize("grid", [4, 10**6])
 def test_the_draft_head_equals_a_dense_one(tmp_path_factory, grid, keys):
-    """In chunks and token by token; `Paged` fills what no pair has written with NaN."""
     folder = checkpoint(tmp_path_factory, "nemotron_h", keys)[1]
-    head = load_head(folder, load_model(folder, EngineConfig(dtype="float32"), CPU))
-    head.grid = grid
-    g = torch.Generator().manual_seed(2)
-    request = torch.randint(0, 101, (21,), generator=g), torch.randn(21, 32, generator=g)
-    expected = DenseHead(folder)(request[1][:-1], request[0][1:], grid)
-    paged = Paged(head, 1, dtype=torch.float32)
-    cuts = (0, 1, 7, 8, 9, 20, 21)
-    outputs = [paged.step([(0, a, *pairs(request, a, b))])[0] for a, b in pairwise(cuts)]
-    logits = head.compute_logits(torch.cat(outputs)[1:])
-    assert float((logits - expected).abs().max()) <= TOLERANCE * float(expected.abs().max())
+    check_head(folder, DenseHead(folder), grid)

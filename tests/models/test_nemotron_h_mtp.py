@@ -13,13 +13,9 @@ import torch
 from accuracy.guard_model import load_checkpoint
 from accuracy.tokenizer import encode
 from hybrid_kv.accuracy.guard_model import FOLDER, problems
-from hybrid_kv.attention.paged import AttentionPart, PagedAttentionMetadata, SlotMapping
 from hybrid_kv.config import CacheConfig, ConfigError, EngineConfig
 from hybrid_kv.guard.float64 import KeepFloat64
-from hybrid_kv.kernels.common.ragged import Ragged
-from hybrid_kv.models.layers import ForwardContext
 from hybrid_kv.models.loader import load_head, load_model
-from hybrid_kv.models.mtp import NAME
 from tests.models.paged_head import CPU, Paged, pairs
 from tests.models.test_loader import edit, edit_config
 
@@ -76,9 +72,24 @@ def assert_close(out, expected):
     assert float((out - expected).abs().max()) <= TOLERANCE
 
 
+def plain_attention(query, key, value, mask, scale, enable_gqa=False):
+    """`scaled_dot_product_attention` by the book, where a softmax over nothing is NaN."""
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    return (query @ key.mT * scale + mask).softmax(-1) @ value
+
+
+@pytest.mark.parametrize("kernel", [torch.nn.functional.scaled_dot_product_attention, plain_attention])
 @pytest.mark.parametrize(("seed", "block_size", "grid"), [(0, 4, 8), (1, 3, 3), (2, 16, 32), (0, 4, 1), (1, 8, HUGE)])
-def test_any_chunks_in_any_batch_equal_the_dense_head(reference, head, requests, block_size, grid, seed):
-    """Also with drafts in between, one on another: the slots they wrote are overwritten by the true pairs."""
+def test_any_chunks_in_any_batch_equal_the_dense_head(
+    reference, head, requests, block_size, grid, seed, kernel, monkeypatch
+):
+    """Also with drafts in between, one on another: the slots they wrote are overwritten by the true pairs.
+
+    And whatever the kernel makes of a query without a key, as all are on a grid of 1: torch's differ by version and
+    device.
+    """
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", kernel)
     rng = random.Random(seed)
     head.grid = grid
     expected = [dense(reference, hidden[:-1], ids[1:], grid) for ids, hidden in requests]
@@ -102,34 +113,6 @@ def test_any_chunks_in_any_batch_equal_the_dense_head(reference, head, requests,
                 drafts.append(int(head.compute_logits(out).argmax()))
             rejected += stop < LENGTHS[r] and drafts[:1] != [int(requests[r][0][stop])]
     assert rejected, "no draft was wrong: nothing had to be overwritten"
-
-
-def plain_attention(query, key, value, mask, scale, enable_gqa=False):
-    """`scaled_dot_product_attention` by the book, where a softmax over nothing is NaN."""
-    group = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    return (query @ key.mT * scale + mask).softmax(-1) @ value
-
-
-@pytest.mark.parametrize("kernel", [torch.nn.functional.scaled_dot_product_attention, plain_attention])
-def test_a_query_without_a_key_is_no_nan(head, requests, monkeypatch, kernel):
-    """Whatever the kernel makes of such rows: torch's differ by version and device."""
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", kernel)
-    head.grid = 4
-    ids, hidden = requests[0]
-    paged = Paged(head, 1)
-    (out,) = paged.step([(0, 0, hidden[:1], ids[:1])])
-    assert not out.isnan().any()
-    head.grid = 1
-    alone = head.layer.mixer(hidden[:1], _context(paged, 0))
-    assert not alone.any()
-
-
-def _context(paged, position):
-    rows = Ragged(torch.tensor([1]), CPU)
-    part = AttentionPart(0, 1, rows, torch.tensor([[position]]), paged.table[:1, :1], position + 1)
-    slots = paged.table[0, :1].long() * paged.block_size + position
-    return ForwardContext({NAME: PagedAttentionMetadata(SlotMapping(slots), (part,), part.positions[0])}, paged.views)
 
 
 def test_the_grid_must_be_set(head, requests):

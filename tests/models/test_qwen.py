@@ -15,9 +15,9 @@ from hybrid_kv.models.loader import load_head, load_model
 from hybrid_kv.models.random_checkpoint import fill
 from hybrid_kv.models.registry import sizes_of
 from hybrid_kv.sampling import SamplingParams
-from tests.models.paged_head import CPU
+from tests.models.paged_head import CPU, check_head
 from tests.models.parity import check_parity, checkpoint, load, prompts
-from tests.models.qwen_head import check_head
+from tests.models.qwen_head import DenseHead
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,8 @@ from tests.models.qwen_head import check_head
     ],
 )
 def test_the_draft_head_equals_a_dense_one(tmp_path_factory, model_type, keys, modeling, prefix, grid):
-    check_head(checkpoint(tmp_path_factory, model_type, keys)[1], modeling, prefix, grid)
+    folder = checkpoint(tmp_path_factory, model_type, keys)[1]
+    check_head(folder, DenseHead(folder, modeling, prefix), grid)
 
 
 @pytest.mark.parametrize(("model_type", "prefix"), [("qwen3_5", "Qwen3_5"), ("qwen3_5_moe", "Qwen3_5Moe")])
