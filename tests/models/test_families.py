@@ -358,6 +358,8 @@ def flip(tensor):
         ("nemotron_h", "gate.weight", roll),
         ("nemotron_h", "e_score_correction_bias", roll),
         ("mamba2", "conv1d.weight", flip),
+        ("zamba2", "linear_q_adapter_list.0.1", roll),
+        ("zamba2", "gate_up_proj_adapter_list.2.0", roll),
     ],
 )
 def test_a_wrong_weight_is_seen(tiny, tmp_path, model_type, part, change):
