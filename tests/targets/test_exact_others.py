@@ -49,24 +49,6 @@ def verdicts(target, folder):
     return set(found)
 
 
-@pytest.mark.parametrize(
-    ("model", "settings"),
-    [
-        ("kda", {"prefix": "kept", "cache": "static"}),
-        ("mixed", {"batch": "left", "cache": "static", "chunk": "17"}),
-        ("short_conv", {"spec": "draft2"}),
-        ("short_conv", {"spec": "lookup3"}),
-        ("attention", {"batch": "continuous", "chunk": "17"}),
-    ],
-)
-def test_transformers_answers_as_the_oracle(model, settings, folder_of):
-    target = transformers.start(folder := folder_of(model), settings)
-    assert verdicts(target, folder) == {"right"}
-    counters = target.counters()
-    assert 0 < counters["accepted"] < counters["drafts"] or "spec" not in settings
-    assert counters["hits"] > 0 or "prefix" not in settings
-
-
 def test_transformers_refuses_drafts_and_pages_for_states(folder_of):
     for settings, words in (({"spec": "lookup3"}, "stateful models"), ({"batch": "continuous"}, "layer type: linear")):
         with pytest.raises(ConfigError, match=words):
@@ -120,15 +102,22 @@ def started(tmp_path, monkeypatch, request):
 
 
 @pytest.mark.parametrize(
-    ("model", "settings"),
+    ("engine", "model", "settings"),
     [
-        ("kda", {"prefix": "saved", "chunk": "17"}),
-        ("mixed", {"batch": "together", "prefix": "lru", "chunk": "17"}),
-        ("attention", {"spec": "draft2"}),
+        ("transformers", "kda", {"prefix": "kept", "cache": "static"}),
+        ("transformers", "mixed", {"batch": "left", "cache": "static", "chunk": "17"}),
+        ("transformers", "short_conv", {"spec": "draft2"}),
+        ("transformers", "short_conv", {"spec": "lookup3"}),
+        ("transformers", "attention", {"batch": "continuous", "chunk": "17"}),
+        ("mlx", "kda", {"prefix": "saved", "chunk": "17"}),
+        ("mlx", "mixed", {"batch": "together", "prefix": "lru", "chunk": "17"}),
+        ("mlx", "attention", {"spec": "draft2"}),
     ],
 )
-def test_mlx_answers_as_the_oracle(model, settings, folder_of, started):
-    target = started(folder := folder_of(model), settings)
+def test_answers_are_the_oracles(engine, model, settings, folder_of, request):
+    folder = folder_of(model)
+    start = transformers.start if engine == "transformers" else request.getfixturevalue("started")
+    target = start(folder, settings)
     assert verdicts(target, folder) == {"right"}
     counters = target.counters()
     assert 0 < counters["accepted"] < counters["drafts"] or "spec" not in settings

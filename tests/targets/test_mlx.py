@@ -77,15 +77,6 @@ def test_an_aborted_request_ends_and_leaves_the_others_alone(hybrid, started, tu
     assert again.token_ids == expected[prompts[0]] or again.error
 
 
-def test_drafts_are_accepted_and_rejected(attention, started):
-    folder, model = attention
-    target = started(folder, spec="draft2", prefix="kept")
-    for prompt in PROMPTS:
-        assert target.ask([Ask(prompt)])[0].token_ids == continued(model, prompt)
-    counters = target.counters()
-    assert 0 < counters["accepted"] < counters["drafts"]
-
-
 def test_what_mlx_lm_refuses_is_one_line(hybrid, started, tmp_path):
     with pytest.raises(ConfigError, match="can be trimmed, not with ArraysCache, KVCache"):
         started(hybrid[0], spec="draft2")

@@ -46,15 +46,6 @@ def test_a_second_turn_of_a_model_without_attention(tmp_path):
     assert (second.token_ids, second.cached_tokens) == (continued(model, again), len(PROMPTS[1]) + 11)
 
 
-def test_drafts_of_a_model_are_accepted_and_rejected(attention):
-    folder, model = attention
-    target = transformers.start(folder, {"spec": "draft2"})
-    for prompt in PROMPTS:
-        assert target.ask([Ask(prompt)])[0].token_ids == continued(model, prompt)
-    counters = target.counters()
-    assert 0 < counters["accepted"] < counters["drafts"]
-
-
 def judged(folder, settings):
     judge = Judge(Oracle(folder))
     judge.oracle.rounds(PROMPTS[0])
@@ -70,12 +61,6 @@ def test_a_search_is_judged_by_its_log_probabilities(hybrid, monkeypatch):
     # Beams that go on with the cache of another one.
     monkeypatch.setattr("transformers.Cache.reorder_cache", lambda self, beam_idx: None)
     assert "wrong" in judged(folder, {"beams": "4"})[1]
-
-
-def test_continuous_batching_answers_as_alone(attention):
-    folder, model = attention
-    answers = transformers.start(folder, {"batch": "continuous"}).ask([Ask(prompt) for prompt in PROMPTS])
-    assert [answer.token_ids for answer in answers] == [continued(model, prompt) for prompt in PROMPTS]
 
 
 def test_log_probabilities_are_those_of_the_whole_text(hybrid):
