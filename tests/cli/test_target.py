@@ -134,6 +134,7 @@ def test_void_alone_has_an_exit_code_of_its_own(capsys, monkeypatch, verdicts, c
         (["--target", "toy", "--against", "none"], "there is no such engine"),
         (["--target", "toy", "-k", "nothing"], "no probe has this in its name"),
         (["--target", "toy", "--record"], "--target does not go with --record"),
+        (["--target", "toy", "--exact", "--weights", "random"], "--weights and --exact exclude each other"),
         (["--against", "toy"], "name it with --target"),
         (["--replay", "config.json", "--target", "toy"], "--replay does not go with --target"),
         (["--target", "ours", "--python", "x"], "--python x: ours runs in this Python; leave it out"),
@@ -178,11 +179,6 @@ def test_beside_an_exact_model_random_weights_have_all_settings_where_models_han
     monkeypatch.setattr(target, "Run", Recorded)
     run(capsys, "guard", "--target", "toy")
     assert sizes == [("full", False), ("quick", False) if is_central else ("full", True)]
-
-
-def test_weights_are_named_once(capsys):
-    code, _, err = run(capsys, "guard", "--target", "toy", "--exact", "--weights", "random")
-    assert code == 2 and "--weights and --exact exclude each other" in err
 
 
 def test_a_folder_of_pages_has_the_newest_verdict_of_each_release(capsys, tmp_path):

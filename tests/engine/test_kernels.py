@@ -1,6 +1,6 @@
 """The engine on Triton kernels, in the interpreter, against the same engine on plain torch.
 
-Tolerance: float32 twice, with sums in another order: 2e-5 of max|logit| (tests/models/test_nemotron_h.py), as both
+Tolerance: float32 twice, with sums in another order: 2e-5 of max|logit| (tests/models/parity.py), as both
 differ from the exact result by that at most, 4e-5.
 """
 

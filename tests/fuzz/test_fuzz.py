@@ -192,12 +192,8 @@ def test_a_violation_on_standard_error_is_seen(code: int, err: str, found: list[
 
 
 def test_violations_in_files_are_seen(tmp_path: Path) -> None:
-    for name, text in {"new.json": '{"half', "x.part": "", "taken.txt": "", "index.html": "<html>"}.items():
+    files = {"new.json": ('{"half', "is half-written"), "index.html": ("<html>", "is half-written")}
+    files |= {"x.part": ("", "was left behind"), "taken.txt": ("", "was emptied")}
+    for name, (text, _) in files.items():
         (tmp_path / name).write_text(text)
-    wrong = {
-        "new.json is half-written",
-        "x.part was left behind",
-        "taken.txt was emptied",
-        "index.html is half-written",
-    }
-    assert {*left_over(tmp_path, set())} == wrong
+    assert {*left_over(tmp_path, set())} == {f"{name} {said}" for name, (_, said) in files.items()}

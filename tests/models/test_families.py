@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from hybrid_kv.models.registry import sized
-from tests.models.parity import ENGINES, check_exactness, check_parity, check_refused, checkpoint, load
+from tests.models.parity import ENGINES, check_exactness, check_parity, check_refused, checkpoint, compare, load
 
 LLAMA3 = {
     **{"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "partial_rotary_factor": 0.5},
@@ -297,6 +297,12 @@ def test_every_logit_equals_transformers(tmp_path_factory, tiny, model_type, key
     """A variant in one whole step and in chunks of 7 with preemptions; the tiny size itself in all engines."""
     made = checkpoint(tmp_path_factory, model_type, keys) if keys else tiny(model_type)
     check_parity(*made, ENGINES[::2] if keys else ENGINES)
+
+
+@pytest.mark.parametrize("dtypes", [("float64", "float32"), ("float32", "float64")], ids="-".join)
+def test_states_of_another_dtype_than_the_model(tiny, dtypes):
+    model, folder = tiny("nemotron_h")
+    compare(model, load(folder, dtype=dtypes[0], mamba_ssm_cache_dtype=dtypes[1], max_num_batched_tokens=17))
 
 
 @pytest.mark.parametrize("model_type", sorted(sized()))

@@ -114,16 +114,6 @@ def test_this_engine_is_right_by_the_real_oracle(tmp_path, monkeypatch):
     assert found[-1].moved["cached"] > 0
 
 
-def test_the_oracle_measures_the_rounding_of_the_dtype(tmp_path):
-    write_checkpoint("mamba2", tmp_path)
-    far = []
-    for dtype in ("float32", "bfloat16"):
-        oracle = Oracle(tmp_path, dtype)
-        oracle.rounds(range(1, 60))
-        far.append(oracle.rounding)
-    assert 1e-8 < far[0] < 1e-4 < far[1] < 1
-
-
 def test_what_transformers_does_not_read_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "no such family"}')
     with pytest.raises(ConfigError, match="transformers does not load"):

@@ -106,12 +106,9 @@ def test_an_error_in_the_middle_of_an_answer_is_one():
 def test_a_server_that_is_gone_is_a_finding(served):
     attached = kind_of(served._url).start("", {})
     attached._url = "http://127.0.0.1:9"
-    with pytest.raises(TargetError, match="does not answer"):
-        attached.ask([Ask(PROMPT)])
-    with pytest.raises(TargetError, match="does not answer"):
-        attached.reset()
-    with pytest.raises(TargetError, match="does not answer"):
-        attached.counters()
+    for call in (lambda: attached.ask([Ask(PROMPT)]), attached.reset, attached.counters):
+        with pytest.raises(TargetError, match="does not answer"):
+            call()
 
 
 # What other servers say, by their sources.
