@@ -31,11 +31,8 @@ def plan_json(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
 
 def test_json_holds_the_whole_plan(capsys: pytest.CaptureFixture[str], config: str) -> None:
     plan = plan_json(capsys, config, "--gpu-memory", "40GiB", "--platform", "xpu")
-    assert (plan["model_type"], plan["backend"], plan["cached_layers"]) == (
-        "nemotron_h",
-        "FLASH_ATTN",
-        {"mamba2": 23, "attention": 6},
-    )
+    assert (plan["model_type"], plan["backend"]) == ("nemotron_h", "FLASH_ATTN")
+    assert plan["cached_layers"] == {"mamba2": 23, "attention": 6}
     assert (plan["block_size"], plan["mamba_block_size"], plan["max_model_len"]) == (2112, 131072, 131072)
     assert plan["num_blocks"] == 40 * 2**30 // (6 * 2112 * 1024)
     assert plan["total_bytes"] == plan["num_blocks"] * 6 * 2112 * 1024

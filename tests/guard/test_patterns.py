@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -9,9 +10,9 @@ import pytest
 from hybrid_kv.guard.forced import FORCED
 from hybrid_kv.guard.patterns import REQUIRED
 from hybrid_kv.guard.play import Differences, run_scenario
-from hybrid_kv.guard.scenario import Scenario
 from hybrid_kv.guard.traffic import SCENARIOS_PER_RUN, draw_scenario
 from hybrid_kv.sampling import SamplingParams
+from tests.guard.test_observer import scenario
 
 
 @cache
@@ -33,17 +34,9 @@ def test_forced_patterns_are_required_ones() -> None:
 
 
 def test_quiet_traffic_has_none_of_them() -> None:
-    options = {
-        "num_blocks": 100,
-        "max_num_seqs": 2,
-        "max_model_len": 96,
-        "device": "cpu",
-        "captured_batch_sizes": (),
-        "attention_backend": "TORCH",
-        "block_size": 16,
-    }
-    scenario = Scenario(0, "M*", options, [[1, 2, 3, 4, 5]], [SamplingParams(max_tokens=3)])
-    result = run_scenario(scenario)
+    alone = scenario("none", max_num_seqs=2, captured_batch_sizes=(), attention_backend="TORCH", block_size=16)
+    prompts, params = [[1, 2, 3, 4, 5]], [SamplingParams(max_tokens=3)]
+    result = run_scenario(replace(alone, layers="M*", prompts=prompts, params=params, waves=()))
     assert result.wrong == []
     assert {name for name in REQUIRED if result.seen[name]} == {"blocks_first"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from hybrid_kv.cache.block_table import BlockTables, LaunchedBlockTables
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.guard.play import run_scenario
 from hybrid_kv.guard.poison import StaleBlocks, poison
-from hybrid_kv.guard.scenario import Scenario, SmallKVFirst, answer_book, cache_options
+from hybrid_kv.guard.scenario import Scenario, answer_book, cache_options
 from hybrid_kv.sampling import SamplingParams
+from tests.guard.test_observer import scenario
 from tests.kernels.interpreter import interpreted
 
 TABLES = {"torch": BlockTables, "triton": LaunchedBlockTables}
@@ -21,19 +23,9 @@ TABLES = {"torch": BlockTables, "triton": LaunchedBlockTables}
 
 def one_after_the_other(kernels: str) -> Scenario:
     """The same prompt three times, each time in the same row: what is cached has the same blocks each time."""
-    options = {
-        "attention_backend": SmallKVFirst.name,
-        "block_size": 8,
-        "num_blocks": 60,
-        "max_num_seqs": 1,
-        "max_num_batched_tokens": 64,
-        "max_model_len": 64,
-        "device": "cpu",
-        "kernels": kernels,
-        **cache_options("attention", 0, "none"),
-    }
+    base = scenario("attention", num_blocks=60, max_num_seqs=1, max_num_batched_tokens=64, max_model_len=64)
     prompts, params = [list(range(20))] * 3, [SamplingParams(max_tokens=6)] * 3
-    return Scenario(0, "**", options, prompts, params, (1, 1, 1))
+    return replace(base, options={**base.options, "kernels": kernels}, prompts=prompts, params=params, waves=(1, 1, 1))
 
 
 def first_block_idx_once(plain: Callable[..., Any]) -> Callable[..., Any]:

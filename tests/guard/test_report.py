@@ -59,12 +59,7 @@ def test_a_clean_run_exits_0_and_writes_a_row_per_check(
     assert [check["value"] for check in document["checks"]] == pytest.approx(rows["value"].tolist())
     assert {"wrong_tokens/exact_model:limit", "wrong_tokens/exact_model:seconds"} <= set(numbers["metric"])
     assert (numbers["verdict"] == "").all()
-    assert {check["section"] for check in document["checks"]} == {
-        "exact model",
-        "guard model",
-        "accuracy",
-        "block ids",
-    }
+    assert {check["section"] for check in document["checks"]} == {"exact model", "guard model", "accuracy", "block ids"}
     assert (rows["verdict"] == "pass").all()
     table = capsys.readouterr().out
     assert f"{len(rows)} of {len(rows)} checks passed" in table

@@ -30,13 +30,9 @@ def sanitizer(scheme: str) -> tuple[LLM, Sanitizer]:
 @pytest.mark.parametrize(("scheme", "rules"), [("slots", RollbackRules), ("recompute", RecomputeRules)])
 def test_only_groups_with_states_have_rules_of_a_scheme(scheme: str, rules: type[RollbackRules]) -> None:
     _, observer = sanitizer(scheme)
-    assert {type(own) for own, shadow in zip(observer.rollback, observer.shadows, strict=True) if shadow.is_mamba} == {
-        rules
-    }
-    attention = {
-        type(own) for own, shadow in zip(observer.rollback, observer.shadows, strict=True) if not shadow.is_mamba
-    }
-    assert attention == {RollbackRules}
+    groups = list(zip(observer.rollback, observer.shadows, strict=True))
+    assert {type(own) for own, shadow in groups if shadow.is_mamba} == {rules}
+    assert {type(own) for own, shadow in groups if not shadow.is_mamba} == {RollbackRules}
 
 
 @dataclass(frozen=True)

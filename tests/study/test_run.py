@@ -70,9 +70,8 @@ def test_an_interrupt_ends_running_cells(study: Study, tmp_path: Path) -> None:
 
     def report(cell: Cell, done: Done) -> None:
         if cell.text == "guard --n=2":
-            while not (
-                marker.exists() and marker.read_text()
-            ):  # Until the first cell, which sleeps for ten minutes, has begun to.
+            # Until the first cell, which sleeps for ten minutes, has begun to.
+            while not (marker.exists() and marker.read_text()):
                 pass
             raise KeyboardInterrupt
 

@@ -137,11 +137,8 @@ def test_what_was_seen_is_kept_every_now_and_then(
     kept: Kept = []
     make(9, kept).run(here)
     seeds = [seeds // SEEDS for seeds, _ in kept]
-    assert (
-        2 < len(seeds) < 9
-        and seeds == sorted(seeds)
-        and [over for _, over in kept] == [False] * (len(kept) - 1) + [True]
-    )
+    assert 2 < len(seeds) < 9 and seeds == sorted(seeds)
+    assert [over for _, over in kept] == [False] * (len(kept) - 1) + [True]
 
 
 def losing(*lost: int) -> Pool:

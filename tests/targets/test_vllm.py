@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -163,12 +164,10 @@ def test_a_script_exits_with_what_the_answer_is(exact: tuple[Remote, ExactAnswer
 def test_the_sanitizer_names_the_first_wrong_read(kernel: str, said: str, tmp_path: Path) -> None:
     write_exact_checkpoint("mixed", tmp_path)
     installed()
-    target = vllm.start(str(tmp_path), {"prefix": "on", "chunk": "40", "kernel": kernel, "sanitize": "on"})
-    try:
+    settings = {"prefix": "on", "chunk": "40", "kernel": kernel, "sanitize": "on"}
+    with closing(vllm.start(str(tmp_path), settings)) as target:
         target.ask([Ask(PROMPT[i % 3 :], max_tokens=20 + i, step=3 * i) for i in range(6)])
         found = target.wrong_read()
-    finally:
-        target.close()
     assert said in found and bool(said) == bool(found)
 
 

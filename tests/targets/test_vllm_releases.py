@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,8 @@ def test_a_release_has_its_own_drifts_alone() -> None:
 @pytest.mark.parametrize("settings", [{"prefix": "on", "chunk": "40", "blocks": "tight"}, {"spec": "ngram3"}], ids=str)
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_exact_model_gives_its_oracles_tokens(release: str, settings: dict[str, str], tmp_path: Path) -> None:
-    target, answers = started(release, tmp_path, "mamba2", **settings), ExactAnswers(tmp_path)
-    try:
+    with closing(started(release, tmp_path, "mamba2", **settings)) as target:
+        answers = ExactAnswers(tmp_path)
         asks = [Ask(PROMPT[i % 3 :] * (1 + i % 2), max_tokens=40 + i, step=3 * i) for i in range(8)]
         for _ in range(2):
             found = [list(one.token_ids) for one in target.ask(asks)]
@@ -43,8 +44,6 @@ def test_the_exact_model_gives_its_oracles_tokens(release: str, settings: dict[s
             assert is_right == ("prefix" in settings or release == "0.33")
         assert target.version.startswith(f"{release}.")
         assert target.counters()["hits" if "prefix" in settings else "accepted"] > 0
-    finally:
-        target.close()
 
 
 @pytest.mark.parametrize(

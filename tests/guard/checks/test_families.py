@@ -60,12 +60,7 @@ def late_window(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "family"),
-    [
-        (no_states, "mamba2"),
-        (next_expert, "granitemoehybrid"),
-        (late_window, "lfm2"),
-    ],
+    ("damage", "family"), [(no_states, "mamba2"), (next_expert, "granitemoehybrid"), (late_window, "lfm2")]
 )
 def test_damage_is_seen(monkeypatch: pytest.MonkeyPatch, damage: Callable[..., None], family: str) -> None:
     monkeypatch.setattr("hybrid_kv.models.registry.sized", lambda: {family: ["tiny"]})

@@ -27,10 +27,7 @@ def test_a_sound_engine_passes(questions: Questions, cell: dict[str, object]) ->
     assert result.name.endswith(", qwen3.5 moe") and result.params["model"] == "guard_model_qwen3_5"
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [injected.no_states, injected.next_expert, injected.late_window],
-)
+@pytest.mark.parametrize("damage", [injected.no_states, injected.next_expert, injected.late_window])
 def test_damage_is_seen(questions: Questions, monkeypatch: pytest.MonkeyPatch, damage: Callable[..., None]) -> None:
     damage(monkeypatch)
     result = result_of(questions.run(LOGIT_CELLS[1], "cpu"), MODEL, 0)
