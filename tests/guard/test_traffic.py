@@ -11,7 +11,7 @@ import torch
 from hybrid_kv.engine import runner
 from hybrid_kv.guard.forced import FORCED, Draw
 from hybrid_kv.guard.play import run_scenario
-from hybrid_kv.guard.scenario import ScriptedProposer, answer_book, drawn, num_states
+from hybrid_kv.guard.scenario import Event, ScriptedProposer, answer_book, drawn, num_states
 from hybrid_kv.guard.traffic import (
     CHANCES,
     FACTORS,
@@ -134,6 +134,11 @@ def test_wrong_log_probabilities_break_a_rule(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(runner, "token_logprobs", lambda logits, *rest: token_logprobs(logits / 2e8, *rest))
     scenario = FORCED["mixed_sampling, top_k_beside_top_p, logprobs_of_sampled, prompt_logprobs"]
     assert {one.rule for one in run_scenario(scenario(Draw(3))).wrong} == {"logprobs"}
+
+
+def test_events_are_due_once_or_again() -> None:
+    assert [step for step in range(12) if Event("evict", 3).is_due(step)] == [3]
+    assert [step for step in range(12) if Event("preempt", 3, 4).is_due(step)] == [3, 7, 11]
 
 
 def test_a_batch_of_a_swarm_has_half_of_the_features() -> None:

@@ -173,6 +173,11 @@ def test_a_config_that_cannot_be_planned_says_why_in_one_line(config: dict[str, 
     assert "\n" not in str(caught.value)
 
 
+def test_negative_speculative_tokens_are_refused() -> None:
+    with pytest.raises(ConfigError, match="num_speculative_tokens=-1"):
+        model_shape(changed(), num_speculative_tokens=-1)
+
+
 # One of so many tensor parallel ranks, by hand: the convolution's channels, the state, KV heads.
 OF_A_RANK = [
     (NEMOTRON_3_NANO, 4, 16 * 64 + 2 * 2 * 128, (16, 64, 128), 1),
