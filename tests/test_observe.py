@@ -38,7 +38,7 @@ def engine(**options: Any) -> LLM:
 
 def test_a_request_is_reported_from_its_first_block_to_its_last() -> None:
     llm, recorder = engine(), Recorder()
-    llm.observers.append(recorder)
+    llm.observers += [recorder, EngineObserver()]  # one that does nothing by default
     llm.generate([list(range(9))], SamplingParams(max_tokens=2), progress=False)
     step = ["on_schedule", "on_prepare", "on_step", "on_hidden", "on_commit"]
     # Eight tokens, up to the boundary that a hit could use, which both groups publish; the ninth one, in a block of K/V
@@ -53,7 +53,7 @@ def test_a_request_is_reported_from_its_first_block_to_its_last() -> None:
 def test_a_second_request_is_a_hit_and_a_reset_forgets_it() -> None:
     llm, recorder = engine(), Recorder()
     llm.generate([list(range(9))], SamplingParams(max_tokens=1), progress=False)
-    llm.observers.append(recorder)
+    llm.observers += [recorder, EngineObserver()]  # one that does nothing by default
     llm.generate([list(range(9))], SamplingParams(max_tokens=1), progress=False)
     llm.reset_prefix_cache()
     assert recorder.names()[:2] == ["on_hit", "on_allocate"] and recorder.names()[-1] == "on_reset"
@@ -65,7 +65,7 @@ def test_a_load_is_reported_with_its_keys() -> None:
     llm, recorder = engine(kv_offload_bytes=2**20), Recorder()
     llm.generate([list(range(9))], SamplingParams(max_tokens=1), progress=False)
     llm.reset_prefix_cache()
-    llm.observers.append(recorder)
+    llm.observers += [recorder, EngineObserver()]  # one that does nothing by default
     llm.generate([list(range(9))], SamplingParams(max_tokens=1), progress=False)
     (load,) = [arguments for name, arguments in recorder.calls if name == "on_load" and len(arguments[2])]
     assert [group for (group, _), _ in load[1]] == [0, 1] and len(load[2]) == 2
