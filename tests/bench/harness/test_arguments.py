@@ -25,9 +25,3 @@ def test_an_error_is_one_line_and_names_the_way_out(arguments, message, capsys):
     assert (
         err.startswith(f"error: {message}") and err.endswith("; see python -m bench --help\n") and err.count("\n") == 1
     )
-
-
-def test_help_is_as_ever(capsys):
-    with pytest.raises(SystemExit) as caught:
-        ArgumentParser("python -m bench", "Measures.").parse_args(["--help"])
-    assert caught.value.code == 0 and "Measures." in capsys.readouterr().out

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bench.harness import inference
-from bench.harness.inference import clopper_pearson, estimate, holm, log_ratio, p_faster, p_slower, typical
+from bench.harness.inference import clopper_pearson, estimate, holm, p_faster, p_slower, typical
 
 ALPHA = 0.05
 
@@ -26,10 +26,6 @@ def heavy(rng, n):
 )
 def test_typical_is_the_mean_of_the_faster_half(seconds, expected):
     assert typical(seconds) == expected
-
-
-def test_a_log_ratio_is_heads_time_over_bases():
-    assert log_ratio([1.0, 1.0], [2.0, 2.0]) == pytest.approx(math.log(2))
 
 
 def test_an_outlier_does_not_move_the_center():
