@@ -25,9 +25,9 @@ from bench.static.gate import judge, read_baseline, result_rows
 from bench.static.isa import access_bits, instruction_mix, instructions
 from bench.static.record import AotCase
 from hybrid_kv import kernels
-from hybrid_kv.cli import main
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.results import append_rows, provenance
+from tests.cli.run import printed, refused
 
 # ---- injected kernels ----
 
@@ -320,24 +320,13 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counts, "count_all", list)
 
 
-def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
-    code: Any = 0
-    try:
-        main(["kernels", *args])
-    except SystemExit as left:
-        code = left.code
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
 @pytest.mark.usefixtures("one_process")
 def test_block_tables_pass_on_every_target_and_a_step_down_does_not(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file, report = tmp_path / "kernels.csv", tmp_path / "kernels.json"
-    only = "-k", "block_tables"
-    code, out, _ = run(capsys, *only, "--baseline", str(file), "--update", "--out", str(report))
-    assert code in (0, None)
+    only = "kernels", "-k", "block_tables"
+    out = printed(capsys, *only, "--baseline", file, "--update", "--out", report)
     assert "8 compiled with Triton" in out and "0 failed; 8 without a baseline" in out
     document = json.loads(report.read_text())
     assert document["passed"] and len(document["kernels"]) == 8
@@ -345,18 +334,15 @@ def test_block_tables_pass_on_every_target_and_a_step_down_does_not(
     lines = file.read_text().splitlines()
 
     # What did not change is not written again.
-    code, out, _ = run(capsys, *only, "--baseline", str(file), "--update")
-    assert code in (0, None) and "0 failed\n" in out
+    assert "0 failed\n" in printed(capsys, *only, "--baseline", file, "--update")
     assert file.read_text().splitlines() == lines
 
     key = ("block_tables.update_block_tables", "Nemotron-3-Nano, 256 rows", "int32", "sm_90")
     better = next(row for row in result_rows(_measurement(key, blocks_per_sm=31)) if row.metric == "blocks_per_sm")
     append_rows(file, [better])
-    code, out, _ = run(capsys, *only, "--baseline", str(file), "--targets", "sm_90")
-    assert code == 1
+    out = printed(capsys, *only, "--baseline", file, "--targets", "sm_90", code=1)
     assert "update_block_tables (Nemotron-3-Nano, 256 rows, int32) on sm_90: 12 blocks per SM instead of 31" in out
-    code, _, _ = run(capsys, *only, "--baseline", str(file), "--targets", "sm_90", "--update")
-    assert code in (0, None)
+    printed(capsys, *only, "--baseline", file, "--targets", "sm_90", "--update")
     assert read_baseline(file, provenance().triton)[key]["blocks_per_sm"] == 12
 
 
@@ -371,8 +357,8 @@ def test_a_failure_is_exit_1_and_never_becomes_the_baseline(
 ) -> None:
     monkeypatch.setattr(compile, "MODULES", [__name__])
     file = tmp_path / "kernels.csv"
-    code, out, _ = run(capsys, "--targets", "gfx942", "--baseline", str(file), "--update")
-    assert code == 1 and not file.exists()
+    out = printed(capsys, "kernels", "--targets", "gfx942", "--baseline", file, "--update", code=1)
+    assert not file.exists()
     assert "injected.centre (narrow, float32) on gfx942: accesses state in 32 bit, not 128" in out
     assert "injected.centre (spilled, float32) on gfx942: spills" in out
     assert "injected.centre (broken, float32) on gfx942: does not compile" in out
@@ -382,29 +368,18 @@ def test_a_failure_is_exit_1_and_never_becomes_the_baseline(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--targets", "sm_90,sm_70"], "error: unknown target 'sm_70'; use sm_80, sm_90, sm_100, gfx942\n"),
-        (["--baseline", "nowhere.csv"], "error: nowhere.csv does not exist, so nothing would be compared"),
-        (
-            ["--out", "/dev/null/kernels.json"],
-            "error: /dev/null/kernels.json: /dev/null cannot be written",
-        ),
+        (["--targets", "sm_90,sm_70"], "unknown target 'sm_70'; use sm_80, sm_90, sm_100, gfx942\n"),
+        (["--baseline", "nowhere.csv"], "nowhere.csv does not exist, so nothing would be compared"),
+        (["--out", "/dev/null/kernels.json"], "/dev/null/kernels.json: /dev/null cannot be written"),
+        ([], "triton is not installed; run: pip install 'hybrid_kv[kernels]'"),
     ],
 )
 def test_what_cannot_run_is_one_line_and_exit_2(
-    capsys: pytest.CaptureFixture[str], args: list[str], message: str
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, args: list[str], message: str
 ) -> None:
-    code, out, err = run(capsys, *args)
-    assert (code, out) == (2, "")
-    assert err.startswith(message) and err.count("\n") == 1
-
-
-def test_missing_triton_is_one_line_and_exit_2(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "triton", None)
-    code, out, err = run(capsys)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("error: triton is not installed; run: pip install 'hybrid_kv[kernels]'")
+    if not args:  # nothing is wrong with the command
+        monkeypatch.setitem(sys.modules, "triton", None)
+    assert refused(capsys, "kernels", *args).startswith(f"error: {message}")
 
 
 def test_cases_that_would_share_a_baseline_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

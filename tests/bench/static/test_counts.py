@@ -14,8 +14,8 @@ from bench.static import counts, gate
 from bench.static.counts import Count, count_bytes, failures
 from bench.static.gate import changed_rows, read_baseline
 from bench.static.state_bytes import slots_bytes, step_bytes
-from hybrid_kv import cli
 from hybrid_kv.results import append_rows, check_file, provenance
+from tests.cli import run as cli
 from tests.kernels.interpreter import interpreted
 
 
@@ -109,11 +109,7 @@ def test_the_command_counts_and_fails(monkeypatch, capsys, tmp_path, file):
 
     def run(found, *arguments):
         monkeypatch.setattr(counts, "count_all", lambda: found)
-        try:
-            cli.main(["kernels", "--baseline", str(file), *arguments])
-        except SystemExit as done:
-            return done.code or 0, capsys.readouterr().out
-        return 0, capsys.readouterr().out
+        return cli.run(capsys, "kernels", "--baseline", file, *arguments)[:2]
 
     more = replace(BYTES, bytes=1001)
     before = file.read_bytes()

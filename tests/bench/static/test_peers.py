@@ -17,7 +17,7 @@ from bench.peers import _Finder
 from bench.peers import kernels as peers
 from bench.static import compile, counts, gate
 from bench.static.compile import compile_case, read_metrics
-from hybrid_kv.cli import main
+from tests.cli.run import printed, refused
 
 OPS = "vllm/model_executor/layers/mamba/ops"
 NORM = """
@@ -119,16 +119,6 @@ def test_a_launch_is_recorded_as_triton_would_compile_it(monkeypatch: pytest.Mon
     assert not any(isinstance(finder, _Finder) for finder in sys.meta_path)
 
 
-def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
-    code: Any = 0
-    try:
-        main(["kernels", "--peers", "--targets", "sm_90", *args])
-    except SystemExit as left:
-        code = left.code
-    out, err = capsys.readouterr()
-    return code or 0, out, err
-
-
 @pytest.mark.usefixtures("made_up")
 def test_the_command_shows_them_apart_and_gates_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -139,8 +129,8 @@ def test_the_command_shows_them_apart_and_gates_nothing(
     monkeypatch.setattr(gate, "measure", measure_here)
     monkeypatch.setattr(counts, "count_all", list)
     file, report = tmp_path / "kernels.csv", tmp_path / "kernels.json"
-    code, out, _ = run(capsys, "-k", "block_tables", "--update", "--baseline", str(file), "--out", str(report))
-    assert code == 0
+    options = "-k", "block_tables", "--update", "--baseline", file, "--out", report
+    out = printed(capsys, "kernels", "--peers", "--targets", "sm_90", *options)
     ours, theirs = out.split("kernels of other packages, not gated:")
     assert "block_tables.update_block_tables" in ours and "vllm." not in ours
     assert "vllm.norm_kernel" in theirs and "block_tables." not in theirs and "without a baseline" not in theirs
@@ -162,8 +152,7 @@ def test_without_any_it_is_one_line_and_exit_2(
 ) -> None:
     monkeypatch.setattr(peers, "root_of", lambda package: None)
     forget()
-    code, out, err = run(capsys)
-    assert (code, out, err.count("\n")) == (2, "", 1)
+    err = refused(capsys, "kernels", "--peers", "--targets", "sm_90")
     assert "neither vllm nor mamba_ssm can be imported; run: pip install --no-deps vllm mamba-ssm einops" in err
 
 
