@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,9 @@ from bench.bisect.history import Trees
 from bench.harness import compare
 from hybrid_kv.guard.replay import to_json
 from hybrid_kv.guard.traffic import draw_scenario
-from tests.bench.bisect.toy import checkout, commit, git
-from tests.cli.run import run
+from tests.bench.bisect.toy import checkout, commit
+from tests.bench.harness.toy import git
+from tests.cli.run import refused, run
 
 Capture = pytest.CaptureFixture[str]
 
@@ -36,7 +36,7 @@ def test_the_commit_that_broke_a_rule_is_named_with_its_evidence(root: Path, cap
     assert code == 0
     assert out.startswith(f"{commits[4][:9]} is the first bad commit (7 commits that change hybrid_kv/, ")
     for line in (
-        "author    n <e@example.org>", "title     toy: number 4", "hybrid_kv/ANSWER", "step 0: request 0",
+        "author    t <t@example.com>", "title     toy: number 4", "hybrid_kv/ANSWER", "step 0: request 0",
         "evidence  before: no rule is broken; with it: broken rule: tokens", "packages  -torch==3, +torch==4",
     ):  # fmt: skip
         assert line in out
@@ -90,44 +90,36 @@ def test_a_merge_is_one_commit(root: Path, capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", ["unknown", "tree", "backwards", "same", "apart", "no git", "no file", "no scenario", "BAD"]
+    ("words", "said"),
+    [
+        ("v0 {bad}", "git knows no revision 'v0'"),
+        ("{good} .", "bisect tests commits, not the working tree; commit it and give HEAD"),
+        ("{bad} {good}", "it is the other way round; swap them"),
+        ("{raising} HEAD", "no commit after"),
+        ("{good} {apart}", "they have no commit in common"),
+        ("{good}", "BAD: scenario.json cannot run: ImportError: half a change"),
+        ("{good} {bad} --replay none.json", "none.json"),
+        ("{good} {bad} --replay broken.json", "broken.json is no scenario of this version"),
+        ("{good} HEAD HEAD", "'HEAD' is a third revision; options after -- are for"),
+        ("{good} --accuracy", "name what failed with one of: --replay FILE, --benchmark NAME, --accuracy"),
+    ],
 )
-def test_what_cannot_run_is_one_line_and_leaves_nothing(root: Path, capsys: Capture, wrong: str) -> None:
-    commits = checkout(root, ["", "tokens"])
-    ends, file = [commits[0], commits[1]], "scenario.json"
-    if wrong == "unknown":
-        ends, said = ["v0", commits[1]], "git knows no revision 'v0'"
-    elif wrong == "tree":
-        ends, said = [commits[0], "."], "bisect tests commits, not the working tree; commit it and give HEAD"
-    elif wrong == "backwards":
-        ends, said = ends[::-1], "it is the other way round; swap them"
-    elif wrong == "same":
-        ends, said = [commits[1], "HEAD"], "no commit after"
-    elif wrong == "apart":
-        git(root, "checkout", "-q", "--orphan", "other")
-        ends, said = [commits[0], commit(root, {}, "other")], "they have no commit in common"
-    elif wrong == "no git":
-        shutil.rmtree(root / ".git")
-        said = "bisect needs a git checkout of hybrid-kv"
-    elif wrong == "no file":
-        file, said = "none.json", "none.json"
-    elif wrong == "BAD":
-        commit(root, {"hybrid_kv/ANSWER": "raise"})
-        ends, said = [commits[0]], "BAD: scenario.json cannot run: ImportError: half a change"
-    else:
-        Path("broken.json").write_text("{}")
-        file, said = "broken.json", "broken.json is no scenario of this version"
-    code, out, err = run(capsys, "bisect", *ends, "--replay", file)
-    assert (code, out) == (2, "") and said in err and len(err.splitlines()) == 1
+def test_what_cannot_run_is_one_line_and_leaves_nothing(root: Path, capsys: Capture, words: str, said: str) -> None:
+    commits = dict(zip(("good", "bad", "raising"), checkout(root, ["", "tokens", "raise"]), strict=True))
+    commits["apart"] = git(root, "commit-tree", "HEAD^{tree}", "-m", "other")
+    Path("broken.json").write_text("{}")
+    assert said in refused(capsys, "bisect", "--replay", "scenario.json", *words.format(**commits).split())
     assert not Path("out").exists()
+
+
+def test_without_git_it_is_one_line(root: Path, capsys: Capture) -> None:
+    assert "bisect needs a git checkout of hybrid-kv" in refused(capsys, "bisect", "v0", "--replay", "scenario.json")
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ([], "name what failed with one of: --replay FILE, --benchmark NAME, --accuracy"),
-        (["--replay", "scenario.json", "--accuracy"], "name what failed with one of"),
-        (["HEAD", "HEAD", "--replay", "scenario.json"], "'HEAD' is a third revision; options after -- are for"),
         (["HEAD", "--accuracy", "--", "--seed", "3"], "--seed after --: bisect sets it itself"),
         (["--benchmark", "no such benchmark"], "no benchmark's name contains 'no such benchmark'"),
         (["--self-test", "--repetitions", "0"], "repetitions=0 must be an integer >= 1"),
@@ -135,8 +127,7 @@ def test_what_cannot_run_is_one_line_and_leaves_nothing(root: Path, capsys: Capt
 )
 def test_an_invalid_question_is_one_line(root: Path, capsys: Capture, words: list[str], said: str) -> None:
     commits = checkout(root, ["", "tokens"])
-    code, out, err = run(capsys, "bisect", commits[0], *words)
-    assert (code, out) == (2, "") and said in err and len(err.splitlines()) == 1
+    assert said in refused(capsys, "bisect", commits[0], *words)
     assert not Path("out").exists()
 
 
