@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from mutants.runner import run as runs
 from mutants.runner.generated import Generated, Source
 from mutants.runner.mutant import PACKAGE
 from mutants.runner.run import Forks, MutationRun, Row
+from tests.bench.bisect.toy import commit, git
 from tests.cli.run import run
 
 TEXT = '''"""A text of 1 line."""
@@ -128,14 +128,8 @@ def test_of_changed_lines_there_is_one_mutant_each(source: Source) -> None:
 
 def test_the_changed_lines_are_those_of_git(source: Source) -> None:
     folder = Path(generated.PACKAGE)
-
-    def git(*words: str) -> None:
-        name = ("-c", "user.name=t", "-c", "user.email=t@example.com", "-c", "commit.gpgsign=false")
-        subprocess.run(["git", *name, *words], cwd=folder, check=True, capture_output=True)
-
-    git("init", "-q")
-    git("add", ".")
-    git("commit", "-qm", "t")
+    git(folder, "init", "-q")
+    commit(folder, {})
     (folder / "cache/f.py").write_text(
         TEXT.replace("0 * x", "1 * x").replace("            14,\n", "            14,\n" * 3)
     )

@@ -2,9 +2,9 @@
 
 import os
 import re
-import subprocess
 
 from hybrid_kv.results import origin
+from tests.bench.bisect.toy import commit, git
 
 
 def test_provenance_does_not_name_the_host(monkeypatch):
@@ -20,22 +20,9 @@ def test_no_git_gives_an_empty_commit(monkeypatch):
 
 
 def test_distance_and_authors_come_from_git(tmp_path, monkeypatch):
-    def git(*arguments):
-        identity = ["-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false"]
-        done = subprocess.run(["git", *identity, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
-    def commit(file):
-        (tmp_path / file).parent.mkdir(exist_ok=True)
-        (tmp_path / file).write_text(file + str(len(made)))
-        git("add", "-A")
-        git("commit", "-q", "-m", file)
-        made.append(git("rev-parse", "HEAD"))
-
-    made = []
-    git("init", "-q")
-    for file in ("code.py", "results/guard.csv", "code.py", "README.md", "docs/page.md", "docs/picture.svg"):
-        commit(file)
+    files = ("code.py", "results/guard.csv", "code.py", "README.md", "docs/page.md", "docs/picture.svg")
+    git(tmp_path, "init", "-q")
+    made = [commit(tmp_path, {file: str(number)}, file) for number, file in enumerate(files)]
     monkeypatch.setattr(origin, "_REPOSITORY", tmp_path.resolve())
     head = origin.head()
     assert head.commit == made[-1]
@@ -47,6 +34,6 @@ def test_distance_and_authors_come_from_git(tmp_path, monkeypatch):
 
     infos = head.describe([made[3], "a" * 40, made[0], "HEAD", "--all", made[3]])
     assert set(infos) == {made[0], made[3]}
-    assert (infos[made[3]].author, infos[made[3]].subject) == ("n", "README.md")
+    assert (infos[made[3]].author, infos[made[3]].subject) == ("t", "README.md")
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", infos[made[3]].day)
     assert head.describe(["a" * 40]) == head.describe([]) == origin.NO_HEAD.describe(made) == {}

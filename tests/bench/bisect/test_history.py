@@ -14,8 +14,8 @@ from bench.bisect.generated import generate
 from bench.bisect.history import Trees
 from bench.bisect.question import NotMeasurableError
 from hybrid_kv.config import ConfigError
-from tests.bench.bisect.toy import checkout, git
-from tests.bench.harness.toy import TORCH, write_toy
+from tests.bench.bisect.toy import checkout
+from tests.bench.harness.toy import TORCH, git, write_toy
 
 
 def test_a_commit_without_files_leaves_no_folder(tmp_path: Path) -> None:

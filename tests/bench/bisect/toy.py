@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from tests.bench.harness.toy import git
 
 # A commit's answer is the text in hybrid_kv/ANSWER: a rule that is broken, or none.
 MAIN = """
@@ -18,12 +19,6 @@ print("scenario 0\\nstep 0: request 0")
 print(f"broken rule: {rule}" if rule else "no rule is broken")
 sys.exit(bool(rule))
 """
-
-
-def git(root: Path, *words: str) -> str:
-    identity = ("-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false")
-    done = subprocess.run(["git", *identity, *words], cwd=root, check=True, capture_output=True, text=True)
-    return done.stdout.strip()
 
 
 def commit(root: Path, files: Mapping[str, str], title: str = "commit") -> str:

@@ -31,10 +31,11 @@ from bench.harness.verdicts import (
 )
 from bench.harness.versions import Revision, find_revision, place
 from hybrid_kv import results
-from hybrid_kv.cli import main
 from hybrid_kv.results import Row, append_rows, check_file, read_rows
 from hybrid_kv.timing import fitness
+from tests.bench.bisect.toy import commit
 from tests.bench.harness.toy import TORCH, git, write_package, write_toy
+from tests.cli.run import refused, run
 
 BENCH = Path(driver.__file__).parents[1]
 SMALL = Design(pairs=3, samples=2)
@@ -64,12 +65,7 @@ def command(toy, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(driver, "ROOT", toy)
     monkeypatch.setattr(fitness, "examine", lambda _: SimpleNamespace(unfit=""))
 
-    def run(*arguments):
-        with pytest.raises(SystemExit) as left:
-            main(["compare", *arguments, "--results", str(tmp_path), "--seed", "3", "--pairs", "3"])
-        return left.value.code, *capsys.readouterr()
-
-    return run
+    return lambda *words: run(capsys, "compare", *words, "--results", tmp_path, "--seed", "3", "--pairs", "3")
 
 
 def verdicts_of(comparison, folder):
@@ -171,29 +167,13 @@ class Cell(namedtuple("Cell", "benchmark params tier make")):
 """
 
 
-def commit_with(folder, parent, files):
-    """A commit that has these files as well, made without touching the working tree."""
-    environment = {**os.environ, "GIT_INDEX_FILE": str(folder / ".git" / "another-index")}
-
-    def plumbing(*arguments, text=None):
-        name = ("-c", "user.name=t", "-c", "user.email=t@example.com")
-        command = ("git", *name, *arguments)
-        done = subprocess.run(command, cwd=folder, env=environment, input=text, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
-
-    plumbing("read-tree", parent)
-    for path, text in files.items():
-        blob = plumbing("hash-object", "-w", "--stdin", text=text)
-        plumbing("update-index", "--add", "--cacheinfo", f"100644,{blob},{path}")
-    return plumbing("commit-tree", plumbing("write-tree"), "-p", parent, "-m", "with files")
-
-
-def test_an_older_version_runs_the_benchmark_that_it_came_with(toy):
+def test_an_older_version_runs_the_benchmark_that_it_came_with(toy, tmp_path):
     """Today's `late` and `new` need `newer`; this version's own `late` times what it has, in the layout of its day."""
     own = {"bench/__init__.py": "", "bench/late.py": OWN_LATE, "bench/cases.py": OWN_CASES}
     own["bench/work.py"] = "import hybrid_kv\n\ndef step():\n    return hybrid_kv.step()\n"
-    old = commit_with(toy, "old", own)
+    own[".gitignore"] = ""
+    git(toy, "worktree", "add", "-q", "--detach", tmp_path / "old", "old")
+    old = commit(tmp_path / "old", own)
     comparison = compare(old, "slow", root=toy, select=["toy/new", "late", "toy/big"], design=SMALL)
     found = {one.name: one for one in outcomes_of(comparison, toy / "results")}
     assert {name: one.verdict for name, one in found.items()} == {
@@ -468,6 +448,7 @@ def test_the_command_prints_and_writes_everything(toy, command, tmp_path):
         (("old", "base", "-k", "late"), "nothing can be compared with old"),
         (("base", "blocks", "--acknowledge", " "), "--acknowledge needs a reason"),
         (("base", "--pairs", "2"), "fewer than 3 worker pairs"),
+        (("base", "--threshold", "0.001"), "--threshold"),
         (("base", "--out", "/dev/null/out.json"), "/dev/null cannot be written"),
         (("base", "base", "--tier", "gpu", "-k", "toy/"), "nothing can be compared with base ("),
         (("base", "base", "--tier", "gpu", "-k", "toy/"), "it needs a CUDA device"),
@@ -476,12 +457,7 @@ def test_the_command_prints_and_writes_everything(toy, command, tmp_path):
 def test_what_cannot_run_is_one_line_and_exit_2(toy, tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.setattr(driver, "ROOT", toy)
     monkeypatch.chdir(tmp_path)
-    split = arguments.index("--") if "--" in arguments else len(arguments)
-    with pytest.raises(SystemExit) as left:
-        main(["compare", "--results", ".", *arguments[:split], *arguments[split:]])
-    out, err = capsys.readouterr()
-    assert (left.value.code, out, err.count("\n")) == (2, "", 1)
-    assert message in err
+    assert message in refused(capsys, "compare", "--results", ".", *arguments)
     assert not (tmp_path / "compare.csv").exists()
 
 

@@ -10,7 +10,6 @@ from bench.harness.compare import CellInfo, Measured, take_times
 from bench.harness.inference import center, clopper_pearson, kept, p_slower
 from bench.harness.judgement import Design, Times, confirmed, verdict
 from bench.harness.verdicts import timed_outcomes
-from hybrid_kv.config import ConfigError
 from tests.bench.harness.test_inference import heavy, normal
 
 
@@ -136,9 +135,3 @@ def test_a_repeat_that_convinced_after_its_first_pairs_stays_convincing():
     first = {"a": Times(log_ratios=[0.1] * 6)}
     assert confirmed(first, {"a": Times(log_ratios=clear + noise)}, Design())["a"][0] == "slower"
     assert confirmed(first, {"a": Times(log_ratios=noise + clear)}, Design())["a"][0] == ""
-
-
-@pytest.mark.parametrize(("values", "message"), [({"pairs": 2}, "--pairs 2"), ({"threshold": 0.001}, "--threshold")])
-def test_a_design_that_can_say_nothing_is_refused(values, message):
-    with pytest.raises(ConfigError, match=message):
-        Design(**values)
