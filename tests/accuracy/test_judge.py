@@ -13,6 +13,7 @@ import pytest
 from hybrid_kv.accuracy import judge, run, tasks
 from hybrid_kv.results import append, read_rows
 from tests.accuracy.test_compare import COMMIT, PARAMS, call, record, result_of, write
+from tests.accuracy.test_tasks import write_gsm8k
 from tests.cli.run import refused
 
 
@@ -77,8 +78,7 @@ def test_against_on_the_command_line(
         (["--task", "gsm8k"], "--task gsm8k does not fit --against, whose run had gsm8k_synth"),
         (["--check-floor"], "exclude each other"),
     ):
-        code, _, error = call(capsys, *given, *more)
-        assert code == 2 and message in error
+        assert message in refused(capsys, "accuracy", *given, *more)
     assert len(calls) == count
 
 
@@ -146,13 +146,9 @@ def test_a_floor_for_more_questions_than_there_are_is_refused_before_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, no_questions: None
 ) -> None:
     monkeypatch.setattr(judge.threshold, "find_floor", lambda *_: None)
-    for name, count in (("train", 8), ("test", 3)):
-        lines = [json.dumps({"question": f"{i}?", "answer": f"#### {i}"}) + "\n" for i in range(count)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
-    code, _, error = call(
-        capsys, "--task", "gsm8k", "--gsm8k-dir", tmp_path, "--limit", "5", "--check-floor", "--results", tmp_path
-    )
-    assert (code, error) == (2, "error: the floor is for 5 questions, the task has 3\n")
+    write_gsm8k(tmp_path)
+    given = ["--task", "gsm8k", "--gsm8k-dir", tmp_path, "--limit", "5", "--check-floor", "--results", tmp_path]
+    assert refused(capsys, "accuracy", *given) == "error: the floor is for 5 questions, the task has 3\n"
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,8 +15,10 @@ from hybrid_kv.accuracy import run, tasks
 from hybrid_kv.accuracy.guard_model import FOLDER as GUARD_MODEL
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.engine.llm import LLM
+from hybrid_kv.models.loader import load_tokenizer
 from hybrid_kv.results import provenance, read_rows
 from tests.accuracy.lm import engine_model
+from tests.accuracy.test_compare import result_of
 from tests.accuracy.test_tasks import write_gsm8k
 from tests.cli import run as cli
 
@@ -72,7 +73,8 @@ def test_preemptions_change_no_answer(result: run.AccuracyResult) -> None:
 
 
 def test_refused_questions_are_invalid_not_wrong(result: run.AccuracyResult) -> None:
-    lengths = [len(o.prompt_token_ids) for o in _outputs()]
+    task, tokenizer = tasks.load_task("gsm8k_synth", limit=LIMIT), load_tokenizer(GUARD_MODEL)
+    lengths = [len(tokenizer.encode(task.fewshot_context(doc, 5))) for doc in task.test_docs()]
     limit = sorted(lengths)[LIMIT // 2]
     partly = run.evaluate_guard_model(LIMIT, **ENGINE | {"max_model_len": limit})
     refused = [record for record in partly.records if record.error is not None]
@@ -83,37 +85,19 @@ def test_refused_questions_are_invalid_not_wrong(result: run.AccuracyResult) -> 
         run.evaluate_guard_model(LIMIT, **ENGINE | {"max_model_len": 16})
 
 
-def _outputs() -> list[Any]:
-    task = tasks.load_task("gsm8k_synth", limit=LIMIT)
-    llm = LLM(GUARD_MODEL, **ENGINE)
-    prompts = [task.fewshot_context(doc, 5) for doc in task.test_docs()]
-    from hybrid_kv.sampling import SamplingParams
-
-    return llm.generate(prompts, SamplingParams(max_tokens=1), progress=False)
-
-
-def record(doc_id: int, **values: Any) -> run.QuestionRecord:
-    filled = dict.fromkeys(("doc_hash", "prompt_hash", "target_hash", "output_sha"), "x") | {"n_tokens": 4}
-    flags = {"correct": False, "correct_flexible": False, "invalid": False, "error": None}
-    return run.QuestionRecord(doc_id, **{**filled, **flags, "steps": None, "needs_latch": None, **values})
-
-
 def test_averages_and_rows() -> None:
-    records = (
-        record(0, correct=True, correct_flexible=True),
-        record(1, correct_flexible=True, invalid=True),
-        record(2),
-    )
-    made = run.AccuracyResult("gsm8k", {"seed": 0}, (*records, record(3, n_tokens=12)), 100, 0, 2.0)
+    made = result_of(["right", "flexible", "wrong", "wrong"])
+    longer = dataclasses.replace(made.records[3], n_tokens=11)
+    made = dataclasses.replace(made, records=(*made.records[:3], longer), seconds=2.0)
     assert (made.accuracy, made.accuracy_flexible, made.invalid_rate) == (0.25, 0.5, 0.25)
-    assert (made.mean_tokens, made.tokens_per_second) == (6.0, 12.0)
+    assert (made.mean_tokens, made.tokens_per_second) == (8.0, 16.0)
     assert list(made.groups()) == ["all"]
     rows = {row.metric: row for row in run.rows(made)}
     assert {name: row.value for name, row in rows.items()} == {
         "exact_match_strict": 0.25,
         "exact_match_flexible": 0.5,
         "invalid_rate": 0.25,
-        "mean_output_tokens": 6.0,
+        "mean_output_tokens": 8.0,
     }
     assert {row.n for row in rows.values()} == {4}
     assert rows["invalid_rate"].better == "lower" and rows["exact_match_strict"].better == "higher"
@@ -126,7 +110,8 @@ def test_a_rate_of_zero_is_reported_and_none_is_not(
     caches: bool, cached: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cached *= caches
-    made = run.AccuracyResult("gsm8k", {}, (record(0),), 100, 0, 2.0, cached, 50, 0, caches)
+    own = {"num_cached_tokens": cached, "num_draft_tokens": 50, "caches_prefixes": caches}
+    made = dataclasses.replace(result_of(["wrong"]), **own)
     rows = {row.metric: row.value for row in run.rows(made)}
     run.print_result(made)
     printed = capsys.readouterr().out
@@ -205,7 +190,7 @@ def test_gsm8k_runs_offline(tmp_path: Path) -> None:
         (["--model", "/nowhere/at/all"], "/nowhere/at/all does not exist"),
         (["--task", "gsm9k", "--model", "/nowhere"], "'gsm9k' is unknown"),  # found before a model is loaded
         (["--task", "gsm8k", "--gsm8k-dir", "/nowhere"], "/nowhere/train.jsonl: No such file"),
-        (["--limit", "0"], "given '0'"),
+        (["--limit", "0"], "Invalid value for '--limit'"),
         (["--attention-backend", "NOPE"], "NOPE"),
         (["--results", "{file}/a"], "cannot be written"),
         (["--samples", "{file}/a.jsonl"], "cannot be written"),

@@ -16,6 +16,7 @@ from hybrid_kv.models.loader import load_tokenizer
 from hybrid_kv.targets.target import Answer, Ask, TargetError
 from tests.accuracy.lm import instance
 from tests.accuracy.test_compare import call
+from tests.cli.run import refused
 from tests.serve.conftest import OPTIONS, Served, served
 
 QUESTION = "Question: Ann has 3 pens. Ann buys 4 more. How many pens does Ann have now?\nAnswer:"
@@ -126,8 +127,7 @@ def test_what_cannot_be_asked_is_said_in_one_line(
         (["--target", server.url, "--model", "guard_model_qwen3_5"], "serves guard_model, not guard_model_qwen3_5"),
         (["--target", server.url, "--num-blocks", "9"], "num_blocks is for this engine alone; leave it out"),
     ):
-        code, printed, error = call(capsys, *given, "--limit", "2", "--results", tmp_path)
-        assert (code, printed) == (2, "") and said in error and error.count("\n") == 1
+        assert said in refused(capsys, "accuracy", *given, "--limit", "2", "--results", tmp_path)
     assert not list(tmp_path.iterdir())
 
 

@@ -241,6 +241,7 @@ def test_the_tool_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
     assert json.loads((tmp_path / "t.json").read_text())["floors"] == floors
     assert "0 clean runs" in refused(capsys, "accuracy", "threshold", "--rows", csv, "--file", file, "--limit", "100")
     refused(capsys, "accuracy", "threshold", "--rows", tmp_path / "nowhere.csv")
+    assert "Invalid value for '--limit'" in refused(capsys, "accuracy", "threshold", "--limit", "0")
 
 
 @pytest.mark.parametrize("name", ["questions", "distinct"])
