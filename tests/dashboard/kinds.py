@@ -143,14 +143,7 @@ def operating_curve() -> list[dict[str, Any]]:
         return row(43, params, benchmark=benchmark, metric=metric, value=share, **same)
 
     return [
-        row(
-            43,
-            {"experiment": "e", "number": 0},
-            suite="operating_curve",
-            benchmark="trial",
-            metric="alarms",
-            unit="alarms",
-        ),
+        row(43, {"number": 0}, suite="operating_curve", benchmark="trial", metric="alarms", unit="alarms"),
         rate("any benchmark", "false_alarm_rate", 0, 1, 50),
         rate("calm/step[K=3]", "false_alarm_rate", 0, 0, 50, "pass"),
         rate("wild/step[K=3]", "false_alarm_rate", 0, 3, 50, "fail"),

@@ -45,26 +45,17 @@ def test_a_missing_folder_is_one_line(tmp_path: Path) -> None:
         load(tmp_path / "none")
 
 
-def test_a_machine_with_a_gpu_is_another_machine(tmp_path: Path) -> None:
-    found = results(tmp_path, row(0), row(1, device="H200"), row(2, device=""))
-    assert list(found.rows["machine"]) == ["box", "box, H200", "box"]
-    assert found.machines == ["box", "box, H200"]
-
-
-def test_static_metrics_belong_to_no_machine(tmp_path: Path) -> None:
-    found = results(tmp_path, row(0, suite="kernels", device="H200"), row(1, machine="other"))
-    assert list(found.rows["machine"]) == ["", "other"]
-    assert found.machines == ["other"]
-
-
-def test_the_numbers_behind_a_check_move_no_machine_to_another_row(tmp_path: Path) -> None:
+def test_a_machine_with_a_gpu_is_another_and_static_metrics_belong_to_none(tmp_path: Path) -> None:
     guard = [row(0, suite="guard", benchmark="layout", metric=name) for name in ("views", "views:at_most", "views:n")]
-    found = results(tmp_path, *guard, row(1, suite="kernels"), row(2, machine="other"))
-    assert list(zip(found.rows["suite"], found.rows["machine"], strict=True)) == [
+    rows = [row(1, suite="kernels", device="H200"), row(2, device="H200"), row(3, machine="other", device="")]
+    found = results(tmp_path, *guard, *rows)
+    assert [*zip(found.rows["suite"], found.rows["machine"], strict=True)] == [
         ("guard", "box"),
         ("kernels", ""),
+        ("state_update", "box, H200"),
         ("state_update", "other"),
     ]
+    assert found.machines == ["other", "box, H200", "box"]  # the newest first
 
 
 def test_how_a_number_came_about_is_not_what_it_is_of(tmp_path: Path) -> None:

@@ -75,33 +75,25 @@ def test_rows_of_head_are_current(tmp_path: Path) -> None:
     assert word_and_age(tmp_path, row(9, verdict="pass")) == ("pass", "Every row is of the code of HEAD (0000900).")
 
 
+GONE = "Of a commit that this checkout does not have: 1 rows."
+OTHER = [row(9), row(3, suite="guard"), row(7, machine="b")]
+
+
 @pytest.mark.parametrize(
-    ("rows", "age"),
+    ("rows", "day", "age"),
     [
-        (
-            [row(8, verdict="pass")],
-            "The oldest row is of 2026-01-09. Rows are up to 1 commit from HEAD (0000900).",
-        ),
-        (
-            [row(9, verdict="pass"), row(3, verdict="pass", suite="guard"), row(7, verdict="pass", machine="b")],
-            "The oldest row is of 2026-01-04. Rows are up to 6 commits from HEAD (0000900).",
-        ),
-        (
-            [row(9, {"i": i}, verdict="pass", dirty=i < 2) for i in range(3)],
-            "The oldest row is of 2026-01-10. Of a changed tree: 2 rows.",
-        ),
-        (
-            [row(20, verdict="pass")],
-            "The oldest row is of 2026-01-21. Of a commit that this checkout does not have: 1 rows.",
-        ),
-        (
-            [row(9, verdict="pass", commit="")],
-            "The oldest row is of 2026-01-10. Of a commit that this checkout does not have: 1 rows.",
-        ),
+        ([row(8)], "2026-01-09", "Rows are up to 1 commit from HEAD (0000900)."),
+        (OTHER, "2026-01-04", "Rows are up to 6 commits from HEAD (0000900)."),
+        ([row(9, {"i": i}, dirty=i < 2) for i in range(3)], "2026-01-10", "Of a changed tree: 2 rows."),
+        ([row(20)], "2026-01-21", GONE),
+        ([row(9, commit="")], "2026-01-10", GONE),
     ],
 )
-def test_rows_of_other_code_turn_the_verdict_amber(tmp_path: Path, rows: list[dict[str, Any]], age: str) -> None:
-    assert word_and_age(tmp_path, *rows) == ("stale", age)
+def test_rows_of_other_code_turn_the_verdict_amber(
+    tmp_path: Path, rows: list[dict[str, Any]], day: str, age: str
+) -> None:
+    passed = [one | {"verdict": "pass"} for one in rows]
+    assert word_and_age(tmp_path, *passed) == ("stale", f"The oldest row is of {day}. {age}")
 
 
 def test_a_failure_stays_a_failure_however_old(tmp_path: Path) -> None:
