@@ -111,42 +111,30 @@ def test_a_folder_may_hold_both_kinds(tmp_path, capsys):
     assert printed(capsys, "results", tmp_path / "rows").endswith("3 rows\n")
 
 
-def truncated(place: Path) -> None:
-    file = sorted(place.rglob("rows.parquet"))[-1]
-    file.write_bytes(file.read_bytes()[:-9])
-
-
-def other_schema(place: Path) -> None:
-    (place / "schema=1").rename(place / "schema=2")
-
-
-def foreign(place: Path) -> None:
+def foreign(path: Path) -> None:
     import duckdb
 
-    file = sorted(place.rglob("rows.parquet"))[-1]
-    duckdb.sql("SELECT 1 AS a").write_parquet(str(file))
-
-
-def empty(place: Path) -> None:
-    file = sorted(place.rglob("rows.parquet"))[-1]
-    file.write_bytes(b"")
+    duckdb.sql("SELECT 1 AS a").write_parquet(str(path))
 
 
 @pytest.mark.parametrize(
-    ("break_it", "said"),
+    ("name", "break_it", "said"),
     [
-        (truncated, "rows.parquet'"),
-        (other_schema, "holds schema=2; this version reads schema=1"),
-        (foreign, "rows.parquet holds no rows of `hybrid-kv results export`; this version reads schema 1"),
-        (empty, "rows.parquet' too small to be a Parquet file"),
+        ("rows.parquet", lambda path: path.write_bytes(path.read_bytes()[:-9]), "rows.parquet'"),
+        ("schema=1", lambda path: path.rename(path.with_name("schema=2")), "schema=2; this version reads schema=1"),
+        (
+            "rows.parquet",
+            foreign,
+            "rows.parquet holds no rows of `hybrid-kv results export`; this version reads schema 1",
+        ),
+        ("rows.parquet", lambda path: path.write_bytes(b""), "rows.parquet' too small to be a Parquet file"),
     ],
-    ids=lambda one: getattr(one, "__name__", ""),
 )
-def test_a_damaged_data_set_is_one_line(tmp_path, capsys, break_it, said):
+def test_a_damaged_data_set_is_one_line(tmp_path, capsys, name, break_it, said):
     place = tmp_path / "all.parquet"
     write(tmp_path, [row(0, suite=f"s{i}") for i in range(40)], "a.csv")  # enough files for several threads
     export_rows([tmp_path / "a.csv"], place)
-    break_it(place)
+    break_it(max(place.rglob(name)))
     for words in (["--last", "1"], ["--check"]):
         error = refused(capsys, "results", place, *words)
         assert len(error) < 600 and str(place) in error and said in error
