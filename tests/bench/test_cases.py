@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import bench
+from bench import _reference, causal_conv1d, gated_norm, kernel_blocks, paged_attention, ssd, state_update
 from bench.harness import cells as cases
 from bench.harness import registry
 from bench.harness.cells import WrongResultError
@@ -283,8 +284,6 @@ def test_a_injected_mistake_is_a_wrong_result(monkeypatch, target, inject, words
 
 def test_references_are_right():
     """Against torch's own."""
-    from bench import _reference
-
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(length, heads, 8, generator=g).double() for length, heads in ((3, 4), (7, 2), (7, 2)))
     mask = torch.ones(3, 7, dtype=torch.bool).tril(4)
@@ -307,8 +306,6 @@ def test_references_are_right():
 
 
 def test_near_and_equal_refuse():
-    from bench import _reference
-
     assert _reference.near("x", [1.0, 2.0], [1.0, 2.2], 0.1) == pytest.approx(0.2 / 2.2)
     for wrong in ([1.0, 2.0], [1.0, float("nan")], [1.0]):
         with pytest.raises(WrongResultError, match="x"):
@@ -326,24 +323,18 @@ def wrong_by_a_tenth(function):
     return lambda *arguments: function(*arguments) * 1.1
 
 
-@pytest.mark.parametrize("name", ["conv_prefill", "chunk_scan", "gated_norm", "expand", "paged_attention"])
-def test_a_wrong_kernel_is_a_wrong_result(name):
-    from bench import causal_conv1d, gated_norm, kernel_blocks, paged_attention, ssd
-    from hybrid_kv.kernels.causal_conv1d import causal_conv1d_prefill_reference
-    from hybrid_kv.kernels.gated_norm import gated_rms_norm_reference
-    from hybrid_kv.kernels.ssd import chunk_scan_prefill_reference
+NANO = "nemotron-3-nano-tp8"
+KERNELS = {
+    causal_conv1d.causal_conv1d_prefill_reference: lambda f: causal_conv1d.prompts(0, NANO, 40, 2, f, "cpu"),
+    ssd.chunk_scan_prefill_reference: lambda f: ssd.prompts(0, NANO, 40, 2, f, "cpu"),
+    gated_norm.gated_rms_norm_reference: lambda f: gated_norm.norm(0, NANO, 3, f, "cpu", torch.bfloat16),
+    kernel_blocks.expand_torch: lambda f: kernel_blocks.table_expansion(0, 3, 5, 8, f, "cpu"),
+    paged_attention.by_torch: lambda f: paged_attention.pages(0, NANO, 2, 3, 48, f, "cpu"),
+}
 
-    model, bf16 = "nemotron-3-nano-tp8", torch.bfloat16
-    build, plain = {
-        "conv_prefill": (
-            lambda f: causal_conv1d.prompts(0, model, 40, 2, f, "cpu"),
-            causal_conv1d_prefill_reference,
-        ),
-        "chunk_scan": (lambda f: ssd.prompts(0, model, 40, 2, f, "cpu"), chunk_scan_prefill_reference),
-        "gated_norm": (lambda f: gated_norm.norm(0, model, 3, f, "cpu", bf16), gated_rms_norm_reference),
-        "expand": (lambda f: kernel_blocks.table_expansion(0, 3, 5, 8, f, "cpu"), kernel_blocks.expand_torch),
-        "paged_attention": (lambda f: paged_attention.pages(0, model, 2, 3, 48, f, "cpu"), paged_attention.by_torch),
-    }[name]
+
+@pytest.mark.parametrize(("plain", "build"), KERNELS.items(), ids=[one.__name__ for one in KERNELS])
+def test_a_wrong_kernel_is_a_wrong_result(plain, build):
     assert build(plain).check() >= 0
     with pytest.raises(WrongResultError):
         build(wrong_by_a_tenth(plain)).check()
@@ -360,15 +351,10 @@ def test_gpu_cells_are_right(cell):
 
 
 def test_bfloat16_tolerances_hold_for_the_reference():
-    from bench import state_update
-
-    kernel = state_update.selective_state_update_slots_reference
-    assert state_update.slots(0, "nemotron-3-nano-tp8", 2, 3, kernel, "cpu", torch.bfloat16).check() > 0
+    kernel, here = state_update.selective_state_update_slots_reference, ("cpu", torch.bfloat16)
+    assert state_update.slots(0, NANO, 2, 3, kernel, *here).check() > 0
     for flush in (False, True):
-        case = state_update.recompute(
-            0, "nemotron-3-nano-tp8", 2, 3, flush, "recompute_update_reference", "cpu", torch.bfloat16
-        )
-        assert case.check() > 0
+        assert state_update.recompute(0, NANO, 2, 3, flush, "recompute_update_reference", *here).check() > 0
 
 
 def test_a_renamed_benchmark_is_found_in_older_versions_by_its_former_name():
