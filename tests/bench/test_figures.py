@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import re
+import shutil
 import subprocess
-import zipfile
 from pathlib import Path
 
 from bench import figures
@@ -18,11 +17,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def committed(folder: Path) -> Path | None:
     """The results of the last commit, without the rows that commands have appended since; None outside of git."""
-    packed = subprocess.run(["git", "archive", "--format=zip", "HEAD", "results"], cwd=ROOT, capture_output=True)
-    if packed.returncode:
+    packed = folder / "results.zip"
+    if subprocess.run(["git", "archive", "-o", packed, "HEAD", "results"], cwd=ROOT, capture_output=True).returncode:
         return None
-    with zipfile.ZipFile(io.BytesIO(packed.stdout)) as archive:
-        archive.extractall(folder)
+    shutil.unpack_archive(packed, folder)
     return folder / "results"
 
 

@@ -374,29 +374,19 @@ def test_a_call_is_timed_alone_behind_other_buffers(monkeypatch):
 
 
 def test_what_passes_through_the_cache_is_larger_than_it(monkeypatch):
-    made = []
+    about = SimpleNamespace(name="A GPU", L2_cache_size=4096)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="A GPU", L2_cache_size=4096)
-    )
-    ones, zeros = torch.ones, torch.zeros
-
-    def on_cpu(make):
-        def made_on_cpu(*args, device, **options):
-            made.append(make(*args, **options))
-            return made[-1]
-
-        return made_on_cpu
-
-    monkeypatch.setattr(torch, "ones", on_cpu(ones))
-    monkeypatch.setattr(torch, "zeros", on_cpu(zeros))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: about)
+    for name in ("ones", "zeros"):
+        make = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda size, dtype, device, make=make: make(size, dtype=dtype))
     monkeypatch.setattr(Cuda, "capture", lambda self, run: run)
     device = Cuda()
-    ring = made[:3]
+    ring = device._ring
     assert all(part.nbytes >= 4 * 4096 for part in ring)
     ring[0].fill_(7)
     device._evict()
-    assert bool((ring[1] == 7).all()) and int(made[3]) == ring[2].numel()  # written, then another one is read
+    assert bool((ring[1] == 7).all()) and int(device._sum) == ring[2].numel()  # written, then another one is read
     entry = device.copy()
     assert entry.num_bytes == 2 * ring[0].nbytes
     case = entry.make()
