@@ -38,14 +38,10 @@ def mutant(*changes: Change) -> KnownBug:
 
 
 @pytest.mark.parametrize("known", read_mutants(), ids=lambda known: known.id)
-def test_each_mutant_changes_the_code_as_it_is_and_leaves_it_python(known: KnownBug) -> None:
+def test_each_mutant_changes_the_code_as_it_is_under_settings_of_our_target(known: KnownBug) -> None:
     for text in known.changed().values():
         ast.parse(text)
     assert known.references and known.mechanism.endswith(".")
-
-
-@pytest.mark.parametrize("known", read_mutants(), ids=lambda known: known.id)
-def test_the_settings_of_a_mutant_are_levels_of_our_target(known: KnownBug) -> None:
     for factor, level in known.settings.items():
         assert factor == "model" or level in LEVELS[factor]
 
