@@ -6,31 +6,27 @@ import json
 
 import pytest
 
-from hybrid_kv.results import Provenance, Row, append, append_rows, read_rows
+from hybrid_kv.results import read_rows
 from tests.cli.run import printed, refused
-from tests.results.rows import GOOD, ROW, damaged
+from tests.dashboard.rows import row, write
+from tests.results.rows import RECEIPT, damaged
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path):
     """Two files, four rows: three days, two commits, a row without a commit."""
-    times = iter(["2026-11-03", "2026-11-01", "2026-11-02", "2026-11-02"])
+    guard = {"suite": "guard", "benchmark": "b", "unit": "", "commit": "a" * 40}
+    h200 = {"device": "NVIDIA H200", "dirty": True, "commit": "b" * 40, "suite": "s", "benchmark": "b", "n": 1}
+    interval = {"ci_low": 6, "ci_high": 8, "n": 5, "verdict": "fail"}
     made = [
-        (ROW, "a" * 40, "cpu"),
-        (GOOD[1], "b" * 40, "NVIDIA H200"),
-        (Row("guard", "Other", "blocks held", 7, ci_low=6, ci_high=8, n=5, verdict="fail"), "", "cpu"),
-        (Row("guard", "b", "μ", 1), "a" * 40, "cpu"),
+        row(2, **guard, metric="held_blocks", value=3),
+        row(0, **h200, metric="t", value=2.0, unit="us", ci_low=1.0, ci_high=3.0) | {"params": RECEIPT},
+        row(1, **{**guard, "benchmark": "Other", "commit": ""}, metric="blocks held", value=7, **interval),
+        row(1, **guard, metric="μ", value=1),
     ]
-    for i, (row, commit, device) in enumerate(made):
-        changed = Provenance(f"{i:012x}", commit, bool(i == 1), device, f"box {i}", "3.11", "2.13", "")
-        monkeypatch.setattr(append, "provenance", lambda changed=changed: changed)
-        file = tmp_path / "rows" / ("x.csv" if i % 2 else "y.csv")
-        append_rows(file, [row])
-        day = next(times)
-        lines = file.read_text().splitlines(keepends=True)
-        fields = lines[-1].split(",", 3)
-        file.write_text("".join(lines[:-1]) + ",".join([*fields[:2], f"{day}T12:00:00Z", fields[3]]))
-    return tmp_path / "rows"
+    made = [one | {"run_id": f"{i:012x}", "machine": f"box {i}"} for i, one in enumerate(made)]
+    write(tmp_path / "rows", made[1::2], "x.csv")
+    return write(tmp_path / "rows", made[::2], "y.csv")
 
 
 @pytest.mark.parametrize(
@@ -48,9 +44,9 @@ def folder(tmp_path, monkeypatch):
         (["--commit", "BBBB"], [1]),
         (["--machine", "box 2"], [2]),
         (["--device", "h200"], [1]),
-        (["--since", "2026-11-02"], [3, 2, 0]),
-        (["--since", "2026-11-02T12:00:01Z"], [0]),
-        (["--since", "2026-11-02T13:00:00+01:00"], [3, 2, 0]),
+        (["--since", "2026-01-02"], [3, 2, 0]),
+        (["--since", "2026-01-02T00:00:01Z"], [0]),
+        (["--since", "2026-01-02T01:00:00+01:00"], [3, 2, 0]),
         (["--last", "2"], [2, 0]),
         (["--last", "9"], [1, 3, 2, 0]),
         (["--last", "9" * 30], [1, 3, 2, 0]),
