@@ -138,8 +138,8 @@ def test_samples_do_not_replace_the_baseline(
     a = write(tmp_path / "a.jsonl", [record(0)])
     (tmp_path / "link.jsonl").symlink_to(a)
     before = a.read_bytes()
-    code, _, error = call(capsys, "--against", a, "--samples", tmp_path / "link.jsonl", "--results", tmp_path)
-    assert code == 2 and "would replace the baseline" in error and a.read_bytes() == before
+    given = ["--against", a, "--samples", tmp_path / "link.jsonl", "--results", tmp_path]
+    assert "would replace the baseline" in refused(capsys, "accuracy", *given) and a.read_bytes() == before
 
 
 def test_a_floor_for_more_questions_than_there_are_is_refused_before_the_run(

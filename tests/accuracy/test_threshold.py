@@ -20,6 +20,7 @@ from hybrid_kv.accuracy.threshold import Floor, floor_of
 from hybrid_kv.config import ConfigError, HybridKVError
 from tests.accuracy.test_compare import call, result_of
 from tests.cli.run import refused
+from tests.dashboard.rows import row, write
 
 COMMIT, OLDER = "c" * 40, "b" * 40
 PLAIN = {"model": "guard_model", "task": "gsm8k_synth", "limit": 250, "num_fewshot": 5, "lm_eval": "0.4.13"}
@@ -29,20 +30,11 @@ def rows(scores: list[float], seeds: list[int] | None = None, **changes: Any) ->
     """Rows of both filters of runs with these strict scores; the flexible ones are a little higher."""
     params = changes.pop("params", PLAIN)
     made = []
+    same = {"commit": COMMIT, "suite": "accuracy", "benchmark": "gsm8k_synth", "unit": "", "n": 250} | changes
     for i, score in enumerate(scores):
-        seed = {"seed": i if seeds is None else seeds[i]}
-        shared = {
-            "run_id": f"{changes.get('commit', COMMIT)[:1]}{i}",
-            "time_utc": f"2026-11-{10 + i}T00:00:00Z",
-            "commit": COMMIT,
-            "dirty": False,
-            "suite": "accuracy",
-            "benchmark": "gsm8k_synth",
-            "params": json.dumps(params | seed),
-            "n": 250,
-        } | changes
-        made.append({**shared, "metric": "exact_match_strict", "value": score})
-        made.append({**shared, "metric": "exact_match_flexible", "value": min(1.0, score + 0.004)})
+        own = params | {"seed": i if seeds is None else seeds[i]}
+        for metric, value in (("exact_match_strict", score), ("exact_match_flexible", min(1.0, score + 0.004))):
+            made.append(row(i, own, metric=metric, value=value, run_id=f"{same['commit'][:1]}{i}", **same))
     return pd.DataFrame(made)
 
 
@@ -56,7 +48,7 @@ def test_a_floor_from_ten_runs() -> None:
     assert (floor.runs, floor.distinct, floor.questions, floor.commit) == (10, 2500, 250, COMMIT)
     assert floor.mean == pytest.approx(statistics.mean(scores)) and floor.sd == pytest.approx(statistics.stdev(scores))
     assert floor.floor == floor_of(floor.mean, floor.sd, 250, 2500) == pytest.approx(floor.mean - 4 * floor.sd)
-    assert floor.date == "2026-11-19"
+    assert floor.date == "2026-01-10"
     flexible = threshold.floor_from_rows(rows(scores), "guard_model", "gsm8k_synth", run.FLEXIBLE, 250)
     assert flexible.mean == pytest.approx(floor.mean + 0.004)
 
@@ -216,19 +208,14 @@ def test_check_floor_on_the_command_line(
     assert set(verdicts.values()) == {""}
     # Found before anything is sent; a run that had fewer questions than it should is not judged.
     monkeypatch.setattr(run, "evaluate", lambda *_, **__: pytest.fail("sent"))
-    code, _, error = call(capsys, "--check-floor", "--filter", answer_filter, "--limit", "50", "--results", tmp_path)
-    assert code == 2 and "there is one for --limit 250" in error
+    given = ["--check-floor", "--filter", answer_filter, "--limit", "50", "--results", tmp_path]
+    assert "there is one for --limit 250" in refused(capsys, "accuracy", *given)
     with pytest.raises(ConfigError, match="for 250 questions, the run had 249"):
         threshold.check(result_of(["right"] * 249), floor)
 
 
 def test_the_tool_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, csv = tmp_path / "t.yaml", tmp_path / "rows.csv"
-    frame = rows([0.9, 0.92] * 6)
-    for column in results.COLUMNS:
-        frame[column] = frame.get(column, 1 if column == "schema" else "")
-    frame["ci_low"], frame["ci_high"], frame["better"] = "", "", "higher"
-    frame[list(results.COLUMNS)].to_csv(csv, index=False)
+    file, csv = tmp_path / "t.yaml", write(tmp_path, rows([0.9, 0.92] * 6)) / "made.csv"
     code, printed, _ = call(capsys, "threshold", "--rows", csv, "--file", file)
     assert code == 0 and printed.count("12 runs") == 2 and "was" not in printed
     assert {floor.filter for floor in threshold.read_floors(file)} == {run.STRICT, run.FLEXIBLE}
