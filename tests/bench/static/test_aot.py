@@ -6,7 +6,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -236,23 +235,16 @@ k:                                      ; @k
 	.section	.rodata,"a",@progbits
 	v_not_an_instruction
 """
-ONE_OF_EACH = ("shared", "local", "tensor", "float", "convert", "special", "shuffle", "control")
+EACH = dict.fromkeys(("shared", "local", "tensor", "float", "convert", "special", "shuffle", "control"), 1)
+EACH |= {"integer": 2, "barrier": 2}
 
 
 @pytest.mark.parametrize(
     ("isa", "code", "expected"),
     [
-        ("sass", SASS, dict.fromkeys(ONE_OF_EACH, 1) | {"integer": 2, "global": 2, "barrier": 2}),
-        (
-            "ptx",
-            PTX,
-            dict.fromkeys(ONE_OF_EACH, 1) | {"integer": 2, "global": 3, "barrier": 2, "control": 2} | {"local": 0},
-        ),
-        (
-            "amdgcn",
-            AMDGCN,
-            dict.fromkeys(ONE_OF_EACH, 1) | {"integer": 2, "global": 3, "barrier": 2, "shuffle": 2},
-        ),
+        ("sass", SASS, EACH | {"global": 2}),
+        ("ptx", PTX, EACH | {"global": 3, "control": 2, "local": 0}),
+        ("amdgcn", AMDGCN, EACH | {"global": 3, "shuffle": 2}),
     ],
 )
 def test_every_instruction_is_found_and_classed(isa: str, code: str, expected: dict[str, int]) -> None:
@@ -312,11 +304,7 @@ def test_blocks_per_sm(target: str, registers: int, shared: int, num_warps: int,
 def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Starting workers takes longer than compiling, which is done once. Counts have their own tests."""
     once = cache(compile._measure)
-
-    def measure_here(*what: Any) -> Iterator[Measurement]:
-        return (once(*job) for job in compile.jobs(*what))
-
-    monkeypatch.setattr(gate, "measure", measure_here)
+    monkeypatch.setattr(gate, "measure", lambda *what: (once(*job) for job in compile.jobs(*what)))
     monkeypatch.setattr(counts, "count_all", list)
 
 

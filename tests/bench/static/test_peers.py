@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -85,12 +84,8 @@ def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     folder = tmp_path / "peer" / OPS
     folder.mkdir(parents=True)
     (tmp_path / "peer" / "vllm" / "__init__.py").write_text("raise ImportError('no extensions')\n")
-    for name, text in (
-        ("layernorm_gated", NORM),
-        ("helpers", HELPERS),
-        ("mamba_ssm", BROKEN),
-        ("ssd_combined", "import made_up_package\n"),
-    ):
+    files = {"layernorm_gated": NORM, "helpers": HELPERS, "mamba_ssm": BROKEN}
+    for name, text in {**files, "ssd_combined": "import made_up_package\n"}.items():
         (folder / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path / "peer")
     root = peers.root_of
@@ -123,10 +118,7 @@ def test_a_launch_is_recorded_as_triton_would_compile_it(monkeypatch: pytest.Mon
 def test_the_command_shows_them_apart_and_gates_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def measure_here(*what: Any) -> Iterator[compile.Measurement]:
-        return (compile._measure(*job) for job in compile.jobs(*what))
-
-    monkeypatch.setattr(gate, "measure", measure_here)
+    monkeypatch.setattr(gate, "measure", lambda *what: (compile._measure(*job) for job in compile.jobs(*what)))
     monkeypatch.setattr(counts, "count_all", list)
     file, report = tmp_path / "kernels.csv", tmp_path / "kernels.json"
     options = "-k", "block_tables", "--update", "--baseline", file, "--out", report
