@@ -31,8 +31,7 @@ def test_a_commit_without_files_leaves_no_folder(tmp_path: Path) -> None:
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A toy on a clock that counts work."""
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text(TORCH)
+    (tmp_path / "torch.py").write_text(TORCH)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return write_toy(tmp_path / "toy")
 

@@ -15,6 +15,7 @@ from bench.harness import asv_classes, history, registry
 from bench.harness import cells as cases
 from bench.harness.cells import Case, Cell, WrongResultError
 from hybrid_kv.errors import HybridKVError
+from tests.bench.harness.test_measurement import failing_after
 
 ROOT = Path(asv_classes.__file__).resolve().parents[2]
 CLASSES = asv_classes.classes()
@@ -73,25 +74,14 @@ def test_a_call_is_a_sample_and_building_and_checking_do_not_count(registered, m
 
 
 def test_a_wrong_result_fails_before_and_after(registered):
-    errors = iter([0.0, None])
-
-    def check():
-        if next(errors) is None:
-            raise WrongResultError("injected")
-        return 0.0
-
-    one = registered(lambda: Case(lambda: None, check))
+    one = registered(lambda: failing_after(0))
+    with pytest.raises(WrongResultError, match="injected"):
+        one.time_some_thing(1)
+    one.teardown(1)  # nothing was made
+    one = registered(lambda: failing_after(1))
     one.time_some_thing(1)
     with pytest.raises(WrongResultError, match="injected"):
         one.teardown(1)
-
-    def wrong():
-        raise WrongResultError("injected")
-
-    one = asv_classes._class([Cell("offload", "other", {"x": 1}, "cpu", lambda: Case(lambda: None, wrong))])()
-    with pytest.raises(WrongResultError, match="injected"):
-        one.time_other(1)
-    one.teardown(1)  # nothing was made
 
 
 def test_what_an_older_version_lacks_is_skipped(registered, monkeypatch):

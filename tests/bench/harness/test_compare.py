@@ -54,8 +54,7 @@ def toy(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def no_torch(tmp_path, monkeypatch):
     """Workers import a torch of three lines."""
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text(TORCH)
+    (tmp_path / "torch.py").write_text(TORCH)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 
