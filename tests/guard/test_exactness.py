@@ -27,7 +27,8 @@ from hybrid_kv.sampling import SamplingParams
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("nemotron_h")
-    write_checkpoint("nemotron_h", folder, keys={"layers_block_type": ["linear_attention", "full_attention"] * 2 + ["moe"]})
+    kinds = ["linear_attention", "full_attention"] * 2 + ["moe"]
+    write_checkpoint("nemotron_h", folder, keys={"layers_block_type": kinds})
     return Alone(folder, max_tokens=6)
 
 
