@@ -8,7 +8,7 @@ mode, the rollback scheme or where a state lies: `MambaMetadata` does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import cache, reduce
 from itertools import compress
 from typing import ClassVar, NamedTuple
 
@@ -51,6 +51,11 @@ def _store_inputs(windows: Tensors, blocks: torch.Tensor, inputs: torch.Tensor) 
     owned = [inputs] if len(windows) == 1 else inputs.split([window.shape[2] for window in windows], dim=2)
     for window, own in zip(windows, owned, strict=True):
         window[:, : own.shape[1]].index_copy_(0, blocks, own.to(window.dtype))
+
+
+@cache
+def _wide(*dtypes: torch.dtype) -> torch.dtype:
+    return reduce(torch.promote_types, dtypes, torch.float32)
 
 
 def _taps(weight: torch.Tensor) -> torch.Tensor:
@@ -177,7 +182,7 @@ class RecurrentMixer(ConvMixer):
         return tuple(read_states(view, metadata.source_indices[first:]) for view in self.parts(context, "state"))
 
     def _dtype(self, conv_in: torch.Tensor, states: Tensors) -> torch.dtype:
-        return reduce(torch.promote_types, [conv_in.dtype, *[state.dtype for state in states]], torch.float32)
+        return _wide(conv_in.dtype, *[state.dtype for state in states])
 
     def _decode(self, decodes: Tokens, states: Tensors, context: ForwardContext) -> torch.Tensor:
         metadata: MambaMetadata = context.metadata[self.name]
