@@ -16,6 +16,7 @@ from hybrid_kv.accuracy.guard_model import FOLDER, problems
 from hybrid_kv.config import CacheConfig, ConfigError, EngineConfig
 from hybrid_kv.guard.float64 import KeepFloat64
 from hybrid_kv.models.loader import load_head, load_model
+from hybrid_kv.models.random_checkpoint import write_checkpoint
 from tests.models.paged_head import CPU, Paged, pairs
 from tests.models.test_loader import edit, edit_config
 
@@ -204,3 +205,8 @@ def test_a_target_without_attention(folder, target):
             self.layer_specs = {"layers.0": target.layer_specs["layers.0"]}
 
     refused(folder, Recurrent(), "no attention layer")
+
+
+def test_a_head_whose_layers_the_model_lacks_is_one_line(tmp_path):
+    with pytest.raises(ConfigError, match="its draft head has a layer 'moe'"):
+        write_checkpoint("nemotron_h", tmp_path, keys={"layers_block_type": ["linear_attention", "full_attention"]})
