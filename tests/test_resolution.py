@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -54,8 +55,9 @@ CASES = [(EVERYTHING, "3.10", False), (EVERYTHING, "3.13", False), (EVERYTHING, 
 def test_the_pins_can_be_installed_together():
     """With asv's own, in whose environments nothing else is."""
     wanted = {name: PINS[name] for name in ("torch", "triton", "numpy")}
-    for requirements, python, cpu in CASES:
-        found = resolve(requirements, python, cpu)
+    with ThreadPoolExecutor() as pool:  # each waits for an index
+        every = list(pool.map(lambda case: resolve(*case), CASES))
+    for (_, _, cpu), found in zip(CASES, every, strict=True):
         assert isinstance(found, dict), found
         assert {name: found[name].removesuffix("+cpu") for name in wanted} == wanted
         assert any(name.startswith("nvidia-") for name in found) == (not cpu)

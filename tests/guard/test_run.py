@@ -16,7 +16,7 @@ from hybrid_kv.guard.registry import CHECKS, CheckResult, Run, load_checks
 from hybrid_kv.guard.report import document, first_failure, print_closing
 from hybrid_kv.guard.run import run_guard
 
-FEW = {"exact model": 8, "costs": 1, "eviction": 1}
+FEW = {"exact model": 2, "costs": 1, "eviction": 1}
 
 
 ALONE = """
