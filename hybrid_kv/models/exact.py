@@ -357,10 +357,9 @@ class ExactOracle:
         self,
         prompt: Sequence[int],
         max_tokens: int,
-        stop_token_ids: Sequence[int] = (),
         choose: Callable[[Residues, int], int] = lambda logits, position: int(np.argmax(logits)),
     ) -> list[int]:
-        """The continuation of `prompt`, the stop token included.
+        """The continuation of `prompt`.
 
         Args:
             choose: picks a token from the logits [vocab_size] and the position that it will have; greedy by default.
@@ -387,7 +386,7 @@ class ExactOracle:
                 mixed = (np.array(x) * scale + offset) % PRIME
                 token = choose((mixed * mixed % PRIME).sum(-1) % PRIME, len(tokens))
                 output.append(token)
-                if token in stop_token_ids or len(output) == max_tokens:
+                if len(output) == max_tokens:
                     break
                 tokens.append(token)
         return output

@@ -14,13 +14,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from hybrid_kv.cache.spec import FullAttentionSpec
-from hybrid_kv.models.bamba import NAMES, Specs, attention, mamba2
+from hybrid_kv.models.attention import PagedAttention
+from hybrid_kv.models.bamba import NAMES, Specs, mamba2
 from hybrid_kv.models.causal_lm import CausalLM, rms_norm
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import ForwardContext, GatedMLP
 from hybrid_kv.models.mixers.scaled_mamba2 import Order, ScaledMamba2Mixer
 from hybrid_kv.models.rope import read_rope
-from hybrid_kv.models.weights import Tensors, converted
+from hybrid_kv.models.weights import converted
 
 
 class ScaledMLP(GatedMLP):
@@ -54,10 +55,11 @@ class HybridBlock(nn.Module):
             scales=file.numbers("ssm_multipliers", 5),
             order=order if file.flag("mamba_rms_norm", False) else "none",
         )
-        head_size = cast(FullAttentionSpec, specs[f"{name}.attention"]).head_size
+        spec = cast(FullAttentionSpec, specs[f"{name}.attention"])
         # A multiple of all keys is a multiple of all scores.
-        scale = head_size**-0.5 * file.number("key_multiplier", 1.0)
-        self.attention = attention(file, f"{name}.attention", specs, read_rope(file, head_size), scale)
+        scale = spec.head_size**-0.5 * file.number("key_multiplier", 1.0)
+        rope = read_rope(file, spec.head_size)
+        self.attention = PagedAttention(file, f"{name}.attention", spec, rope=rope, scale=scale)
         self.mlp = ScaledMLP(
             file.size("hidden_size"),
             file.size("intermediate_size"),
@@ -89,7 +91,4 @@ def build(file: ConfigFile, specs: Specs) -> nn.Module:
     )
 
 
-def convert(tensors: Tensors) -> Tensors:
-    """See `Family.convert_weights`."""
-    names = NAMES | {"self_attn.": "attention.", "mamba.": "mamba."}
-    return converted(tensors, ("model.",), names)
+convert = partial(converted, prefixes=("model.",), names=NAMES | {"self_attn.": "attention.", "mamba.": "mamba."})

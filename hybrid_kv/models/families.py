@@ -60,13 +60,7 @@ def _all_hybrid(file: ConfigFile) -> list[str]:
     return [HYBRID] * file.size("num_hidden_layers")
 
 
-def bamba_kinds(file: ConfigFile) -> list[str]:
-    """Attention in the layers that are listed."""
-    return indexed_kinds(file, "attn_layer_indices")
-
-
-def granite_kinds(file: ConfigFile) -> list[str]:
-    """`layer_types`, or Mamba-2 in all layers."""
+def _granite_kinds(file: ConfigFile) -> list[str]:
     return layer_kinds(file) if file.get("layer_types") else all_mamba(file)
 
 
@@ -136,7 +130,7 @@ _MAMBA2 = caches(Mamba2Spec("mamba_n_heads", "mamba_d_head", "mamba_d_state", "m
 _DELTA_NETS = {ATTENTION: {"": attention_spec}, MAMBA: {"": gdn_spec}}
 _SKIPS = ("model.visual.",)  # the vision tower
 
-_register("bamba", bamba_kinds, _MAMBA2)
+_register("bamba", partial(indexed_kinds, key="attn_layer_indices"), _MAMBA2)
 _register("falcon_h1", _all_hybrid, _MAMBA2)
 _register(
     "falcon_mamba",
@@ -144,7 +138,7 @@ _register(
     {MAMBA: {"": Mamba1Spec("state_size", "conv_kernel", "expand", "intermediate_size")}},
     checked_against=AS_A_WHOLE,
 )
-_register("granitemoehybrid", granite_kinds, _MAMBA2)
+_register("granitemoehybrid", _granite_kinds, _MAMBA2)
 _register(
     "jamba",
     _jamba_kinds,

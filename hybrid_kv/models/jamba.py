@@ -21,18 +21,17 @@ from hybrid_kv.models.layers import GatedMLP, RMSNorm
 from hybrid_kv.models.mixers.mamba1 import Mamba1Mixer, dt_rank
 from hybrid_kv.models.moe import MixtureOfExperts
 from hybrid_kv.models.specs import chunk_size
-from hybrid_kv.models.weights import Tensors, converted
+from hybrid_kv.models.weights import converted
 
 
 def _mixer(file: ConfigFile, name: str, spec: KVCacheSpec) -> nn.Module:
-    size = file.size("hidden_size")
     if isinstance(spec, FullAttentionSpec):
-        return PagedAttention(name, size, file.size("num_attention_heads"), spec.num_kv_heads, spec.head_size)
+        return PagedAttention(file, name, spec)
     own = cast(MambaSpec, spec)
     rank, state_size, eps = dt_rank(file, "mamba_dt_rank"), own.parts[1].shape[1], file.number("rms_norm_eps", 1e-6)
     return Mamba1Mixer(
         name,
-        size,
+        file.size("hidden_size"),
         own,
         rank,
         [RMSNorm(size, eps) for size in (rank, state_size, state_size)],
@@ -77,6 +76,5 @@ _NAMES = {
 }
 
 
-def convert(tensors: Tensors) -> Tensors:
-    """The hub has a tensor for each expert, transformers one for all."""
-    return converted(tensors, ("model.",), _NAMES)
+# The hub has a tensor for each expert, transformers one for all.
+convert = partial(converted, prefixes=("model.",), names=_NAMES)

@@ -39,18 +39,9 @@ def _rope(file: ConfigFile, head_size: int) -> Rope | None:
 
 
 def _attention(file: ConfigFile, name: str, spec: FullAttentionSpec) -> nn.Module:
-    heads, kv_heads, size = file.size("num_attention_heads"), spec.num_kv_heads, spec.head_size
-    eps = file.number("rms_norm_eps", 1e-6)
-    return PagedAttention(
-        name,
-        file.size("hidden_size"),
-        heads,
-        kv_heads,
-        size,
-        bias=file.flag("attention_bias", False),
-        rope=_rope(file, size),
-        norms=(RMSNorm(heads * size, eps), RMSNorm(kv_heads * size, eps)),
-    )
+    size, eps = spec.head_size, file.number("rms_norm_eps", 1e-6)
+    norms = (RMSNorm(heads * size, eps) for heads in (file.size("num_attention_heads"), spec.num_kv_heads))
+    return PagedAttention(file, name, spec, rope=_rope(file, size), norms=(next(norms), next(norms)))
 
 
 def build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:

@@ -29,21 +29,14 @@ SCAN_CHUNK = 64  # tokens; flash-linear-attention's
 norm = partial(rms_norm, centred=True)
 
 
-def attention(file: ConfigFile, name: str, kind: type[PagedAttention] = PagedAttention) -> nn.Module:
+def attention(
+    file: ConfigFile, name: str, spec: FullAttentionSpec, kind: type[PagedAttention] = PagedAttention
+) -> nn.Module:
     """Gated, with norms of each query and key, and RoPE of a quarter of the channels."""
     file.only("attn_output_gate", True)
-    head_size, eps = file.size("head_dim"), file.number("rms_norm_eps", 1e-6)
-    return kind(
-        name,
-        file.size("hidden_size"),
-        file.size("num_attention_heads"),
-        file.size("num_key_value_heads"),
-        head_size,
-        bias=file.flag("attention_bias", False),
-        rope=read_rope(file, head_size, share=0.25),
-        norms=(RMSNorm(head_size, eps, centred=True), RMSNorm(head_size, eps, centred=True)),
-        gated=True,
-    )
+    size, eps = spec.head_size, file.number("rms_norm_eps", 1e-6)
+    norms = RMSNorm(size, eps, centred=True), RMSNorm(size, eps, centred=True)
+    return kind(file, name, spec, rope=read_rope(file, size, share=0.25), norms=norms, gated=True)
 
 
 def delta_net(
@@ -80,8 +73,10 @@ def build(
     file.only("hidden_act", "silu")
     layers = []
     for i, (name, spec) in enumerate(layer_specs.items()):
-        is_attention = isinstance(spec, FullAttentionSpec)
-        mixer = attention(file, name) if is_attention else delta_net(file, name, spec, kind)
+        if isinstance(spec, FullAttentionSpec):
+            mixer = attention(file, name, spec)
+        else:
+            mixer = delta_net(file, name, spec, kind)
         layers.append(DecoderBlock(norm(file), mixer, norm(file), mlp(file, i)))
     return CausalLM(file, layer_specs, layers, norm(file), mamba_chunk_size=chunk_size(file))
 
