@@ -95,7 +95,7 @@ def from_document(document: Any) -> Scenario:
     parts = parts_of(document, names | {"requests"})
     requests = [dict(request) for request in parts["requests"]]
     prompts = [request.pop("prompt") for request in requests]
-    seed, layers, drafts, forced = (parts[key] for key in ("seed", "layers", "drafts", "forced"))
+    seed, layers, drafts = (parts[key] for key in ("seed", "layers", "drafts"))
     options, cell = _tuples(parts["options"]), _tuples(parts["cell"])
     waves = tuple(parts["waves"])
     numbers = [seed, *waves, *(token for prompt in prompts for token in prompt)]
@@ -119,7 +119,7 @@ def from_document(document: Any) -> Scenario:
     params = [SamplingParams(**request) for request in requests]
     answers = sum(min(own.max_tokens, options["max_model_len"]) for own in params)
     check_size(sum(map(len, prompts)) + answers, options)
-    return Scenario(seed, layers, options, prompts, params, waves, drafts, events, str(forced), cell)
+    return Scenario(seed, layers, options, prompts, params, waves, drafts, events, cell)
 
 
 def check_size(num_tokens: int, options: Mapping[str, Any]) -> None:

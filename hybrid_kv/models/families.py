@@ -161,7 +161,8 @@ _register(
     ),
     default_ssm_dtype="float32",
 )
-_register("qwen3_5", qwen_kinds, _DELTA_NETS, "qwen3_5_text", "qwen3_5", skips=_SKIPS)
+_QWEN3_5 = "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"
+_register("qwen3_5", qwen_kinds, _DELTA_NETS, *_QWEN3_5, skips=_SKIPS)
 _register("olmo_hybrid", layer_kinds, _DELTA_NETS)
 # These can be planned, not run.
 register(
@@ -169,7 +170,6 @@ register(
     *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "granite", "granitemoe"),
 )
 _register("qwen3_next", qwen_kinds, _DELTA_NETS)
-_register("qwen3_5_moe", qwen_kinds, _DELTA_NETS, "qwen3_5_moe_text", "qwen3_5_moe", skips=_SKIPS)
 _register(
     "zamba2",
     layer_kinds,
@@ -180,4 +180,4 @@ _register(
 )
 
 _register_head("nemotron_h_mtp", "nemotron_h")
-_register_head("qwen3_mtp", "qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe")
+_register_head("qwen3_mtp", "qwen3_next", *_QWEN3_5)

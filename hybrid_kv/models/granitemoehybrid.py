@@ -29,10 +29,7 @@ def _mlp(file: ConfigFile) -> nn.Module:
     if file.get("num_local_experts") == 0:
         return shared
     num_experts = file.size("num_local_experts", default=8)
-    chosen = file.size("num_experts_per_tok", default=2)
-    if chosen > num_experts:
-        raise file.fail(f"num_experts_per_tok={chosen}, but there are {num_experts} experts; correct the file")
-    route = partial(route_topk_softmax, top_k=chosen)
+    route = partial(route_topk_softmax, top_k=file.size("num_experts_per_tok", default=2, most=num_experts))
     return MixtureOfExperts(size, num_experts, file.size("intermediate_size"), route, shared=shared)
 
 

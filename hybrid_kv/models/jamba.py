@@ -20,21 +20,18 @@ from hybrid_kv.models.families import is_every
 from hybrid_kv.models.layers import GatedMLP, RMSNorm
 from hybrid_kv.models.mixers.mamba1 import Mamba1Mixer, dt_rank
 from hybrid_kv.models.moe import MixtureOfExperts
-from hybrid_kv.models.specs import chunk_size
 from hybrid_kv.models.weights import converted
 
 
 def _mixer(file: ConfigFile, name: str, spec: KVCacheSpec) -> nn.Module:
     if isinstance(spec, FullAttentionSpec):
         return PagedAttention(file, name, spec)
-    own = cast(MambaSpec, spec)
-    rank, state_size, eps = dt_rank(file, "mamba_dt_rank"), own.parts[1].shape[1], file.number("rms_norm_eps", 1e-6)
     return Mamba1Mixer(
         name,
         file.size("hidden_size"),
-        own,
-        rank,
-        [RMSNorm(size, eps) for size in (rank, state_size, state_size)],
+        cast(MambaSpec, spec),
+        dt_rank(file, "mamba_dt_rank"),
+        partial(RMSNorm, eps=file.number("rms_norm_eps", 1e-6)),
         conv_bias=file.flag("mamba_conv_bias", True),
         bias=file.flag("mamba_proj_bias", False),
     )
@@ -59,7 +56,7 @@ def build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
         return DecoderBlock(rms_norm(file), _mixer(file, name, specs[name]), rms_norm(file), mlp)
 
     layers = [layer(i, name) for i, name in enumerate(specs)]
-    return CausalLM(file, specs, layers, rms_norm(file), mamba_chunk_size=chunk_size(file))
+    return CausalLM(file, specs, layers, rms_norm(file))
 
 
 _NAMES = {

@@ -19,7 +19,6 @@ from hybrid_kv.models.layers import GatedMLP, Linear, RMSNorm
 from hybrid_kv.models.mixers.conv import ConvMixer, Projected
 from hybrid_kv.models.moe import MixtureOfExperts, sigmoid_route
 from hybrid_kv.models.rope import read_rope
-from hybrid_kv.models.specs import chunk_size
 from hybrid_kv.models.weights import converted
 
 
@@ -77,7 +76,7 @@ def build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:
         mlp = GatedMLP(hidden_size, _dense_size(file)) if i < num_dense else _experts(file)
         layers.append(DecoderBlock(norm(), mixer, norm(), mlp))
     tied = file.flag("tie_embedding", True)
-    return CausalLM(file, layer_specs, layers, norm(), mamba_chunk_size=chunk_size(file), tied=tied)
+    return CausalLM(file, layer_specs, layers, norm(), tied=tied)
 
 
 _NAMES = {

@@ -108,10 +108,12 @@ class Traffic:
 
 
 @pytest.mark.parametrize("start", [0, 6])  # Six seeds are every mode with every backend.
-def test_a_right_engine_is_silent(start):
+@pytest.mark.parametrize("scheme", ["slots", "recompute"])
+def test_a_right_engine_is_silent(scheme, start):
     seen = Counter()
     for seed in range(start, start + 6):
-        traffic = Traffic(seed)
+        own = {"pattern": PATTERNS[seed % 4], "state_scheme": scheme} if scheme == "recompute" else {}
+        traffic = Traffic(seed, **own)
         llm = traffic.llm()
         requests, report = traffic.run(llm)
         assert report is None, f"seed {seed}: {report}"
@@ -478,14 +480,6 @@ BUGS |= {
         ModelRunner, "flush", lambda plain: lambda *_: None, RECOMPUTE, "finalize-lost publish-unflushed",
     ),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_a_right_engine_that_recomputes_is_silent(seed):
-    traffic = Traffic(seed, state_scheme="recompute", pattern=("M*", "M*MM*", "*M", "MMM*M", "MM")[seed % 5])
-    requests, report = traffic.run(traffic.llm())
-    assert report is None, str(report)
-    assert all(traffic.is_right(request) and request.is_finished for request in requests)
 
 
 @pytest.mark.parametrize("folder", [False, True])

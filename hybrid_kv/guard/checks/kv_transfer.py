@@ -29,7 +29,7 @@ from hybrid_kv.guard.scenario import (
     has_attention,
     num_states,
 )
-from hybrid_kv.guard.step import RuleError
+from hybrid_kv.guard.step import RuleError, common_prefix
 from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.models.exact import ExactConfig
 from hybrid_kv.observe import EngineObserver
@@ -191,8 +191,7 @@ class Pair:
         if reason == "abort":
             expected = expected[: len(request.output_token_ids)]
         if request.output_token_ids != expected:
-            pairs = enumerate(zip(request.output_token_ids, expected, strict=False))
-            first = next((j for j, (a, b) in pairs if a != b), min(len(request.output_token_ids), len(expected)))
+            first = common_prefix(request.output_token_ids, expected)
             yield f"request {i} ({len(self.requests[i][0])} prompt tokens) differs at output token {first}"
 
     @property
@@ -240,12 +239,11 @@ def drafts_behind(seed: int) -> CheckResult:
                 done[order[int(request.request_id)]] = request.output_token_ids
         due = alone.drafts_alone(mode)
     num_other = sum(done.get(i) != output.token_ids for i, (output, _) in enumerate(alone.known))
-    pairs = [(drafts, due[key]) for key, drafts in recorder.found.items() if key in due]
-    wrong = sum(a[: len(b)] != b[: len(a)] for a, b in pairs)
-    detail = f"{num_other} requests got other tokens" if num_other else "void: no drafts to compare" * (not pairs)
-    detail = f"{wrong} of {len(pairs)} times a request got other drafts than alone" if wrong else detail
+    wrong, count = recorder.compare(due)
+    detail = f"{num_other} requests got other tokens" if num_other else "void: no drafts to compare" * (not count)
+    detail = f"{wrong} of {count} times a request got other drafts than alone" if wrong else detail
     return CheckResult(
-        "wrong drafts behind KV transfer", wrong, "drafts", "0", len(pairs), detail, {"seed": seed, "mode": mode}
+        "wrong drafts behind KV transfer", wrong, "drafts", "0", count, detail, {"seed": seed, "mode": mode}
     )
 
 

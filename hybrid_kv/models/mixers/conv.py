@@ -62,6 +62,11 @@ def _taps(weight: torch.Tensor) -> torch.Tensor:
     return weight.T.contiguous().T  # each tap of all channels contiguous
 
 
+def rates(A_log: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """How fast states decay, and another weight of the recurrence, in its dtype."""
+    return -A_log.to(dtype).exp(), other.to(dtype)
+
+
 def sizes_of(spec: MambaSpec) -> tuple[int, int]:
     """Channels and kernel of the convolution of a layer with one window, which has K rows more than that needs."""
     rows, channels = spec.parts[0].shape

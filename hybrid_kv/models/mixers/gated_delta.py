@@ -24,15 +24,11 @@ from hybrid_kv.kernels.gated_delta import (
 )
 from hybrid_kv.kernels.recompute import RecomputeStep, recompute_flush_reference
 from hybrid_kv.models.layers import Derived, ForwardContext, Linear, RMSNorm, empty, upcast
-from hybrid_kv.models.mixers.conv import Projected, Tensors, Tokens, sizes_of
+from hybrid_kv.models.mixers.conv import Projected, Tensors, Tokens, rates, sizes_of
 from hybrid_kv.models.mixers.launched import LaunchedMixer, ScanRows
 
 _Tensor = torch.Tensor
 Layer = tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor]
-
-
-def _rates(A_log: torch.Tensor, dt_bias: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    return -A_log.to(dtype).exp(), dt_bias.to(dtype)
 
 
 class DeltaRuleMixer(LaunchedMixer):
@@ -63,7 +59,7 @@ class DeltaRuleMixer(LaunchedMixer):
         self.widths = (keys, keys, values)
         self.dt_bias = empty(prod(g))
         self.A_log = empty(self.value_heads)
-        self._rates = Derived(_rates)
+        self._rates = Derived(rates)
         self.norm = RMSNorm(self.value_dim, eps)
 
     def operands(self, conv_out: torch.Tensor, inputs: Tensors, dtype: torch.dtype) -> Tensors:
