@@ -445,16 +445,13 @@ class Observer(EngineObserver):
                 if not isinstance(spec, MambaSpec):
                     split = size // group.kernel_block_size
                     blocks = table[row, begin // size * split : last // size * split + 1 : split] // split
-                elif spec.mamba_cache_mode == "none":
-                    blocks = table[
-                        row, : 1 if ran.is_prefill or recompute_of(spec) is not None else ran.item.num_tokens
-                    ]
                 else:
-                    first = begin // size if spec.mamba_cache_mode == "all" else last // size
-                    if recompute_of(spec) is not None and not ran.is_prefill:
-                        first = last // size
-                    states = 1 if ran.is_prefill or recompute_of(spec) is not None else ran.item.num_tokens
-                    blocks = table[row, first : last // size + states]
+                    recomputes = recompute_of(spec) is not None
+                    states = 1 if ran.is_prefill or recomputes else ran.item.num_tokens
+                    passes = spec.mamba_cache_mode == "all" and (ran.is_prefill or not recomputes)
+                    blocks = table[row, (begin if passes else last) // size : last // size + states]
+                    if spec.mamba_cache_mode == "none":
+                        blocks = table[row, :states]
                 if (pool.ref_count[blocks] != 1).any() or any(pool.key_of(block) for block in blocks.tolist()):
                     raise RuleError(
                         "write-findable",

@@ -96,7 +96,7 @@ def from_document(document: Any) -> Scenario:
     requests = [dict(request) for request in parts["requests"]]
     prompts = [request.pop("prompt") for request in requests]
     seed, layers, drafts = (parts[key] for key in ("seed", "layers", "drafts"))
-    options, cell = _tuples(parts["options"]), _tuples(parts["cell"])
+    options, cell = tuples(parts["options"]), tuples(parts["cell"])
     waves = tuple(parts["waves"])
     numbers = [seed, *waves, *(token for prompt in prompts for token in prompt)]
     if strange := [number for number in numbers if type(number) is not int]:
@@ -141,7 +141,7 @@ def _event(what: Any, first: int, every: int = 0) -> Event:
     return Event(what, first, every)
 
 
-def _tuples(parts: dict[str, Any]) -> dict[str, Any]:
+def tuples(parts: dict[str, Any]) -> dict[str, Any]:
     """JSON has lists only."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in parts.items()}
 

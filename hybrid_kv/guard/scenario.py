@@ -155,10 +155,7 @@ def has_attention(layers: str) -> bool:
     return any(letter in KV_HEADS for letter in layers)
 
 
-@cache
-def answer_book(layers: str) -> AnswerBook:
-    """One per model and process."""
-    return AnswerBook(layers)
+answer_book = cache(AnswerBook)  # one per model and process
 
 
 class ScriptedProposer:

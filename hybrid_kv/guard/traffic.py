@@ -349,30 +349,22 @@ def draw_trio(seed: int) -> tuple[Scenario, Scenario, Scenario]:
 
     Each wave starts in one step, so that what it finds is what the wave before has left, however fast that was.
     """
-    rng = np.random.default_rng(seed)
-    mode = ("align", "all", "attention")[seed % 3]
-    K = int(rng.integers(1, 8))
-    prompts = _prompts(rng, 8, 16)
-    params = [SamplingParams(max_tokens=int(rng.integers(1, 24)), seed=i) for i in range(len(prompts))]
+    d, mode = Draw(seed), ("align", "all", "attention")[seed % 3]
+    K = d.number(1, 8)
+    prompts = _prompts(d.rng, 8, 16)
+    params = [SamplingParams(max_tokens=d.number(1, 24), seed=i) for i in range(len(prompts))]
     layers = "**" if mode == "attention" else "M*MM*"
     waves = (len(prompts), len(prompts))
-    prompts, params = _twice(rng, layers, prompts, params, 96)
-    variants = []
-    for own_mode, own_K in ((mode, K), (mode, 0), ("none", K)):
-        options = {
-            "attention_backend": SmallKVFirst.name,
-            "block_size": 16,
-            "num_blocks": 2000,
-            "max_num_seqs": 16,
-            "max_num_batched_tokens": 1024,
-            "max_model_len": 96,
-            "device": "cpu",
-            **cache_options(own_mode, own_K, "mixed"),
-            "async_scheduling": seed % 2 == 1,
-        }
-        script = "mixed" if own_K else "none"
-        variants.append(Scenario(seed, layers, options, prompts, params, waves, script))
-    return variants[0], variants[1], variants[2]
+    prompts, params = _twice(d.rng, layers, prompts, params, 96)
+
+    def variant(mode: str, K: int) -> Scenario:
+        return d.scenario(
+            prompts, params, modes=(mode,), layers=layers, K=K, drafts="mixed", waves=waves, block_size=16,
+            attention_backend=SmallKVFirst.name, num_blocks=2000, max_num_seqs=16, max_num_batched_tokens=1024,
+            captured_batch_sizes=(1, 2, 4, 8, 16), async_scheduling=seed % 2 == 1,
+        )  # fmt: skip
+
+    return variant(mode, K), variant(mode, 0), variant("none", K)
 
 
 def _twice(

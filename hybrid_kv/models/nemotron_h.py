@@ -57,10 +57,8 @@ MLPS: dict[str, Callable[[ConfigFile], nn.Module]] = {MLP: _mlp, MOE: _moe}
 
 def build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:
     """See `Family.build`."""
-    activations = file.text("mlp_hidden_act", default="relu2"), file.text("mamba_hidden_act", default="silu")
-    if activations != ("relu2", "silu"):
-        raise file.fail(f"activations {activations} are not supported; ('relu2', 'silu') are")
-
+    file.only("mlp_hidden_act", "relu2")
+    file.only("mamba_hidden_act", "silu")
     chunk_size = file.size("chunk_size", default=128)
 
     def own_mixer(name: str, kind: str) -> nn.Module:

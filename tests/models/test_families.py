@@ -244,7 +244,7 @@ REFUSED = {
         ({"n_shared_experts": 2}, "n_shared_experts=2 can't be run, 1 can"),
         ({"topk_group": 4}, "num_experts_per_tok=2 of topk_group=4 out of n_group=3 groups can't be chosen"),
         ({"num_experts_per_tok": 5}, "num_experts_per_tok=5 of topk_group=2 out of n_group=3 groups can't be chosen"),
-        ({"mlp_hidden_act": "silu"}, r"activations \('silu', 'silu'\) are not supported"),
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu' can't be run, 'relu2' can"),
         ({"moe_latent_size": 0}, "moe_latent_size=0 must be an integer >= 1"),
     ],
     "qwen3_5_text": [

@@ -52,11 +52,8 @@ class Arriving(EngineObserver):
         self._specs = [group.spec for group in llm.plan.config.groups]
 
     def on_arrival(self, request: Request, logical_blocks: Sequence[BlockIds]) -> None:
-        held, n, due = (
-            [int(np.count_nonzero(ids != NULL_BLOCK)) for ids in logical_blocks],
-            request.num_computed_tokens,
-            [],
-        )
+        held = [int(np.count_nonzero(ids != NULL_BLOCK)) for ids in logical_blocks]
+        n, due = request.num_computed_tokens, list[int]()
         for spec in self._specs:
             blocks = cdiv(n + 1, spec.block_size)
             if isinstance(spec, MambaSpec):

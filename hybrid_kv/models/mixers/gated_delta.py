@@ -65,9 +65,9 @@ class DeltaRuleMixer(LaunchedMixer):
     def operands(self, conv_out: torch.Tensor, inputs: Tensors, dtype: torch.dtype) -> Tensors:
         """q, k, v, log decay, beta; all of them for each value head."""
         dt, beta = (part.to(dtype) for part in inputs)
-        rates, dt_bias = self._rates(self.A_log, self.dt_bias, dtype=dtype)
+        decay, dt_bias = self._rates(self.A_log, self.dt_bias, dtype=dtype)
         qkv = self._heads(conv_out.to(dtype))
-        return delta_operands(*qkv, dt, dt_bias.view(dt.shape[2:]), rates, beta, self.beta_scale)
+        return delta_operands(*qkv, dt, dt_bias.view(dt.shape[2:]), decay, beta, self.beta_scale)
 
     def recompute(
         self, decodes: Tokens, history: RecomputeStep, context: ForwardContext, cu_seqlens: torch.Tensor
