@@ -8,7 +8,7 @@ applied twice, skipped, taken from another row, from an older state or in anothe
 on.
 
 `ExactOracle` computes the same function for one request alone, without a cache, in the plainest code. Layers and oracle
-stay in one file, 456 lines, because each is read against the other.
+stay in one file because each is read against the other.
 
 The cache is torch's, the arithmetic is numpy's: on arrays this small an operation costs a third of torch's.
 """

@@ -20,7 +20,6 @@ from hybrid_kv.guard.play import play_seeds
 from hybrid_kv.guard.poison import poison, poison_free_blocks
 from hybrid_kv.guard.registry import CheckResult, Run, check
 from hybrid_kv.guard.scenario import (
-    AnswerBook,
     ScriptedProposer,
     SmallBlocksFirst,
     SmallKVFirst,
@@ -122,7 +121,7 @@ class Pair:
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         layers = LAYERS[seed % len(LAYERS)]
-        self.prefill, self.decode = Engine(rng, layers), Engine(rng, layers)
+        self.prefill, self.decode, self._book = Engine(rng, layers), Engine(rng, layers), answer_book(layers)
         self.seen: Counter[str] = Counter()
         self.name = f"seed {seed}, {layers}: {self.prefill.setting} to {self.decode.setting}"
         vocabulary = ExactConfig.vocab_size
@@ -190,10 +189,6 @@ class Pair:
         if request.output_token_ids != expected:
             first = common_prefix(request.output_token_ids, expected)
             yield f"request {i} ({len(self.requests[i][0])} prompt tokens) differs at output token {first}"
-
-    @property
-    def _book(self) -> AnswerBook:
-        return self.prefill.book
 
     def _again(self) -> Iterator[str]:
         """What the decode engine publishes, its own requests find: prompts and answers that it went on with."""
