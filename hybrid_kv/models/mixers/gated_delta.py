@@ -69,12 +69,10 @@ class DeltaRuleMixer(LaunchedMixer):
         qkv = self._heads(conv_out.to(dtype))
         return delta_operands(*qkv, dt, dt_bias.view(dt.shape[2:]), decay, beta, self.beta_scale)
 
-    def recompute(
-        self, decodes: Tokens, history: RecomputeStep, context: ForwardContext, cu_seqlens: torch.Tensor
-    ) -> torch.Tensor:
+    def recompute(self, decodes: Tokens, history: RecomputeStep, context: ForwardContext) -> torch.Tensor:
         (state,), ring = self.parts(context, "state"), context.row_memory[self.name]
         layer = self._layer(decodes.rows.flat(decodes.conv_out), decodes.inputs)
-        return gated_delta_recompute_reference(state, ring, history, *layer, cu_seqlens, self.beta_scale)
+        return gated_delta_recompute_reference(state, ring, history, *layer, decodes.rows.starts, self.beta_scale)
 
     def flush(self, history: RecomputeStep, context: ForwardContext) -> None:
         (state,), ring = self.parts(context, "state"), context.row_memory[self.name]

@@ -98,14 +98,12 @@ class Mamba2Mixer(LaunchedMixer):
 
     # With a history.
 
-    def recompute(
-        self, decodes: Tokens, history: RecomputeStep, context: ForwardContext, cu_seqlens: torch.Tensor
-    ) -> torch.Tensor:
+    def recompute(self, decodes: Tokens, history: RecomputeStep, context: ForwardContext) -> torch.Tensor:
         (state,), ring = self.parts(context, "state"), context.row_memory[self.name]
         raw_dt = decodes.inputs[0]
         x, B, C = self._parts(decodes.rows.flat(decodes.conv_out), raw_dt.dtype)
         return recompute_update_reference(
-            state, ring, history, x, raw_dt, self.dt_bias, self.A_log, B, C, self.D, cu_seqlens
+            state, ring, history, x, raw_dt, self.dt_bias, self.A_log, B, C, self.D, decodes.rows.starts
         )
 
     def flush(self, history: RecomputeStep, context: ForwardContext) -> None:
