@@ -180,6 +180,11 @@ class DraftRecorder(EngineObserver):
                 self.found[self._order[int(item.request.request_id)], known] = drafts
             start += item.num_tokens
 
+    def compare(self, due: Drafts) -> tuple[int, int]:
+        """How many of them differ from those that are due at their place, and how many have one."""
+        pairs = [(drafts, due[key]) for key, drafts in self.found.items() if key in due]
+        return sum(a[: len(b)] != b[: len(a)] for a, b in pairs), len(pairs)
+
 
 class Alone:
     """Each request by itself: no cache, no drafts, one chunk. Its answer and logits are remembered.
@@ -280,10 +285,8 @@ class Alone:
         if cell.get("preempts") and not found.preemptions:
             found.void = found.void or "void: no request was preempted"
         if "speculative_method" in cell:
-            alone_drafts = self.drafts_alone(cell.get("mamba_cache_mode", "none"))
-            pairs = [(drafts, alone_drafts[key]) for key, drafts in recorder.found.items() if key in alone_drafts]
-            found.wrong_drafts = sum(a[: len(b)] != b[: len(a)] for a, b in pairs)
-            found.void = found.void or "void: no drafts to compare" * (not pairs)
+            found.wrong_drafts, count = recorder.compare(self.drafts_alone(cell.get("mamba_cache_mode", "none")))
+            found.void = found.void or "void: no drafts to compare" * (not count)
         return found
 
     def drafts_alone(self, mode: str) -> Drafts:

@@ -12,10 +12,11 @@ from hybrid_kv.cache import modes as cache_modes
 from hybrid_kv.cache.modes import MODES
 from hybrid_kv.guard.scenario import COMMON, Event, Scenario, SmallBlocksFirst, SmallKVFirst, answer_book, cache_options
 from hybrid_kv.kernels.recompute import shortest_ring_len
+from hybrid_kv.models.exact import ExactConfig
 from hybrid_kv.sampling import SamplingParams
 
 BLOCK = 8
-VOCAB = 97
+VOCAB = ExactConfig.vocab_size
 CACHED = ("align", "all", "attention")  # modes in which a prefix can be found again
 STATES = CACHED[:2]
 

@@ -7,12 +7,11 @@ queue and no counter of the cache is used. So hits, loads and losses are exact i
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from math import lcm
 
 from hybrid_kv.attention.rollback import RollbackStep
 from hybrid_kv.cache.block_pool import BlockIds, BlockKey
-from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.engine.llm import LLM
+from hybrid_kv.guard.published import longest_hit
 from hybrid_kv.guard.step import RuleError, Track
 from hybrid_kv.observe import EngineObserver
 from hybrid_kv.request import Request
@@ -144,9 +143,7 @@ class Kept(EngineObserver):
         self.host: Host | None = None
         self._llm, self._tracks = llm, tracks
         groups = llm.plan.config.groups
-        self._sizes = [group.spec.block_size for group in groups]
-        self._has_states = [isinstance(group.layer_specs[0], MambaSpec) for group in groups]
-        self._unit = lcm(*self._sizes)
+        self._specs = [group.spec for group in groups]
         if llm.manager.offload is not None:
             block_bytes = [sum(spec.page_size_bytes for spec in group.layer_specs) for group in groups]
             self.host = Host(llm.config.cache.kv_offload_bytes, block_bytes)
@@ -159,7 +156,7 @@ class Kept(EngineObserver):
         """Whether all that was ever published can be restored."""
         self._store()
         host = self.host
-        return host is not None and all(map(host.fits, range(len(self._sizes)))) and not host.num_left
+        return host is not None and all(map(host.fits, range(len(self._specs)))) and not host.num_left
 
     def check(self) -> None:
         """
@@ -245,7 +242,7 @@ class Kept(EngineObserver):
         self._last = "", -1
 
     def _name(self, request_id: str, group: int, block_idx: int) -> Name:
-        return group, self._tracks[int(request_id)].prefix((block_idx + 1) * self._sizes[group])
+        return group, self._tracks[int(request_id)].prefix((block_idx + 1) * self._specs[group].block_size)
 
     def _admit(self, request_id: str) -> None:
         """Before a request takes anything: what it could take."""
@@ -255,19 +252,10 @@ class Kept(EngineObserver):
         self._holders.add(request_id)
         request = next(one for one in self._llm.scheduler.waiting if one.request_id == request_id)
         is_asked = self._llm.manager.enable_prefix_caching and request.params.reads_prefix_cache
-        self.hits[request_id] = self._hit(self._tracks[int(request_id)], request.num_tokens) if is_asked else 0
+        track = self._tracks[int(request_id)]
 
-    def _hit(self, track: Track, num_tokens: int) -> int:
-        """The longest prefix of which there are all K and V, and the states at its end; its last token is computed."""
-        best = 0
-        for end in range(self._unit, num_tokens, self._unit):
-            lacks_states = False
-            for group, (size, is_states) in enumerate(zip(self._sizes, self._has_states, strict=True)):
-                first = end if is_states else end - self._unit + size
-                names = ((group, track.prefix(part)) for part in range(first, end + 1, size))
-                if not all(name in self.device or (self.host is not None and name in self.host) for name in names):
-                    if not is_states:
-                        return best
-                    lacks_states = True
-            best = best if lacks_states else end
-        return best
+        def is_there(group: int, end: int) -> bool:
+            name = group, track.prefix(end)
+            return name in self.device or (self.host is not None and name in self.host)
+
+        self.hits[request_id] = longest_hit(self._specs, request.num_tokens, is_there) if is_asked else 0

@@ -36,7 +36,7 @@ from hybrid_kv.guard.exactness import (
 from hybrid_kv.guard.float64 import float64_pass
 from hybrid_kv.guard.play import rule_of, unwarned, wrong_logprob
 from hybrid_kv.guard.poison import poison
-from hybrid_kv.guard.replay import as_text, check_size, parts_of
+from hybrid_kv.guard.replay import as_text, check_size, parts_of, tuples
 from hybrid_kv.kernels.ssd.host import in_chunks
 from hybrid_kv.minimize import Shrinker
 from hybrid_kv.sampling import SamplingParams
@@ -97,8 +97,9 @@ class Found(Compared):
             self.wrong_logprob = f"request {output.request_id}{problem}"
 
 
-def beside_plain(case: LogitCase, folder: Path) -> Found:
+def beside_plain(case: LogitCase) -> Found:
     """Every prompt in one engine; the plain pass runs on the CPU, whatever the engine's device."""
+    folder = EMBEDDED[case.model]
     found, plain = Found(case.cell, case=case), _plain(folder)
     options = {"max_model_len": 512, "max_num_seqs": 8, "mamba_ssm_cache_dtype": case.cell["dtype"]}
     scans = in_chunks() if case.cell.get("in_chunks") else nullcontext()
@@ -157,7 +158,7 @@ def play_logits(case: LogitCase) -> tuple[str, str]:
     from hybrid_kv.models.random_checkpoint import quiet
 
     if case.against == "plain":
-        return beside_plain(case, EMBEDDED[case.model]).broken
+        return beside_plain(case).broken
     try:
         if case.against == "alone":
             folder = EMBEDDED.get(case.model) or _random(case.model)[0].name
@@ -258,7 +259,7 @@ def from_document(document: Mapping[str, Any]) -> LogitCase:
     from hybrid_kv.models.registry import sized
 
     parts = parts_of(document, {one.name for one in fields(LogitCase)})
-    cell = {key: tuple(value) if isinstance(value, list) else value for key, value in parts["cell"].items()}
+    cell = tuples(parts["cell"])
     case = LogitCase(**{**parts, "cell": cell, "again": tuple(parts["again"])})
     kinds = get_args(get_type_hints(LogitCase)["against"])
     if case.against not in kinds:

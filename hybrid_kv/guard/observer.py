@@ -10,7 +10,6 @@ no other request may read, no more of them than planned, and no hit that mode `a
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from math import lcm
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from hybrid_kv.guard.patterns import Patterns
 from hybrid_kv.guard.poison import StaleBlocks, poison, poison_null_block
 from hybrid_kv.guard.published import Published, recompute_of, states_behind
 from hybrid_kv.guard.scenario import Cell, Scenario
-from hybrid_kv.guard.step import Ran, RuleError, Track, is_prefill
+from hybrid_kv.guard.step import Ran, RuleError, Track, common_prefix, is_prefill
 from hybrid_kv.guard.waiting import Waiting
 from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.recompute import RecomputeStep
@@ -338,7 +337,7 @@ class Observer(EngineObserver):
                 self.seen["hit_behind_losses"] += begin > 0 and not self._kept.has_all and was_lost
             size = llm.plan.sizes.mamba_block_size
             if size is not None and llm.config.cache.mamba_cache_mode == "align" and is_prefill(item):
-                unit = lcm(*(group.spec.block_size for group in llm.plan.config.groups))
+                unit = self.published.unit
                 last = (request.num_tokens - 1) // unit * unit  # what a repetition of these tokens can use
                 passes = begin // size < min(end, last) // size
                 if begin < last < end or (passes and end % size):
@@ -426,9 +425,7 @@ class Observer(EngineObserver):
             if not new or not rest:
                 continue  # With asynchronous scheduling a request may run once more after its end.
             drafts = item.drafts or ()
-            right = next(
-                (j for j, (a, b) in enumerate(zip(drafts, rest, strict=False)) if a != b), min(len(drafts), len(rest))
-            )
+            right = common_prefix(drafts, rest)
             if len(rest) > right and new != rest[: right + 1]:
                 raise RuleError(
                     "step-tokens",
@@ -448,16 +445,13 @@ class Observer(EngineObserver):
                 if not isinstance(spec, MambaSpec):
                     split = size // group.kernel_block_size
                     blocks = table[row, begin // size * split : last // size * split + 1 : split] // split
-                elif spec.mamba_cache_mode == "none":
-                    blocks = table[
-                        row, : 1 if ran.is_prefill or recompute_of(spec) is not None else ran.item.num_tokens
-                    ]
                 else:
-                    first = begin // size if spec.mamba_cache_mode == "all" else last // size
-                    if recompute_of(spec) is not None and not ran.is_prefill:
-                        first = last // size
-                    states = 1 if ran.is_prefill or recompute_of(spec) is not None else ran.item.num_tokens
-                    blocks = table[row, first : last // size + states]
+                    recomputes = recompute_of(spec) is not None
+                    states = 1 if ran.is_prefill or recomputes else ran.item.num_tokens
+                    passes = spec.mamba_cache_mode == "all" and (ran.is_prefill or not recomputes)
+                    blocks = table[row, (begin if passes else last) // size : last // size + states]
+                    if spec.mamba_cache_mode == "none":
+                        blocks = table[row, :states]
                 if (pool.ref_count[blocks] != 1).any() or any(pool.key_of(block) for block in blocks.tolist()):
                     raise RuleError(
                         "write-findable",

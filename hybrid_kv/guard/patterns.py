@@ -316,10 +316,8 @@ class Patterns:
             and len({bytes(sequence) for sequence in fresh}) > 3
         )
         if self._llm.manager.enable_prefix_caching and self._llm.scheduler.waiting and admitted:
-            head, has_row = (
-                self._llm.scheduler.waiting[0],
-                len(self._llm.scheduler.running) < self._llm.config.scheduler.max_num_seqs,
-            )
+            head = self._llm.scheduler.waiting[0]
+            has_row = len(self._llm.scheduler.running) < self._llm.config.scheduler.max_num_seqs
             begins = {(ran.item.request.params.cache_salt, *ran.track.sequence[:size]) for ran in started}
             seen["waits_for_prefix"] += has_row and (head.params.cache_salt, *head.token_ids[:size]) in begins
         shared = [ran.track.prefix(size) for ran in admitted if ran.item.num_computed_tokens]

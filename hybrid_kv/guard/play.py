@@ -21,7 +21,7 @@ from hybrid_kv.guard.observer import Observer
 from hybrid_kv.guard.poison import poison
 from hybrid_kv.guard.registry import CheckResult, Run
 from hybrid_kv.guard.scenario import Cell, Scenario, ScriptedProposer, answer_book
-from hybrid_kv.guard.step import RuleError
+from hybrid_kv.guard.step import RuleError, common_prefix
 from hybrid_kv.guard.traffic import draw_scenario
 from hybrid_kv.observe import EngineObserver
 from hybrid_kv.sanitizer import SanitizerError
@@ -118,8 +118,7 @@ def play(scenario: Scenario, observers: Sequence[EngineObserver] = ()) -> tuple[
         if output.finish_reason == "error" and observer.never_fits(llm, i):
             expected = []
         if output.token_ids != expected:
-            pairs = zip(output.token_ids, expected, strict=False)
-            first = next((j for j, (a, b) in enumerate(pairs) if a != b), min(len(output.token_ids), len(expected)))
+            first = common_prefix(output.token_ids, expected)
             report = f"request {i} ({len(scenario.prompts[i])} prompt tokens) differs at output token {first}"
             error_text = f": {output.error}" if output.error else ""
             result.wrong.append(Failure(scenario, "tokens", report + error_text))

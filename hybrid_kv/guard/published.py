@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from math import lcm
 
 from hybrid_kv.attention.rollback import RecomputeSpec
@@ -26,14 +27,38 @@ def states_behind(spec: MambaSpec, is_async: bool) -> int:
     return cdiv(furthest, spec.block_size)
 
 
+def longest_hit(specs: Sequence[KVCacheSpec], num_tokens: int, is_there: Callable[[int, int], bool]) -> int:
+    """The longest prefix of the first `num_tokens` tokens that can be restored, the last token excluded.
+
+    Of it there are all K and V, and the states at its end; `is_there` gets a spec's number and the end of a block.
+    """
+    unit, best = lcm(*(spec.block_size for spec in specs)), 0
+    for end in range(unit, num_tokens, unit):
+        has_states = True
+        for number, spec in enumerate(specs):
+            is_states = isinstance(spec, MambaSpec)
+            first = end if is_states else end - unit + spec.block_size
+            if not all(is_there(number, part) for part in range(first, end + 1, spec.block_size)):
+                if not is_states:
+                    return best
+                has_states = False
+        best = end if has_states else best
+    return best
+
+
 class Published:
-    """The prefixes that a cache without eviction has: K/V of each block, and the states that each mode keeps."""
+    """The prefixes that a cache without eviction has: K/V of each block, and the states that each mode keeps.
+
+    Attributes:
+        late: those of states that scheme `recompute` wrote a step late, cleared or not.
+        unit: tokens between two places at which a hit can end.
+    """
 
     def __init__(self, llm: LLM) -> None:
         specs = [group.spec for group in llm.plan.config.groups]
         self._specs = list(dict.fromkeys(specs))
-        self.late: set[Prefix] = set()  # of states that scheme `recompute` wrote a step late, cleared or not
-        self._unit = lcm(*(spec.block_size for spec in specs))
+        self.late: set[Prefix] = set()
+        self.unit = lcm(*(spec.block_size for spec in specs))
         self._seen: set[tuple[int, Prefix]] = set()
 
     def clear(self) -> None:
@@ -81,17 +106,5 @@ class Published:
                     self._write(track, kind, boundary)
 
     def hit(self, track: Track, num_tokens: int) -> int:
-        """The longest prefix of the first `num_tokens` tokens that can be restored, the last token excluded."""
-        best = 0
-        for end in range(self._unit, num_tokens, self._unit):
-            missing = [
-                spec
-                for kind, spec in enumerate(self._specs)
-                for part in range(end - self._unit + spec.block_size, end + 1, spec.block_size)
-                if (part == end or not isinstance(spec, MambaSpec)) and (kind, track.prefix(part)) not in self._seen
-            ]
-            if any(not isinstance(spec, MambaSpec) for spec in missing):
-                break
-            if not missing:
-                best = end
-        return best
+        """How many of a request's first tokens can be restored."""
+        return longest_hit(self._specs, num_tokens, lambda kind, end: (kind, track.prefix(end)) in self._seen)

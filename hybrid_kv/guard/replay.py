@@ -95,8 +95,8 @@ def from_document(document: Any) -> Scenario:
     parts = parts_of(document, names | {"requests"})
     requests = [dict(request) for request in parts["requests"]]
     prompts = [request.pop("prompt") for request in requests]
-    seed, layers, drafts, forced = (parts[key] for key in ("seed", "layers", "drafts", "forced"))
-    options, cell = _tuples(parts["options"]), _tuples(parts["cell"])
+    seed, layers, drafts = (parts[key] for key in ("seed", "layers", "drafts"))
+    options, cell = tuples(parts["options"]), tuples(parts["cell"])
     waves = tuple(parts["waves"])
     numbers = [seed, *waves, *(token for prompt in prompts for token in prompt)]
     if strange := [number for number in numbers if type(number) is not int]:
@@ -119,7 +119,7 @@ def from_document(document: Any) -> Scenario:
     params = [SamplingParams(**request) for request in requests]
     answers = sum(min(own.max_tokens, options["max_model_len"]) for own in params)
     check_size(sum(map(len, prompts)) + answers, options)
-    return Scenario(seed, layers, options, prompts, params, waves, drafts, events, str(forced), cell)
+    return Scenario(seed, layers, options, prompts, params, waves, drafts, events, cell)
 
 
 def check_size(num_tokens: int, options: Mapping[str, Any]) -> None:
@@ -141,7 +141,7 @@ def _event(what: Any, first: int, every: int = 0) -> Event:
     return Event(what, first, every)
 
 
-def _tuples(parts: dict[str, Any]) -> dict[str, Any]:
+def tuples(parts: dict[str, Any]) -> dict[str, Any]:
     """JSON has lists only."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in parts.items()}
 

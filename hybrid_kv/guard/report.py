@@ -12,7 +12,6 @@ from hybrid_kv.errors import VOID
 from hybrid_kv.guard.registry import CheckResult
 from hybrid_kv.results import Receipt, Row, metric_key, provenance, timing_row
 
-WORDS = {"fail": "FAILED", "void": "VOID"}
 VERDICTS: dict[str, Word] = {"pass": "ok", "fail": "failed", "void": "void"}
 LIMITS = {">=": "at_least", "<=": "at_most", "": "limit"}
 
@@ -60,7 +59,7 @@ def verdicts(results: Sequence[CheckResult]) -> list[Verdict]:
 def section_text(results: Sequence[CheckResult], verbose: bool = False) -> str:
     """A section's line, and below it each check that failed, or every one, with the first thing that is wrong."""
     section, seconds = results[0].section, sum(result.seconds for result in results)
-    bad = Counter(WORDS[result.verdict] for result in results if not result.passed)
+    bad = Counter(VERDICTS[result.verdict].upper() for result in results if not result.passed)
     words = ", ".join(f"{count} {word}" for word, count in bad.items())
     count = f"{words} of {len(results)} checks" if bad else f"{len(results)} check{'s' * (len(results) > 1)} ok"
     lines = [f"{section:<12}  {seconds:>7.1f} s  {count}"]
@@ -80,7 +79,7 @@ def print_closing(results: Sequence[CheckResult]) -> None:
         exact = f" and {first['exact_requests']} exact requests" if first["exact_requests"] else ""
         print(f"\nfirst failure: {first['section']}, after {first['seconds']:.1f} s{exact}")
     count = Counter(result.verdict for result in results)
-    others = (f", {count[name]} {word}" for name, word in (("fail", "failed"), ("void", "void")) if count[name])
+    others = (f", {count[name]} {VERDICTS[name]}" for name in ("fail", "void") if count[name])
     passed = f"\n{count['pass']} of {len(results)} checks passed{''.join(others)}"
     print(passed + (f"; unfit machine: {unfit}" if (unfit := unfit_machine(results)) else ""))
 

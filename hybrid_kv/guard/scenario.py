@@ -77,7 +77,6 @@ class Scenario:
     waves: tuple[int, ...] = ()  # requests sent together; () is all at once
     drafts: str = "none"  # one of `SCRIPTS`
     events: tuple[Event, ...] = ()
-    forced: str = ""  # the pattern that it was built for
     cell: Cell = field(default_factory=dict)
 
     @property
@@ -91,8 +90,7 @@ class Scenario:
 
     def __str__(self) -> str:
         options = ", ".join(f"{key}={value}" for key, value in self.options.items())
-        name = f"scenario {self.seed}" + (f" ({self.forced})" if self.forced else "")
-        return f"{name}: {self.layers}, {options}, {self.drafts} drafts, {self.num_requests} requests"
+        return f"scenario {self.seed}: {self.layers}, {options}, {self.drafts} drafts, {self.num_requests} requests"
 
 
 class AnswerBook:
@@ -116,7 +114,7 @@ class AnswerBook:
         noise = () if params.is_greedy else (params.temperature, params.top_k, params.top_p, params.seed)
         key = (tuple(prompt), noise)
         if len(self._answers.get(key, ())) < length:
-            self._answers[key] = self._oracle.generate(prompt, length, (), choose)
+            self._answers[key] = self._oracle.generate(prompt, length, choose)
         return self._answers[key][:length]
 
     def logprobs(self, tokens: Sequence[int]) -> torch.Tensor:
@@ -127,7 +125,7 @@ class AnswerBook:
             rows.append(logits)
             return tokens[position]
 
-        self._oracle.generate(tokens[:1], len(tokens) - 1, (), follow)
+        self._oracle.generate(tokens[:1], len(tokens) - 1, follow)
         return torch.from_numpy(np.array(rows)).double().log_softmax(-1)
 
     def answer(self, prompt: Sequence[int], params: SamplingParams, max_model_len: int) -> list[int]:
@@ -157,10 +155,7 @@ def has_attention(layers: str) -> bool:
     return any(letter in KV_HEADS for letter in layers)
 
 
-@cache
-def answer_book(layers: str) -> AnswerBook:
-    """One per model and process."""
-    return AnswerBook(layers)
+answer_book = cache(AnswerBook)  # one per model and process
 
 
 class ScriptedProposer:

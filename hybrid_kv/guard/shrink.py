@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from hybrid_kv.guard.play import Failure, play, run_scenario, unwarned
 from hybrid_kv.guard.scenario import SCRIPTS, Event, Scenario, SmallBlocksFirst, SmallKVFirst, answer_book
+from hybrid_kv.guard.step import common_prefix
 from hybrid_kv.minimize import Shrinker, TimeUpError
 from hybrid_kv.observe import EngineObserver
 from hybrid_kv.request import ScheduledRequest
@@ -94,8 +95,7 @@ def _texts(scenario: Scenario) -> list[_Text]:
         for parent in range(i):
             known = [*scenario.prompts[parent], *_answer(scenario, parent)]
             first = len(scenario.prompts[parent])
-            same = next((j for j, (a, b) in enumerate(zip(prompt, known, strict=False)) if a != b), None)
-            same = min(len(prompt), len(known)) if same is None else same
+            same = common_prefix(prompt, known)
             if same > first + text.num_answer:
                 text = _Text(prompt[same:], parent, same - first)
         found.append(text)
@@ -253,22 +253,16 @@ class _Shrinker(Shrinker[Scenario]):
 
         self.leave_out(range(max(map(len, scenario.prompts))), keep)
         for i in range(len(texts)):
-            texts = _texts(self.case)
-            own, scenario = texts[i], self.case
+            self.leave_out(_texts(self.case)[i].own, self._with_text(i, lambda kept: {"own": list(kept)}))
+            num_answer = _texts(self.case)[i].num_answer
+            self.leave_out(range(num_answer), self._with_text(i, lambda kept: {"num_answer": len(kept)}))
 
-            def shorten(kept: Sequence[int], i: int = i, own: _Text = own) -> Scenario:
-                return _with_texts(scenario, [*texts[:i], replace(own, own=list(kept)), *texts[i + 1 :]])  # noqa: B023
-
-            self.leave_out(own.own, shorten)
-            texts, scenario = _texts(self.case), self.case
-            own = texts[i]
-
-            def answer(kept: Sequence[int], i: int = i, own: _Text = own) -> Scenario:
-                fewer = replace(own, num_answer=len(kept))
-                return _with_texts(scenario, [*texts[:i], fewer, *texts[i + 1 :]])  # noqa: B023
-
-            if own.parent is not None:
-                self.leave_out(range(own.num_answer), answer)
+    def _with_text(
+        self, i: int, change: Callable[[Sequence[int]], dict[str, Any]]
+    ) -> Callable[[Sequence[int]], Scenario]:
+        """The case as it is now, but for one of its texts."""
+        scenario, texts = self.case, _texts(self.case)
+        return lambda kept: _with_texts(scenario, [*texts[:i], replace(texts[i], **change(kept)), *texts[i + 1 :]])
 
     def _params(self) -> None:
         for i in range(len(self.case.params)):

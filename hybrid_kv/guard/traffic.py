@@ -26,7 +26,7 @@ from hybrid_kv.attention.rollback import SCHEMES, rollback_spec
 from hybrid_kv.cache.modes import MODES
 from hybrid_kv.cache.spec import FullAttentionSpec, MambaSpec, RollbackSpec, with_block_size, with_rollback
 from hybrid_kv.config import CacheConfig, ConfigError
-from hybrid_kv.guard.forced import FORCED, Draw
+from hybrid_kv.guard.forced import FORCED, VOCAB, Draw
 from hybrid_kv.guard.scenario import (
     Cell,
     Event,
@@ -220,7 +220,7 @@ def has_levels(cell: Cell, levels: Mapping[str, Any]) -> bool:
     return all(str(cell.get(name)) == str(level) for name, level in levels.items())
 
 
-def draw_scenario(seed: int, vocab_size: int = 97) -> Scenario:
+def draw_scenario(seed: int) -> Scenario:
     """Scenario number `seed % SCENARIOS_PER_RUN` of run `seed // SCENARIOS_PER_RUN`."""
     number = seed % SCENARIOS_PER_RUN
     if number < len(FORCED):
@@ -229,19 +229,19 @@ def draw_scenario(seed: int, vocab_size: int = 97) -> Scenario:
     cell, rng = design()[number] if number < len(design()) else None, np.random.default_rng(seed)
     while cell is None:
         cell = _complete({}, rng)
-    return _random_scenario(seed, cell, rng, vocab_size)
+    return _random_scenario(seed, cell, rng)
 
 
 SCENARIOS_PER_RUN = 2**20
 
 
-def draw_swarm_scenario(seed: int, vocab_size: int = 97) -> Scenario:
+def draw_swarm_scenario(seed: int) -> Scenario:
     """Scenario number `seed` of all swarms; its features are those of batch `seed // SEEDS_PER_BATCH`."""
     features, rng = draw_features(seed // SEEDS_PER_BATCH), np.random.default_rng((seed, 1))
     cell = None
     while cell is None:
         cell = _complete({}, rng, features.levels)
-    return _random_scenario(seed, cell, rng, vocab_size, features.chances)
+    return _random_scenario(seed, cell, rng, features.chances)
 
 
 SEEDS_PER_BATCH = 16
@@ -261,19 +261,19 @@ def draw_features(batch: int) -> Features:
 
 
 def _random_scenario(
-    seed: int, cell: Cell, rng: np.random.Generator, vocab_size: int, chances: Mapping[str, float] = CHANCES
+    seed: int, cell: Cell, rng: np.random.Generator, chances: Mapping[str, float] = CHANCES
 ) -> Scenario:
     layers, mode, K = cell["layers"], cell["mode"], cell["K"]
     is_lone, late = not has_attention(layers), _is_late(cell["scheme"])
     sizes = (8, 12, 16) if is_lone else _BLOCK_SIZES[cell["backend"], cell["split"]]
     smallest = _smallest_block(mode, K, cell["schedule"], cell["scheme"])
     block_size = int(rng.choice([size for size in sizes if size >= smallest]))
-    prompts = _prompts(rng, int(rng.integers(6, 13)), block_size, vocab_size, chances["shared"])
+    prompts = _prompts(rng, int(rng.integers(6, 13)), block_size, chances["shared"])
     greedy, salts, stop = cell["sampling"] == "greedy", cell["salts"], chances["stop"]
     params = [
         SamplingParams(
             max_tokens=int(rng.integers(1, 24)),
-            stop_token_ids=tuple(rng.integers(0, vocab_size, size=8).tolist()) if rng.random() < stop else (),
+            stop_token_ids=tuple(rng.integers(0, VOCAB, size=8).tolist()) if rng.random() < stop else (),
             # Residues are logits of up to 2^31; this temperature leaves a few hundred million of them in play.
             temperature=0.0 if greedy or i % 2 else 2e8,
             seed=int(rng.integers(-(2**63), 2**63)),
@@ -287,7 +287,7 @@ def _random_scenario(
     params[-1] = SamplingParams(max_tokens=20, seed=0)  # long enough for drafts, whatever the draw
     max_model_len = max(max(map(len, prompts)) + 1, int(rng.integers(62, 96)))
     if rng.random() < chances["long"]:
-        prompts[2] = rng.integers(0, vocab_size, size=max_model_len).tolist()
+        prompts[2] = rng.integers(0, VOCAB, size=max_model_len).tolist()
     waves = (len(prompts), len(prompts))
     prompts, params = _twice(rng, layers, prompts, params, max_model_len, chances["second turn"])
 
@@ -344,35 +344,27 @@ def _random_scenario(
     return Scenario(seed, layers, options, prompts, params, waves, cell["drafts"], tuple(events), cell=cell)
 
 
-def draw_trio(seed: int, vocab_size: int = 97) -> tuple[Scenario, Scenario, Scenario]:
+def draw_trio(seed: int) -> tuple[Scenario, Scenario, Scenario]:
     """One traffic with drafts and cache, without drafts, and without cache, in a pool with room for all of it.
 
     Each wave starts in one step, so that what it finds is what the wave before has left, however fast that was.
     """
-    rng = np.random.default_rng(seed)
-    mode = ("align", "all", "attention")[seed % 3]
-    K = int(rng.integers(1, 8))
-    prompts = _prompts(rng, 8, 16, vocab_size)
-    params = [SamplingParams(max_tokens=int(rng.integers(1, 24)), seed=i) for i in range(len(prompts))]
+    d, mode = Draw(seed), ("align", "all", "attention")[seed % 3]
+    K = d.number(1, 8)
+    prompts = _prompts(d.rng, 8, 16)
+    params = [SamplingParams(max_tokens=d.number(1, 24), seed=i) for i in range(len(prompts))]
     layers = "**" if mode == "attention" else "M*MM*"
     waves = (len(prompts), len(prompts))
-    prompts, params = _twice(rng, layers, prompts, params, 96)
-    variants = []
-    for own_mode, own_K in ((mode, K), (mode, 0), ("none", K)):
-        options = {
-            "attention_backend": SmallKVFirst.name,
-            "block_size": 16,
-            "num_blocks": 2000,
-            "max_num_seqs": 16,
-            "max_num_batched_tokens": 1024,
-            "max_model_len": 96,
-            "device": "cpu",
-            **cache_options(own_mode, own_K, "mixed"),
-            "async_scheduling": seed % 2 == 1,
-        }
-        script = "mixed" if own_K else "none"
-        variants.append(Scenario(seed, layers, options, prompts, params, waves, script))
-    return variants[0], variants[1], variants[2]
+    prompts, params = _twice(d.rng, layers, prompts, params, 96)
+
+    def variant(mode: str, K: int) -> Scenario:
+        return d.scenario(
+            prompts, params, modes=(mode,), layers=layers, K=K, drafts="mixed", waves=waves, block_size=16,
+            attention_backend=SmallKVFirst.name, num_blocks=2000, max_num_seqs=16, max_num_batched_tokens=1024,
+            captured_batch_sizes=(1, 2, 4, 8, 16), async_scheduling=seed % 2 == 1,
+        )  # fmt: skip
+
+    return variant(mode, K), variant(mode, 0), variant("none", K)
 
 
 def _twice(
@@ -391,16 +383,16 @@ def _twice(
         prompt = prompts[i]
         if rng.random() < chance and len(prompt) < max_model_len:
             answer = book.answer(prompt, params[i], max_model_len)
-            prompt = [*prompt, *answer[: rng.integers(len(answer) + 1)], *rng.integers(0, 97, 3).tolist()]
+            prompt = [*prompt, *answer[: rng.integers(len(answer) + 1)], *rng.integers(0, VOCAB, 3).tolist()]
         again.append(prompt[: max(len(prompts[i]), max_model_len - 1)])
     return prompts + again, params + [params[i] for i in order]
 
 
 def _prompts(
-    rng: np.random.Generator, count: int, block_size: int, vocab_size: int, chance: float = CHANCES["shared"]
+    rng: np.random.Generator, count: int, block_size: int, chance: float = CHANCES["shared"]
 ) -> list[list[int]]:
     """Prompts of 1 to 60 tokens: prefixes of one text with tails of their own, some of them on the edges of blocks."""
-    base = rng.integers(0, vocab_size, size=60)
+    base = rng.integers(0, VOCAB, size=60)
     base[20:40] = np.tile(base[20:24], 5)  # for n-grams to find
     lengths = rng.integers(1, 61, size=count)
     # Random lengths seldom hit the edges, so a few requests are placed on them.
@@ -411,6 +403,6 @@ def _prompts(
     prompts = []
     for length in lengths:
         shared = int(rng.integers(0, length + 1)) if rng.random() < chance else 0
-        tail = rng.integers(0, vocab_size, size=length - shared)
+        tail = rng.integers(0, VOCAB, size=length - shared)
         prompts.append([*base[:shared].tolist(), *tail.tolist()])
     return prompts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from math import lcm
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.guard.kept import Device
 from hybrid_kv.guard.published import Published
-from hybrid_kv.guard.step import RuleError, Track, is_prefill
+from hybrid_kv.guard.step import RuleError, Track, common_prefix, is_prefill
 from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.request import Request, ScheduledRequest
 
@@ -30,7 +29,6 @@ class Waiting:
     def __init__(self, llm: LLM, track_of: Callable[[Request], Track], published: Published, device: Device) -> None:
         self._llm, self._track, self._published, self._device = llm, track_of, published, device
         self._specs = [group.spec for group in llm.plan.config.groups]
-        self._unit = lcm(*(spec.block_size for spec in self._specs))
         states = [spec for spec in self._specs if isinstance(spec, MambaSpec)]
         self._keeps_inside = all(spec.mamba_cache_mode in KEEPS_INSIDE for spec in states)
         self._preemptions: dict[str, int] = {}  # of each request, before the step
@@ -142,7 +140,6 @@ class Waiting:
             other, end = self._track(item.request), item.num_computed_tokens + item.num_tokens
             if own.salt != other.salt:
                 continue
-            most = min(end, request.num_tokens - 1)
-            same = next((i for i in range(most) if own.sequence[i] != other.sequence[i]), most)
-            shared = same // self._unit * self._unit
+            unit, same = self._published.unit, common_prefix(own.sequence, other.sequence)
+            shared = min(same, end, request.num_tokens - 1) // unit * unit
             yield shared > num_known and (self._keeps_inside or shared == end)

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 from hybrid_kv.attention.paged import TORCH, TRITON, AttentionPart, Caches, PagedAttentionMetadata, TorchCompute
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec
+from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import ForwardContext, Linear, RMSNorm
 from hybrid_kv.models.rope import Rope, rotate
 
@@ -14,8 +16,9 @@ class PagedAttention(nn.Module):
     """Grouped-query attention.
 
     Args:
+        file: config.json; `hidden_size`, `num_attention_heads` and `attention_bias`, of the projections, are read here.
         name: of the layer's cache.
-        bias: of the projections.
+        spec: of that, which has the other sizes.
         rope: rotates queries and keys; None: order comes from the Mamba layers.
         norms: of queries and of keys before the rotation; over each head, or over all of them at once, as their size
             says.
@@ -25,24 +28,24 @@ class PagedAttention(nn.Module):
 
     def __init__(
         self,
+        file: ConfigFile,
         name: str,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_size: int,
+        spec: KVCacheSpec,
         *,
-        bias: bool = False,
         rope: Rope | None = None,
         norms: tuple[RMSNorm, RMSNorm] | None = None,
         gated: bool = False,
         scale: float | None = None,
     ) -> None:
+        assert isinstance(spec, FullAttentionSpec)
         super().__init__()
-        self.name, self.rope, self.gated = name, rope, gated
-        self.heads = (num_heads, num_kv_heads, num_kv_heads)
+        hidden_size, num_heads, head_size = file.size("hidden_size"), file.size("num_attention_heads"), spec.head_size
+        bias = file.flag("attention_bias", False)
+        self.name, self.spec, self.rope, self.gated = name, spec, rope, gated
+        self.heads = (num_heads, spec.num_kv_heads, spec.num_kv_heads)
         self.head_size = head_size
         self.scale = head_size**-0.5 if scale is None else scale
-        self.widths = [(num_heads + num_heads * gated) * head_size, *[num_kv_heads * head_size] * 2]
+        self.widths = [(num_heads + num_heads * gated) * head_size, *[spec.num_kv_heads * head_size] * 2]
         self.qkv_proj: nn.Module = Linear(hidden_size, sum(self.widths), bias)
         self.q_norm: RMSNorm | None
         self.k_norm: RMSNorm | None

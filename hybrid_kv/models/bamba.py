@@ -7,7 +7,8 @@ Falcon-H1 name their layers' sizes as it does.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -15,12 +16,10 @@ from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec
 from hybrid_kv.models.attention import PagedAttention
 from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock, rms_norm
 from hybrid_kv.models.config_file import ConfigFile
-from hybrid_kv.models.families import bamba_kinds
 from hybrid_kv.models.layers import GatedMLP
 from hybrid_kv.models.mixers.mamba2 import Mamba2Mixer, check_time_steps
 from hybrid_kv.models.rope import Rope, read_rope
-from hybrid_kv.models.specs import MAMBA
-from hybrid_kv.models.weights import Tensors, converted
+from hybrid_kv.models.weights import converted
 
 Specs = dict[str, KVCacheSpec]
 
@@ -47,16 +46,6 @@ def mamba2(file: ConfigFile, name: str, specs: Specs, kind: type[Mamba2Mixer], e
     )
 
 
-def attention(
-    file: ConfigFile, name: str, specs: Specs, rope: Rope | None, scale: float | None = None
-) -> PagedAttention:
-    """An attention layer, of the sizes of its cache."""
-    spec = cast(FullAttentionSpec, specs[name])
-    heads = file.size("num_attention_heads"), spec.num_kv_heads, spec.head_size
-    bias = file.flag("attention_bias", False)
-    return PagedAttention(name, file.size("hidden_size"), *heads, bias=bias, rope=rope, scale=scale)
-
-
 def _rope(file: ConfigFile, head_size: int) -> Rope:
     # Whatever the older key of this name says, transformers takes a half; `rope_parameters` may say another.
     rope = read_rope(replace(file, values={**file.values, "partial_rotary_factor": 0.5}), head_size)
@@ -69,18 +58,15 @@ def build(file: ConfigFile, specs: Specs) -> nn.Module:
     """See `Family.build`."""
     size, inner, bias = file.size("hidden_size"), file.size("intermediate_size"), file.flag("mlp_bias", False)
 
-    def layer(name: str, kind: str) -> nn.Module:
-        mixer: nn.Module
-        if kind == MAMBA:
-            mixer = mamba2(file, name, specs, Mamba2Mixer, 1e-5)
-        else:
-            mixer = attention(file, name, specs, _rope(file, cast(FullAttentionSpec, specs[name]).head_size))
-        norms = (rms_norm(file, default=1e-5) for _ in range(2))
-        return DecoderBlock(next(norms), mixer, next(norms), GatedMLP(size, inner, bias))
+    def mixer(name: str, spec: KVCacheSpec) -> nn.Module:
+        if isinstance(spec, FullAttentionSpec):
+            return PagedAttention(file, name, spec, rope=_rope(file, spec.head_size))
+        return mamba2(file, name, specs, Mamba2Mixer, 1e-5)
 
-    layers = [layer(f"layers.{i}", kind) for i, kind in enumerate(bamba_kinds(file))]
+    norm = partial(rms_norm, file, default=1e-5)
+    layers = [DecoderBlock(norm(), mixer(*own), norm(), GatedMLP(size, inner, bias)) for own in specs.items()]
     chunk_size = file.size("mamba_chunk_size", default=256)
-    return CausalLM(file, specs, layers, rms_norm(file, default=1e-5), mamba_chunk_size=chunk_size)
+    return CausalLM(file, specs, layers, norm(), mamba_chunk_size=chunk_size)
 
 
 NAMES = {
@@ -93,6 +79,4 @@ NAMES = {
 }
 
 
-def convert(tensors: Tensors) -> Tensors:
-    """See `Family.convert_weights`."""
-    return converted(tensors, ("model.",), NAMES)
+convert = partial(converted, prefixes=("model.",), names=NAMES)

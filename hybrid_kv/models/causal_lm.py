@@ -14,6 +14,7 @@ from hybrid_kv.kernels.recompute import RecomputeStep
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import ForwardContext, Linear, RMSNorm, upcast
 from hybrid_kv.models.mixers.conv import RecurrentMixer
+from hybrid_kv.models.specs import chunk_size
 
 
 class MixerBlock(nn.Module):
@@ -59,7 +60,8 @@ class CausalLM(nn.Module):
             the one place that computes state shapes (vllm!47635: two places disagreed).
         layers: each called with (x, context).
         norm: before the head.
-        mamba_chunk_size: tokens that a scan takes at a time; prefills of a planned size are multiples of it.
+        mamba_chunk_size: tokens that a scan takes at a time, `specs.chunk_size` by default; prefills of a planned size
+            are multiples of it.
         embedding_scale, logits_scale: multiply the embeddings and the logits.
         tied: the default of `tie_word_embeddings`, transformers' for the family.
     """
@@ -78,7 +80,8 @@ class CausalLM(nn.Module):
     ) -> None:
         super().__init__()
         self.vocab_size, hidden_size = file.size("vocab_size"), file.size("hidden_size")
-        self.mamba_chunk_size, self.layer_specs = mamba_chunk_size, layer_specs
+        self.mamba_chunk_size: int | None = mamba_chunk_size or chunk_size(file)
+        self.layer_specs = layer_specs
         self.embedding_scale, self.logits_scale = embedding_scale, logits_scale
         weight = torch.empty(self.vocab_size, hidden_size)  # to draw one on the meta device imports torch's compiler
         self.embed_tokens = nn.Embedding(self.vocab_size, hidden_size, _weight=weight)

@@ -8,7 +8,7 @@ applied twice, skipped, taken from another row, from an older state or in anothe
 on.
 
 `ExactOracle` computes the same function for one request alone, without a cache, in the plainest code. Layers and oracle
-stay in one file, 456 lines, because each is read against the other.
+stay in one file because each is read against the other.
 
 The cache is torch's, the arithmetic is numpy's: on arrays this small an operation costs a third of torch's.
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -69,13 +69,6 @@ def affine_scan(a: Residues, b: Residues) -> None:
         b[:, shift:] = (a[:, shift:] * b[:, :-shift] + b[:, shift:]) % PRIME
         a[:, shift:] = a[:, shift:] * a[:, :-shift] % PRIME
         shift *= 2
-
-
-class _Tokens(NamedTuple):
-    """The tokens of a step's decodes, or of its prefills: one row each, padded."""
-
-    c: Residues  # [rows, len, width], behind the convolutions
-    lengths: Residues  # [rows]
 
 
 class ExactMamba:
@@ -147,12 +140,12 @@ class ExactMamba:
         outputs = []
         if split:
             width = int(lengths[:split].max())
-            decodes = _Tokens(c[:split, :width], lengths[:split])
+            decodes = c[:split, :width], lengths[:split]
             if (history := metadata.rollback.history) is not None and states:
                 ring = context.row_memory[self.name].x.numpy()[:, 0]
-                outputs.append(self.recompute(decodes, states, ring, history, metadata.cu_seqlens.numpy()))
+                outputs.append(self.recompute(*decodes, states, ring, history))
             else:
-                y, after = self.scan(decodes, [s[:split] for s in start])
+                y, after = self.scan(*decodes, [s[:split] for s in start])
                 outputs.append(y)
                 targets = metadata.decode_targets.numpy()  # the null block of what padding leaves
                 for state, own in zip(states, after, strict=True):
@@ -160,8 +153,7 @@ class ExactMamba:
             for window, both in zip(windows, inputs, strict=True):
                 window[indices[:split, 0], : size - 1 + width] = both[:split, 1 : size + width]
         if metadata.prefill_rows is not None:
-            prefills = _Tokens(c[split:], lengths[split:])
-            y, after = self.scan(prefills, [s[split:] for s in start])
+            y, after = self.scan(c[split:], lengths[split:], [s[split:] for s in start])
             outputs.append(y)
             rows, ends, blocks = (part.numpy() for part in metadata.prefill_states)
             for state, own in zip(states, after, strict=True):
@@ -170,26 +162,31 @@ class ExactMamba:
                 window[blocks, :size] = both[split + rows[:, None], ends[:, None] + window_rows]
         return outputs[0] if len(outputs) == 1 else np.concatenate(outputs)
 
-    def scan(self, tokens: _Tokens, states: Sequence[Residues]) -> tuple[Residues, list[Residues]]:
-        """[num_tokens, width] outputs, and each state [rows, len, state_size, width] after every token."""
+    def scan(self, c: Residues, lengths: Residues, states: Sequence[Residues]) -> tuple[Residues, list[Residues]]:
+        """[num_tokens, width] outputs, and each state [rows, len, state_size, width] after every token.
+
+        Args:
+            c: [rows, len, width], the tokens of a step's decodes, or of its prefills, behind the convolutions; padded.
+            lengths: [rows].
+        """
         after = []
         for i, state in enumerate(states):
-            a, b = self.maps(tokens.c, i)
+            a, b = self.maps(c, i)
             b[:, 0] = (a[:, 0] * state + b[:, 0]) % PRIME
             affine_scan(a, b)
             after.append(b)
-        real = np.arange(tokens.c.shape[1]) < tokens.lengths[:, None]
-        return self.read(tokens.c, after)[real], after
+        real = np.arange(c.shape[1]) < lengths[:, None]
+        return self.read(c, after)[real], after
 
     def recompute(
-        self, tokens: _Tokens, states: Sequence[Residues], ring: Residues, step: RecomputeStep, cu_seqlens: Residues
+        self, c: Residues, lengths: Residues, states: Sequence[Residues], ring: Residues, step: RecomputeStep
     ) -> Residues:
         """Outputs of tokens that see a state and, behind it, the inputs in a ring [num_rows, ring_len, width]."""
-        y, _ = self.scan(tokens, self._flush(states, ring, step))
-        lengths = np.diff(cu_seqlens) * (step.src.numpy() > NULL_BLOCK)
-        row, j = np.nonzero(np.arange(tokens.c.shape[1]) < lengths[:, None])
+        y, _ = self.scan(c, lengths, self._flush(states, ring, step))
+        kept = lengths * (step.src.numpy() > NULL_BLOCK)
+        row, j = np.nonzero(np.arange(c.shape[1]) < kept[:, None])
         place = (step.ring_start.numpy() + step.n_hist.numpy())[row] + j
-        ring[step.rows.numpy()[row], place % ring.shape[1]] = tokens.c[row, j]
+        ring[step.rows.numpy()[row], place % ring.shape[1]] = c[row, j]
         return y
 
     def flush(self, step: RecomputeStep, context: ForwardContext) -> None:
@@ -357,10 +354,9 @@ class ExactOracle:
         self,
         prompt: Sequence[int],
         max_tokens: int,
-        stop_token_ids: Sequence[int] = (),
         choose: Callable[[Residues, int], int] = lambda logits, position: int(np.argmax(logits)),
     ) -> list[int]:
-        """The continuation of `prompt`, the stop token included.
+        """The continuation of `prompt`.
 
         Args:
             choose: picks a token from the logits [vocab_size] and the position that it will have; greedy by default.
@@ -387,7 +383,7 @@ class ExactOracle:
                 mixed = (np.array(x) * scale + offset) % PRIME
                 token = choose((mixed * mixed % PRIME).sum(-1) % PRIME, len(tokens))
                 output.append(token)
-                if token in stop_token_ids or len(output) == max_tokens:
+                if len(output) == max_tokens:
                     break
                 tokens.append(token)
         return output

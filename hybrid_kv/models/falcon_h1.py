@@ -6,21 +6,63 @@ the oracle of the tests.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from hybrid_kv.cache.spec import FullAttentionSpec
-from hybrid_kv.models.bamba import NAMES, Specs, attention, mamba2
+from hybrid_kv.models.attention import PagedAttention
+from hybrid_kv.models.bamba import NAMES, Specs, mamba2
 from hybrid_kv.models.causal_lm import CausalLM, rms_norm
 from hybrid_kv.models.config_file import ConfigFile
-from hybrid_kv.models.layers import ForwardContext, GatedMLP
-from hybrid_kv.models.mixers.scaled_mamba2 import Order, ScaledMamba2Mixer
+from hybrid_kv.models.layers import Derived, ForwardContext, GatedMLP, upcast
+from hybrid_kv.models.mixers.conv import Projected
+from hybrid_kv.models.mixers.mamba2 import Mamba2Mixer
 from hybrid_kv.models.rope import read_rope
-from hybrid_kv.models.weights import Tensors, converted
+from hybrid_kv.models.weights import converted
+
+Order = Literal["gate_first", "norm_first", "none"]
+
+
+def _repeated(weight: torch.Tensor, values: Sequence[float], sizes: Sequence[int]) -> torch.Tensor:
+    return torch.cat([weight.new_full((size,), value) for value, size in zip(values, sizes, strict=True)])
+
+
+class ScaledMamba2Mixer(Mamba2Mixer):
+    """Mamba-2 with multipliers, and a norm before the gate, behind it or none.
+
+    Args:
+        scale_in: of the input; `scales`: of gate, x, B, C and dt behind the projection.
+        order: whether the norm stands behind the gate or before it, or there is none.
+    """
+
+    def __init__(self, *args: Any, scale_in: float, scales: list[float], order: Order, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.scale_in, self.order = scale_in, order
+        inner, shared = self.splits[0], self.groups * self.state_size
+        sizes = (inner, inner, shared, shared, self.num_heads)
+        self._scales = Derived(partial(_repeated, values=scales, sizes=sizes))
+        if order == "none":
+            del self.norm
+
+    def project(self, x: torch.Tensor) -> Projected:
+        projected = self.in_proj(x * self.scale_in) * self._scales(self.in_proj.weight)
+        gate, conv_in, raw_dt = projected.split(self.splits, dim=-1)
+        return Projected(conv_in, (raw_dt,), (gate,))
+
+    def gated(self, mixed: torch.Tensor, gate: torch.Tensor, launches: bool) -> torch.Tensor:
+        if self.order == "gate_first":
+            return super().gated(mixed, gate, launches)
+        wide = upcast(mixed)
+        if self.order == "norm_first":
+            grouped = wide.unflatten(-1, (self.groups, -1))
+            normed = F.rms_norm(grouped, grouped.shape[-1:], eps=self.norm.eps).flatten(-2)
+            wide = normed * upcast(self.norm.weight)
+        return (wide * F.silu(upcast(gate))).to(gate.dtype)
 
 
 class ScaledMLP(GatedMLP):
@@ -54,10 +96,11 @@ class HybridBlock(nn.Module):
             scales=file.numbers("ssm_multipliers", 5),
             order=order if file.flag("mamba_rms_norm", False) else "none",
         )
-        head_size = cast(FullAttentionSpec, specs[f"{name}.attention"]).head_size
+        spec = cast(FullAttentionSpec, specs[f"{name}.attention"])
         # A multiple of all keys is a multiple of all scores.
-        scale = head_size**-0.5 * file.number("key_multiplier", 1.0)
-        self.attention = attention(file, f"{name}.attention", specs, read_rope(file, head_size), scale)
+        scale = spec.head_size**-0.5 * file.number("key_multiplier", 1.0)
+        rope = read_rope(file, spec.head_size)
+        self.attention = PagedAttention(file, f"{name}.attention", spec, rope=rope, scale=scale)
         self.mlp = ScaledMLP(
             file.size("hidden_size"),
             file.size("intermediate_size"),
@@ -89,7 +132,4 @@ def build(file: ConfigFile, specs: Specs) -> nn.Module:
     )
 
 
-def convert(tensors: Tensors) -> Tensors:
-    """See `Family.convert_weights`."""
-    names = NAMES | {"self_attn.": "attention.", "mamba.": "mamba."}
-    return converted(tensors, ("model.",), names)
+convert = partial(converted, prefixes=("model.",), names=NAMES | {"self_attn.": "attention.", "mamba.": "mamba."})

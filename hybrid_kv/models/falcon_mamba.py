@@ -7,6 +7,7 @@ but not in chunks on a cache: there it forgets the state. Where transformers kee
 
 from __future__ import annotations
 
+from functools import partial
 from typing import cast
 
 from torch import nn
@@ -15,7 +16,6 @@ from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
 from hybrid_kv.models.causal_lm import CausalLM, MixerBlock, mamba_norm
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.mixers.mamba1 import Mamba1Mixer, dt_rank
-from hybrid_kv.models.specs import chunk_size
 from hybrid_kv.models.weights import Tensors, renamed
 
 
@@ -25,20 +25,18 @@ def build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
     rank, eps = dt_rank(file, "time_step_rank"), file.number("mixer_rms_eps", 1e-6)
 
     def mixer(name: str) -> nn.Module:
-        spec = cast(MambaSpec, specs[name])
-        state_size = spec.parts[1].shape[1]
         return Mamba1Mixer(
             name,
             file.size("hidden_size"),
-            spec,
+            cast(MambaSpec, specs[name]),
             rank,
-            [nn.RMSNorm(size, eps, elementwise_affine=False) for size in (rank, state_size, state_size)],
+            partial(nn.RMSNorm, eps=eps, elementwise_affine=False),
             conv_bias=file.flag("use_conv_bias", True),
             bias=file.flag("use_bias", False),
         )
 
     layers = [MixerBlock(mamba_norm(file), mixer(name)) for name in specs]
-    return CausalLM(file, specs, layers, mamba_norm(file), mamba_chunk_size=chunk_size(file), tied=True)
+    return CausalLM(file, specs, layers, mamba_norm(file), tied=True)
 
 
 def convert(tensors: Tensors) -> Tensors:

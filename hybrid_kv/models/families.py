@@ -60,13 +60,7 @@ def _all_hybrid(file: ConfigFile) -> list[str]:
     return [HYBRID] * file.size("num_hidden_layers")
 
 
-def bamba_kinds(file: ConfigFile) -> list[str]:
-    """Attention in the layers that are listed."""
-    return indexed_kinds(file, "attn_layer_indices")
-
-
-def granite_kinds(file: ConfigFile) -> list[str]:
-    """`layer_types`, or Mamba-2 in all layers."""
+def _granite_kinds(file: ConfigFile) -> list[str]:
     return layer_kinds(file) if file.get("layer_types") else all_mamba(file)
 
 
@@ -136,7 +130,7 @@ _MAMBA2 = caches(Mamba2Spec("mamba_n_heads", "mamba_d_head", "mamba_d_state", "m
 _DELTA_NETS = {ATTENTION: {"": attention_spec}, MAMBA: {"": gdn_spec}}
 _SKIPS = ("model.visual.",)  # the vision tower
 
-_register("bamba", bamba_kinds, _MAMBA2)
+_register("bamba", partial(indexed_kinds, key="attn_layer_indices"), _MAMBA2)
 _register("falcon_h1", _all_hybrid, _MAMBA2)
 _register(
     "falcon_mamba",
@@ -144,7 +138,7 @@ _register(
     {MAMBA: {"": Mamba1Spec("state_size", "conv_kernel", "expand", "intermediate_size")}},
     checked_against=AS_A_WHOLE,
 )
-_register("granitemoehybrid", granite_kinds, _MAMBA2)
+_register("granitemoehybrid", _granite_kinds, _MAMBA2)
 _register(
     "jamba",
     _jamba_kinds,
@@ -167,7 +161,8 @@ _register(
     ),
     default_ssm_dtype="float32",
 )
-_register("qwen3_5", qwen_kinds, _DELTA_NETS, "qwen3_5_text", "qwen3_5", skips=_SKIPS)
+_QWEN3_5 = "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"
+_register("qwen3_5", qwen_kinds, _DELTA_NETS, *_QWEN3_5, skips=_SKIPS)
 _register("olmo_hybrid", layer_kinds, _DELTA_NETS)
 # These can be planned, not run.
 register(
@@ -175,7 +170,6 @@ register(
     *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "granite", "granitemoe"),
 )
 _register("qwen3_next", qwen_kinds, _DELTA_NETS)
-_register("qwen3_5_moe", qwen_kinds, _DELTA_NETS, "qwen3_5_moe_text", "qwen3_5_moe", skips=_SKIPS)
 _register(
     "zamba2",
     layer_kinds,
@@ -186,4 +180,4 @@ _register(
 )
 
 _register_head("nemotron_h_mtp", "nemotron_h")
-_register_head("qwen3_mtp", "qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe")
+_register_head("qwen3_mtp", "qwen3_next", *_QWEN3_5)

@@ -7,21 +7,19 @@ transformers, which is the oracle of the tests.
 from __future__ import annotations
 
 from functools import partial
-from typing import cast
 
 from torch import nn
 
 from hybrid_kv.cache.spec import FullAttentionSpec
 from hybrid_kv.kernels.moe import route_topk_softmax
-from hybrid_kv.models.bamba import Specs, attention, mamba2
+from hybrid_kv.models.attention import PagedAttention
+from hybrid_kv.models.bamba import Specs, mamba2
 from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock, rms_norm
 from hybrid_kv.models.config_file import ConfigFile
-from hybrid_kv.models.families import granite_kinds
 from hybrid_kv.models.layers import GatedMLP
 from hybrid_kv.models.mixers.mamba2 import Mamba2Mixer
 from hybrid_kv.models.moe import MixtureOfExperts
 from hybrid_kv.models.rope import read_rope
-from hybrid_kv.models.specs import MAMBA
 from hybrid_kv.models.weights import Tensors, converted
 
 
@@ -31,27 +29,22 @@ def _mlp(file: ConfigFile) -> nn.Module:
     if file.get("num_local_experts") == 0:
         return shared
     num_experts = file.size("num_local_experts", default=8)
-    chosen = file.size("num_experts_per_tok", default=2)
-    if chosen > num_experts:
-        raise file.fail(f"num_experts_per_tok={chosen}, but there are {num_experts} experts; correct the file")
-    route = partial(route_topk_softmax, top_k=chosen)
+    route = partial(route_topk_softmax, top_k=file.size("num_experts_per_tok", default=2, most=num_experts))
     return MixtureOfExperts(size, num_experts, file.size("intermediate_size"), route, shared=shared)
 
 
-def _mixer(file: ConfigFile, name: str, kind: str, specs: Specs) -> nn.Module:
-    if kind == MAMBA:
+def _mixer(file: ConfigFile, name: str, specs: Specs) -> nn.Module:
+    if not isinstance(spec := specs[name], FullAttentionSpec):
         return mamba2(file, name, specs, Mamba2Mixer, 1e-6)
-    rotates = file.text("position_embedding_type") == "rope"
-    rope = read_rope(file, cast(FullAttentionSpec, specs[name]).head_size) if rotates else None
-    return attention(file, name, specs, rope, scale=file.number("attention_multiplier", 1.0))
+    rope = read_rope(file, spec.head_size) if file.text("position_embedding_type") == "rope" else None
+    return PagedAttention(file, name, spec, rope=rope, scale=file.number("attention_multiplier", 1.0))
 
 
 def build(file: ConfigFile, specs: Specs) -> nn.Module:
     """See `Family.build`."""
     scale = file.number("residual_multiplier", 1.0)
     layers = [
-        DecoderBlock(rms_norm(file), _mixer(file, f"layers.{i}", kind, specs), rms_norm(file), _mlp(file), scale)
-        for i, kind in enumerate(granite_kinds(file))
+        DecoderBlock(rms_norm(file), _mixer(file, name, specs), rms_norm(file), _mlp(file), scale) for name in specs
     ]
     return CausalLM(
         file,

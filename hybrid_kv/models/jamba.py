@@ -20,22 +20,18 @@ from hybrid_kv.models.families import is_every
 from hybrid_kv.models.layers import GatedMLP, RMSNorm
 from hybrid_kv.models.mixers.mamba1 import Mamba1Mixer, dt_rank
 from hybrid_kv.models.moe import MixtureOfExperts
-from hybrid_kv.models.specs import chunk_size
-from hybrid_kv.models.weights import Tensors, converted
+from hybrid_kv.models.weights import converted
 
 
 def _mixer(file: ConfigFile, name: str, spec: KVCacheSpec) -> nn.Module:
-    size = file.size("hidden_size")
     if isinstance(spec, FullAttentionSpec):
-        return PagedAttention(name, size, file.size("num_attention_heads"), spec.num_kv_heads, spec.head_size)
-    own = cast(MambaSpec, spec)
-    rank, state_size, eps = dt_rank(file, "mamba_dt_rank"), own.parts[1].shape[1], file.number("rms_norm_eps", 1e-6)
+        return PagedAttention(file, name, spec)
     return Mamba1Mixer(
         name,
-        size,
-        own,
-        rank,
-        [RMSNorm(size, eps) for size in (rank, state_size, state_size)],
+        file.size("hidden_size"),
+        cast(MambaSpec, spec),
+        dt_rank(file, "mamba_dt_rank"),
+        partial(RMSNorm, eps=file.number("rms_norm_eps", 1e-6)),
         conv_bias=file.flag("mamba_conv_bias", True),
         bias=file.flag("mamba_proj_bias", False),
     )
@@ -60,7 +56,7 @@ def build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
         return DecoderBlock(rms_norm(file), _mixer(file, name, specs[name]), rms_norm(file), mlp)
 
     layers = [layer(i, name) for i, name in enumerate(specs)]
-    return CausalLM(file, specs, layers, rms_norm(file), mamba_chunk_size=chunk_size(file))
+    return CausalLM(file, specs, layers, rms_norm(file))
 
 
 _NAMES = {
@@ -77,6 +73,5 @@ _NAMES = {
 }
 
 
-def convert(tensors: Tensors) -> Tensors:
-    """The hub has a tensor for each expert, transformers one for all."""
-    return converted(tensors, ("model.",), _NAMES)
+# The hub has a tensor for each expert, transformers one for all.
+convert = partial(converted, prefixes=("model.",), names=_NAMES)

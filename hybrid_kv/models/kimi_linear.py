@@ -62,7 +62,7 @@ def build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
     for (name, spec), dense in zip(specs.items(), _dense(file, len(specs)), strict=True):
         mlp = GatedMLP(hidden_size, file.size("intermediate_size")) if dense else _experts(file)
         layers.append(DecoderBlock(norm(), _mixer(file, name, spec), norm(), mlp))
-    return CausalLM(file, specs, layers, norm(), mamba_chunk_size=chunk_size(file))
+    return CausalLM(file, specs, layers, norm())
 
 
 _NAMES = {

@@ -19,8 +19,7 @@ from hybrid_kv.models.layers import GatedMLP, Linear, RMSNorm
 from hybrid_kv.models.mixers.conv import ConvMixer, Projected
 from hybrid_kv.models.moe import MixtureOfExperts, sigmoid_route
 from hybrid_kv.models.rope import read_rope
-from hybrid_kv.models.specs import chunk_size
-from hybrid_kv.models.weights import Tensors, converted
+from hybrid_kv.models.weights import converted
 
 
 class ShortConv(ConvMixer):
@@ -40,9 +39,9 @@ class ShortConv(ConvMixer):
 
 
 def _attention(file: ConfigFile, name: str, spec: FullAttentionSpec) -> PagedAttention:
-    heads, size, eps = file.size("num_attention_heads"), spec.head_size, file.number("norm_eps", 1e-5)
-    norms, rope = (RMSNorm(size, eps), RMSNorm(size, eps)), read_rope(file, size, 1e6)
-    return PagedAttention(name, file.size("hidden_size"), heads, spec.num_kv_heads, size, rope=rope, norms=norms)
+    size, eps = spec.head_size, file.number("norm_eps", 1e-5)
+    norms = RMSNorm(size, eps), RMSNorm(size, eps)
+    return PagedAttention(file, name, spec, rope=read_rope(file, size, 1e6), norms=norms)
 
 
 def _dense_size(file: ConfigFile) -> int:
@@ -77,7 +76,7 @@ def build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:
         mlp = GatedMLP(hidden_size, _dense_size(file)) if i < num_dense else _experts(file)
         layers.append(DecoderBlock(norm(), mixer, norm(), mlp))
     tied = file.flag("tie_embedding", True)
-    return CausalLM(file, layer_specs, layers, norm(), mamba_chunk_size=chunk_size(file), tied=tied)
+    return CausalLM(file, layer_specs, layers, norm(), tied=tied)
 
 
 _NAMES = {
@@ -97,6 +96,5 @@ _NAMES = {
 }
 
 
-def convert(tensors: Tensors) -> Tensors:
-    """The hub has a tensor for each expert, transformers one for all."""
-    return converted(tensors, ("model.",), _NAMES)
+# The hub has a tensor for each expert, transformers one for all.
+convert = partial(converted, prefixes=("model.",), names=_NAMES)

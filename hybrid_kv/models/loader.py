@@ -235,7 +235,8 @@ def load_tokenizer(model: str | Path) -> Any:
         ConfigError: there is none, or transformers cannot read it.
     """
     from transformers import AutoTokenizer
-    from transformers.utils import logging
+
+    from hybrid_kv.models.random_checkpoint import quiet
 
     folder = resolve_folder(model)
     files = [folder / name for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")]
@@ -245,12 +246,10 @@ def load_tokenizer(model: str | Path) -> Any:
         )
     for file in files[:2]:
         read_json(file)  # says what is wrong where transformers only stumbles
-    level = logging.get_verbosity()
-    # It warns of what it finds in config.json, which the model reads by itself.
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        tokenizer.decode(tokenizer.encode("a b"))  # some settings are only looked at when there is a text
+        with quiet():  # It warns of what it finds in config.json, which the model reads by itself.
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            tokenizer.decode(tokenizer.encode("a b"))  # some settings are only looked at when there is a text
         tokenizer.model_max_length = sys.maxsize  # the engine refuses what is too long; the tokenizer only warns
         return tokenizer
     except Exception as error:  # of many unrelated types: it indexes and calls what a damaged file may hold as anything
@@ -258,8 +257,6 @@ def load_tokenizer(model: str | Path) -> Any:
             f"{folder}: transformers cannot read {_unreadable(folder)} ({type(error).__name__}: {first_line(error)}); "
             "download its files again, or correct them"
         ) from None
-    finally:
-        logging.set_verbosity(level)
 
 
 def _unreadable(folder: Path) -> str:

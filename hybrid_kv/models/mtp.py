@@ -34,6 +34,18 @@ from hybrid_kv.models.layers import ForwardContext, Linear, RMSNorm
 NAME = f"{MTP_PREFIX}layers.0"  # of the one layer that keeps K and V
 
 
+def attention_spec_of(target: CausalLM) -> FullAttentionSpec:
+    """The target's, with which the head's layer joins the target's attention groups.
+
+    Raises:
+        ConfigError: the target has no attention layer.
+    """
+    spec = next((spec for spec in target.layer_specs.values() if isinstance(spec, FullAttentionSpec)), None)
+    if spec is None:
+        raise ConfigError("the model has no attention layer whose cache groups an MTP head could join")
+    return spec
+
+
 class MTPHead(nn.Module):
     """The head: `norm(layer(fc([enorm(embedding), hnorm(hidden)])))`.
 
@@ -43,20 +55,14 @@ class MTPHead(nn.Module):
         layer: with a `GridAttention` called `NAME`.
 
     Attributes:
-        layer_specs: the target's attention spec, so that the head's layer joins the target's attention groups.
+        layer_specs: that of the layer, `attention_spec_of` the target.
         grid: see above; a multiple of it is never attended. Set by the engine before the first step. Without prefix
             caching any number above the longest request will do.
-
-    Raises:
-        ConfigError: the target has no attention layer.
     """
 
     def __init__(self, target: CausalLM, enorm: RMSNorm, hnorm: RMSNorm, layer: DecoderBlock, norm: RMSNorm) -> None:
         super().__init__()
-        spec = next((spec for spec in target.layer_specs.values() if isinstance(spec, FullAttentionSpec)), None)
-        if spec is None:
-            raise ConfigError("the model has no attention layer whose cache groups an MTP head could join")
-        self.layer_specs: dict[str, KVCacheSpec] = {NAME: spec}
+        self.layer_specs: dict[str, KVCacheSpec] = {NAME: cast(GridAttention, layer.mixer).spec}
         self._target = (target,)  # in a tuple, so that its parameters are not registered as ours
         size = target.embed_tokens.embedding_dim
         self.enorm, self.hnorm, self.fc = enorm, hnorm, Linear(2 * size, size)

@@ -8,6 +8,7 @@ when it runs a single token; here, as in vLLM, it is never clamped, so that a to
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import nn
 
@@ -18,20 +19,15 @@ from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import SquaredReluMLP
 from hybrid_kv.models.mamba2 import mixer
 from hybrid_kv.models.moe import MixtureOfExperts, relu2, sigmoid_route
-from hybrid_kv.models.specs import ATTENTION, MAMBA, MLP, MOE, layer_kinds
-from hybrid_kv.models.weights import Tensors, converted
+from hybrid_kv.models.specs import ATTENTION, MLP, MOE, layer_kinds
+from hybrid_kv.models.weights import converted
 
 
-def attention(file: ConfigFile, name: str, kind: type[PagedAttention] = PagedAttention) -> nn.Module:
-    heads = file.size("num_attention_heads"), file.size("num_key_value_heads")
-    return kind(name, file.size("hidden_size"), *heads, file.size("head_dim", "attention_head_dim"))
-
-
-def _mlp(file: ConfigFile, name: str) -> nn.Module:
+def _mlp(file: ConfigFile) -> nn.Module:
     return SquaredReluMLP(file.size("hidden_size"), file.size("intermediate_size"), file.flag("mlp_bias", False))
 
 
-def _moe(file: ConfigFile, name: str) -> nn.Module:
+def _moe(file: ConfigFile) -> nn.Module:
     size, bias, num_experts = file.size("hidden_size"), file.flag("mlp_bias", False), file.size("n_routed_experts")
     file.only("n_shared_experts", 1)
     top_k, groups = file.size("num_experts_per_tok"), file.size("n_group", default=1)
@@ -55,24 +51,25 @@ def _moe(file: ConfigFile, name: str) -> nn.Module:
     )
 
 
-# Kind of layer to its mixer, from config.json and the layer's name; each is called with (x, context). But for Mamba-2,
-# whose sizes are those of its cache.
-MIXERS: dict[str, Callable[[ConfigFile, str], nn.Module]] = {ATTENTION: attention, MLP: _mlp, MOE: _moe}
+# Kind of a layer that keeps no cache to its mixer, which is called with (x, context).
+MLPS: dict[str, Callable[[ConfigFile], nn.Module]] = {MLP: _mlp, MOE: _moe}
 
 
 def build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:
     """See `Family.build`."""
-    activations = file.text("mlp_hidden_act", default="relu2"), file.text("mamba_hidden_act", default="silu")
-    if activations != ("relu2", "silu"):
-        raise file.fail(f"activations {activations} are not supported; ('relu2', 'silu') are")
-
+    file.only("mlp_hidden_act", "relu2")
+    file.only("mamba_hidden_act", "silu")
     chunk_size = file.size("chunk_size", default=128)
 
-    def layer(name: str, kind: str) -> nn.Module:
-        own = mixer(file, name, layer_specs[name], chunk_size) if kind == MAMBA else MIXERS[kind](file, name)
-        return MixerBlock(mamba_norm(file), own)
+    def own_mixer(name: str, kind: str) -> nn.Module:
+        if kind in MLPS:
+            return MLPS[kind](file)
+        if kind == ATTENTION:
+            return PagedAttention(file, name, layer_specs[name])
+        return mixer(file, name, layer_specs[name], chunk_size)
 
-    layers = [layer(f"layers.{i}", kind) for i, kind in enumerate(layer_kinds(file))]
+    kinds = enumerate(layer_kinds(file))
+    layers = [MixerBlock(mamba_norm(file), own_mixer(f"layers.{i}", kind)) for i, kind in kinds]
     return CausalLM(file, layer_specs, layers, mamba_norm(file), mamba_chunk_size=chunk_size)
 
 
@@ -86,6 +83,4 @@ _NAMES = {
 }
 
 
-def convert(tensors: Tensors) -> Tensors:
-    """See `Family.convert_weights`."""
-    return converted(tensors, ("backbone.", "model."), _NAMES)
+convert = partial(converted, prefixes=("backbone.", "model."), names=_NAMES)

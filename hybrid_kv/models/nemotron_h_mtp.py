@@ -11,8 +11,8 @@ from hybrid_kv.models import nemotron_h
 from hybrid_kv.models.attention import GridAttention
 from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock, mamba_norm
 from hybrid_kv.models.config_file import ConfigFile
-from hybrid_kv.models.mtp import NAME, MTPHead
-from hybrid_kv.models.nemotron_h import MIXERS, attention
+from hybrid_kv.models.mtp import NAME, MTPHead, attention_spec_of
+from hybrid_kv.models.nemotron_h import MLPS
 from hybrid_kv.models.specs import ATTENTION, MLP, MOE, layer_kinds
 from hybrid_kv.models.weights import Tensors, renamed
 
@@ -27,9 +27,8 @@ def build(file: ConfigFile, target: CausalLM) -> nn.Module:
             f"an MTP head of the layers {kinds} is not supported, {known[0]} and {known[1]} are; draft with n-grams "
             "instead"
         )
-    layer = DecoderBlock(
-        mamba_norm(file), attention(file, NAME, GridAttention), mamba_norm(file), MIXERS[kinds[1]](file, "")
-    )
+    attention = GridAttention(file, NAME, attention_spec_of(target))
+    layer = DecoderBlock(mamba_norm(file), attention, mamba_norm(file), MLPS[kinds[1]](file))
     return MTPHead(target, mamba_norm(file), mamba_norm(file), layer, mamba_norm(file))
 
 

@@ -16,7 +16,6 @@ from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import ForwardContext, GatedMLP, RMSNorm
 from hybrid_kv.models.qwen3_5 import delta_net
 from hybrid_kv.models.rope import Rope, read_rope
-from hybrid_kv.models.specs import chunk_size
 from hybrid_kv.models.weights import Tensors, converted, joined, renamed
 
 
@@ -39,18 +38,9 @@ def _rope(file: ConfigFile, head_size: int) -> Rope | None:
 
 
 def _attention(file: ConfigFile, name: str, spec: FullAttentionSpec) -> nn.Module:
-    heads, kv_heads, size = file.size("num_attention_heads"), spec.num_kv_heads, spec.head_size
-    eps = file.number("rms_norm_eps", 1e-6)
-    return PagedAttention(
-        name,
-        file.size("hidden_size"),
-        heads,
-        kv_heads,
-        size,
-        bias=file.flag("attention_bias", False),
-        rope=_rope(file, size),
-        norms=(RMSNorm(heads * size, eps), RMSNorm(kv_heads * size, eps)),
-    )
+    size, eps = spec.head_size, file.number("rms_norm_eps", 1e-6)
+    norms = (RMSNorm(heads * size, eps) for heads in (file.size("num_attention_heads"), spec.num_kv_heads))
+    return PagedAttention(file, name, spec, rope=_rope(file, size), norms=(next(norms), next(norms)))
 
 
 def build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:
@@ -68,7 +58,7 @@ def build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:
             layers.append(
                 DecoderBlock(norms[0], delta_net(file, name, spec, eps=1e-5, beta_scale=beta_scale), norms[1], mlp)
             )
-    return CausalLM(file, layer_specs, layers, rms_norm(file), mamba_chunk_size=chunk_size(file))
+    return CausalLM(file, layer_specs, layers, rms_norm(file))
 
 
 _PROJECTIONS = tuple(f"delta_{part}" for part in "qkvgba")  # in the order of `GatedDeltaMixer.in_proj`

@@ -1,9 +1,10 @@
-"""Qwen3.5 and Qwen3.6: gated delta nets, every fourth layer gated attention, an MLP behind each; draft head.
+"""Qwen3.5 and Qwen3.6: gated delta nets, every fourth layer gated attention, an MLP or experts behind each; draft head.
 
 Source: Qwen3.5 (2026) and its implementation in transformers, which is the oracle of the tests; it has no draft head,
 whose form is that of vLLM 0.32 (`qwen3_5_mtp.py`). The functions that are public here are those that Qwen3-Next shares.
 
-A multimodal checkpoint (`qwen3_5`) runs as its language model: without images a token's three positions are one.
+A multimodal checkpoint (`qwen3_5`, `qwen3_5_moe`) runs as its language model: without images a token's three positions
+are one.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from functools import partial
 from torch import nn
 
 from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec
+from hybrid_kv.kernels.moe import route_softmax
 from hybrid_kv.models.attention import PagedAttention
 from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock, rms_norm
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import GatedMLP, RMSNorm
 from hybrid_kv.models.mixers.gated_delta import GatedDeltaMixer
+from hybrid_kv.models.moe import MixtureOfExperts
 from hybrid_kv.models.rope import read_rope
 from hybrid_kv.models.specs import chunk_size
 from hybrid_kv.models.weights import Tensors, converted, joined
@@ -29,21 +32,14 @@ SCAN_CHUNK = 64  # tokens; flash-linear-attention's
 norm = partial(rms_norm, centred=True)
 
 
-def attention(file: ConfigFile, name: str, kind: type[PagedAttention] = PagedAttention) -> nn.Module:
+def attention(
+    file: ConfigFile, name: str, spec: FullAttentionSpec, kind: type[PagedAttention] = PagedAttention
+) -> nn.Module:
     """Gated, with norms of each query and key, and RoPE of a quarter of the channels."""
     file.only("attn_output_gate", True)
-    head_size, eps = file.size("head_dim"), file.number("rms_norm_eps", 1e-6)
-    return kind(
-        name,
-        file.size("hidden_size"),
-        file.size("num_attention_heads"),
-        file.size("num_key_value_heads"),
-        head_size,
-        bias=file.flag("attention_bias", False),
-        rope=read_rope(file, head_size, share=0.25),
-        norms=(RMSNorm(head_size, eps, centred=True), RMSNorm(head_size, eps, centred=True)),
-        gated=True,
-    )
+    size, eps = spec.head_size, file.number("rms_norm_eps", 1e-6)
+    norms = RMSNorm(size, eps, centred=True), RMSNorm(size, eps, centred=True)
+    return kind(file, name, spec, rope=read_rope(file, size, share=0.25), norms=norms, gated=True)
 
 
 def delta_net(
@@ -65,25 +61,46 @@ def delta_net(
     )
 
 
-def dense_mlp(file: ConfigFile, layer: int) -> nn.Module:
+def dense_mlp(file: ConfigFile) -> nn.Module:
     """`down(silu(gate(x)) * up(x))`."""
     return GatedMLP(file.size("hidden_size"), file.size("intermediate_size"))
+
+
+def experts(file: ConfigFile, renormalise: bool = True) -> nn.Module:
+    """A mixture of experts beside one that sees every token, behind a gate of its own."""
+    size, count = file.size("hidden_size"), file.size("num_experts")
+    chosen = file.size("num_experts_per_tok", most=count)
+    return MixtureOfExperts(
+        size,
+        count,
+        file.size("moe_intermediate_size"),
+        partial(route_softmax, top_k=chosen, renormalise=renormalise),
+        shared=GatedMLP(size, file.size("shared_expert_intermediate_size")),
+        shared_gate=True,
+    )
+
+
+def mlp(file: ConfigFile, layer: int) -> nn.Module:
+    """Experts behind each layer of a mixture, behind each other one an MLP."""
+    return experts(file) if file.model_type.startswith("qwen3_5_moe") else dense_mlp(file)
 
 
 def build(
     file: ConfigFile,
     layer_specs: dict[str, KVCacheSpec],
-    mlp: MLP = dense_mlp,
+    mlp: MLP = mlp,
     kind: type[GatedDeltaMixer] = GatedDeltaMixer,
 ) -> CausalLM:
     """The decoder; `mlp` gets the number of its layer, `kind` is that of the delta nets."""
     file.only("hidden_act", "silu")
     layers = []
     for i, (name, spec) in enumerate(layer_specs.items()):
-        is_attention = isinstance(spec, FullAttentionSpec)
-        mixer = attention(file, name) if is_attention else delta_net(file, name, spec, kind)
+        if isinstance(spec, FullAttentionSpec):
+            mixer = attention(file, name, spec)
+        else:
+            mixer = delta_net(file, name, spec, kind)
         layers.append(DecoderBlock(norm(file), mixer, norm(file), mlp(file, i)))
-    return CausalLM(file, layer_specs, layers, norm(file), mamba_chunk_size=chunk_size(file))
+    return CausalLM(file, layer_specs, layers, norm(file))
 
 
 _NAMES = {

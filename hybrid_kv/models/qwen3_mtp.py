@@ -13,27 +13,28 @@ from hybrid_kv.models.attention import GridAttention
 from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.families import qwen_kinds
-from hybrid_kv.models.mtp import NAME, MTPHead
-from hybrid_kv.models.qwen3_5 import MLP, attention, dense_mlp, norm
+from hybrid_kv.models.mtp import NAME, MTPHead, attention_spec_of
+from hybrid_kv.models.qwen3_5 import MLP, attention, norm
 from hybrid_kv.models.specs import ATTENTION
 from hybrid_kv.models.weights import Tensors, renamed
 
-# By `model_type`, without the end `_text`: the key that counts the head's layers, and the MLP in it.
-_PARTS: dict[str, tuple[str, MLP]] = {
-    "qwen3_next": ("num_nextn_predict_layers", qwen3_next.mlp),
-    "qwen3_5": ("mtp_num_hidden_layers", dense_mlp),
-    "qwen3_5_moe": ("mtp_num_hidden_layers", qwen3_next.experts),
-}
+
+def _parts(file: ConfigFile) -> tuple[str, MLP]:
+    """The key that counts the head's layers, and the MLP in it."""
+    if file.model_type == "qwen3_next":
+        return "num_nextn_predict_layers", qwen3_next.mlp
+    return "mtp_num_hidden_layers", qwen3_5.mlp
 
 
 def build(file: ConfigFile, target: CausalLM) -> nn.Module:
     """See `HeadFamily.build`."""
-    count, mlp = _PARTS[file.model_type.removesuffix("_text")]
+    count, mlp = _parts(file)
     if (layers := file.size(count, default=1)) != 1:
         raise file.fail(f"{count}={layers}, 1 is supported; draft with n-grams instead")
     if file.flag("mtp_use_dedicated_embeddings", False):
         raise file.fail("mtp_use_dedicated_embeddings=True is not supported; draft with n-grams instead")
-    layer = DecoderBlock(norm(file), attention(file, NAME, GridAttention), norm(file), mlp(file, 0))
+    mixer = attention(file, NAME, attention_spec_of(target), GridAttention)
+    layer = DecoderBlock(norm(file), mixer, norm(file), mlp(file, 0))
     return MTPHead(target, norm(file), norm(file), layer, norm(file))
 
 
@@ -51,7 +52,7 @@ def convert(tensors: Tensors) -> Tensors:
 
 def shapes(file: ConfigFile) -> dict[str, tuple[int, ...] | str]:
     """See `HeadFamily.shapes`."""
-    if file.maybe_size(_PARTS[file.model_type.removesuffix("_text")][0]) is None:
+    if file.maybe_size(_parts(file)[0]) is None:
         return {}
     size, layer = file.size("hidden_size"), f"model.layers.{qwen_kinds(file).index(ATTENTION)}."
     norms = ("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "norm.weight")

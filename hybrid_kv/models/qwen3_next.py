@@ -12,14 +12,11 @@ import torch
 from torch import nn
 
 from hybrid_kv.cache.spec import KVCacheSpec
-from hybrid_kv.kernels.moe import route_softmax
 from hybrid_kv.models import qwen3_5
 from hybrid_kv.models.config_file import ConfigFile
-from hybrid_kv.models.layers import GatedMLP
 from hybrid_kv.models.mixers.conv import Projected
 from hybrid_kv.models.mixers.gated_delta import GatedDeltaMixer
-from hybrid_kv.models.moe import MixtureOfExperts
-from hybrid_kv.models.qwen3_5 import dense_mlp
+from hybrid_kv.models.qwen3_5 import dense_mlp, experts
 
 
 class ByKeyHead(GatedDeltaMixer):
@@ -35,29 +32,14 @@ class ByKeyHead(GatedDeltaMixer):
         return Projected(torch.cat(qkv, 1), (dt, beta), (gate,))
 
 
-def experts(file: ConfigFile, layer: int, renormalise: bool = True) -> nn.Module:
-    """A mixture of experts beside one that sees every token, behind a gate of its own; in whichever layer."""
-    size, count, chosen = (file.size(key) for key in ("hidden_size", "num_experts", "num_experts_per_tok"))
-    if chosen > count:
-        raise file.fail(f"num_experts_per_tok={chosen} must be at most num_experts={count}; correct the file")
-    return MixtureOfExperts(
-        size,
-        count,
-        file.size("moe_intermediate_size"),
-        partial(route_softmax, top_k=chosen, renormalise=renormalise),
-        shared=GatedMLP(size, file.size("shared_expert_intermediate_size")),
-        shared_gate=True,
-    )
-
-
 def mlp(file: ConfigFile, layer: int) -> nn.Module:
     """That of a layer: experts in each `decoder_sparse_step`-th, but not in `mlp_only_layers`."""
     dense = file.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(number) is int for number in dense):
         raise file.fail(f"mlp_only_layers={dense!r} must list layers by their number; correct the file")
     if layer in dense or (layer + 1) % file.size("decoder_sparse_step", default=1) or file.get("num_experts") == 0:
-        return dense_mlp(file, layer)
-    return experts(file, layer, file.flag("norm_topk_prob", True))
+        return dense_mlp(file)
+    return experts(file, file.flag("norm_topk_prob", True))
 
 
 def build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:

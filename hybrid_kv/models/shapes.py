@@ -29,8 +29,6 @@ class ModelShape:
     """The cache-relevant shape of a model; the specs' block sizes are placeholders until a plan decides them."""
 
     model_type: str
-    hidden_size: int
-    vocab_size: int
     dtype: torch.dtype
     max_position_embeddings: int | None
     mamba_chunk_size: int | None
@@ -110,8 +108,6 @@ def model_shape(
     layers = {f"layers.{i}{end}": spec for i, kind in enumerate(kinds) for end, spec in specs[kind].items()}
     return ModelShape(
         model_type=config.model_type,
-        hidden_size=config.size("hidden_size"),
-        vocab_size=config.size("vocab_size"),
         dtype=options.dtype,
         max_position_embeddings=config.maybe_size("max_position_embeddings", "model_max_length"),
         mamba_chunk_size=chunk_size(config) if any(isinstance(spec, MambaSpec) for spec in layers.values()) else None,

@@ -56,8 +56,7 @@ class HybridBlock(nn.Module):
         # Half of the input is the embedding, so scores are scaled as if heads had half their channels.
         scale = (spec.head_size / 2) ** -0.5
         self.shared = shared
-        sizes = 2 * size, heads, spec.num_kv_heads, spec.head_size
-        self.attention = PagedAttention(f"{name}.attention", *sizes, rope=rope, scale=scale)
+        self.attention = PagedAttention(file, f"{name}.attention", spec, rope=rope, scale=scale)
         self.attention.qkv_proj, self.attention.o_proj = shared.qkv_proj, shared.o_proj
         if file.flag("use_shared_attention_adapter", False):
             if spec.num_kv_heads != heads:

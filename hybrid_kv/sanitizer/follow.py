@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -19,7 +19,7 @@ from hybrid_kv.observe import EngineObserver
 from hybrid_kv.request import Request, ScheduledRequest
 from hybrid_kv.sanitizer.ledger import Ledger
 from hybrid_kv.sanitizer.rules_attention import check_attention, check_drafts
-from hybrid_kv.sanitizer.rules_mamba import Copy, check_copy, check_mamba, expect_copy
+from hybrid_kv.sanitizer.rules_mamba import check_mamba, expect_copy
 from hybrid_kv.sanitizer.rules_rollback import rollback_rules
 from hybrid_kv.sanitizer.shadow import Array, Owner, Shadow, Step, to_numpy
 
@@ -58,7 +58,7 @@ class Sanitizer(EngineObserver):
         self._row_memory = row_memory or {}
         self._published_bytes: dict[BlockKey, set[int]] = {}
         self._all_bytes: set[int] = set()  # of all keys
-        self._copies: list[Copy] = []
+        self._copies: list[Callable[[Step], None]] = []  # checks of those of the step in flight
 
     # Blocks change hands.
 
@@ -255,7 +255,8 @@ class Sanitizer(EngineObserver):
         copies_states: bool,
     ) -> None:
         """Remember what will be copied; `on_commit` checks what has become of it."""
-        self._copies.append(expect_copy(self.shadows[group], copies, block_table, layers, copies_states))
+        check = expect_copy(self.ledger, self.shadows[group], copies, block_table, layers, copies_states)
+        self._copies.append(check)
 
     def on_commit(self, tokens: Sequence[Sequence[int]]) -> None:
         """Right drafts must be accepted, all and only those; then the copies are checked."""
@@ -267,8 +268,8 @@ class Sanitizer(EngineObserver):
                 ledger.fail("accept", f"the drafts {list(drafts)} became the tokens {list(new)}", owner)
             owner.computed = end - len(drafts) + count
             owner.known = ledger.learn(owner, new)
-        for copy in self._copies:
-            check_copy(ledger, copy, step)
+        for check in self._copies:
+            check(step)
         self._copies.clear()
 
     def on_draft(self, group: int, rows: Array, positions: torch.Tensor, slots: torch.Tensor) -> None:

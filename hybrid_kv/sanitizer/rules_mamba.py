@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -110,28 +109,19 @@ def _check_writes(
     ledger.log_rows("write", shadow, rows, targets)
 
 
-@dataclass(frozen=True)
-class Copy:
-    """Boundary states on their way home. `checks`: views, and what they must hold at `home`."""
-
-    shadow: Shadow
-    rows: Array  # of the batch
-    drafts: Array  # row of `window` where the window begins
-    ends: Array  # tokens up to the boundary
-    home: Array
-    window: Array
-    state: Array | None
-    checks: list[tuple[torch.Tensor, torch.Tensor]]
-
-
 def expect_copy(
+    ledger: Ledger,
     shadow: Shadow,
     copies: BoundaryCopies,
     block_table: torch.Tensor,
     layers: Sequence[tuple[torch.Tensor, ...]],
     copies_states: bool,
-) -> Copy:
-    """What must have become of the boundary states of a group once they are copied; see `EngineObserver.on_copy`."""
+) -> Callable[[Step], None]:
+    """What must become of the boundary states of a group that will be copied; see `EngineObserver.on_copy`.
+
+    Returns:
+        Its check, to be called with the step once it is known which drafts were accepted.
+    """
     table, every = to_numpy(block_table).astype(np.int64), np.stack([to_numpy(part) for part in copies])
     # Those of rejected drafts are copies of a block to itself.
     rows, current_blocks, drafts, logical_blocks = every[:, every[1] + every[2] != every[3]]
@@ -139,38 +129,36 @@ def expect_copy(
     state = table[rows, current_blocks + drafts] if copies_states else None
     spec = shadow.group.spec
     assert isinstance(spec, MambaSpec)
-    checks = []
+    contents = []  # views, and what they must hold at `home`
     for parts in layers:
         for part, kept in zip(spec.parts, parts, strict=True):
             if part.role == "window":
                 size = kept.shape[1] - spec.num_speculative_tokens
                 taps = torch.from_numpy(drafts[:, None] + np.arange(size))
-                checks.append((kept[:, :size], kept[torch.from_numpy(window)[:, None], taps]))
+                contents.append((kept[:, :size], kept[torch.from_numpy(window)[:, None], taps]))
             elif state is not None:
-                checks.append((kept, kept[torch.from_numpy(state)]))
+                contents.append((kept, kept[torch.from_numpy(state)]))
     ends = (logical_blocks + 1) * shadow.block_size
-    return Copy(shadow, rows, drafts, ends, home, window, state, checks)
 
+    def check(step: Step) -> None:
+        owners = [step.owners[row] for row in rows.tolist()]
+        accepted = np.array([owner.computed for owner in owners])
+        text = "gets the state after {} tokens, {} are accepted"
+        ledger.require(ends <= accepted, "copy-rejected", shadow, rows, home, text, ends, accepted)
+        ledger.check_writes(shadow, rows, home, step)
+        held = {"window": shadow.cells[window, drafts]}
+        if state is not None:
+            held["state"] = shadow.state[state]
+        expected = [owner.prefix[end] for owner, end in zip(owners, ends.tolist(), strict=True)]
+        for what, entries in held.items():
+            text = f"gets a {what} for the end of token {{1}} that holds {{0}}"
+            ledger.require(entries[:, HASH] == expected, "copy-state", shadow, rows, home, text, entries, ends - 1)
+        for view, content in contents:
+            same = to_numpy((view[torch.from_numpy(home)] == content).flatten(1).all(1))
+            ledger.require(same, "copy-bytes", shadow, rows, home, "the copy did not arrive in every layer")
+        shadow.cells[home] = 0
+        shadow.cells[home, 0] = held["window"]
+        shadow.state[home] = held.get("state", shadow.state[home])
+        ledger.log_rows("copy", shadow, rows, home)
 
-def check_copy(ledger: Ledger, copy: Copy, step: Step) -> None:
-    """Copied boundary states, once it is known which drafts were accepted."""
-    shadow, rows, home, ends = copy.shadow, copy.rows, copy.home, copy.ends
-    owners = [step.owners[row] for row in rows.tolist()]
-    accepted = np.array([owner.computed for owner in owners])
-    text = "gets the state after {} tokens, {} are accepted"
-    ledger.require(ends <= accepted, "copy-rejected", shadow, rows, home, text, ends, accepted)
-    ledger.check_writes(shadow, rows, home, step)
-    parts = {"window": shadow.cells[copy.window, copy.drafts]}
-    if copy.state is not None:
-        parts["state"] = shadow.state[copy.state]
-    expected = [owner.prefix[end] for owner, end in zip(owners, ends.tolist(), strict=True)]
-    for what, entries in parts.items():
-        text = f"gets a {what} for the end of token {{1}} that holds {{0}}"
-        ledger.require(entries[:, HASH] == expected, "copy-state", shadow, rows, home, text, entries, ends - 1)
-    for view, content in copy.checks:
-        same = to_numpy((view[torch.from_numpy(home)] == content).flatten(1).all(1))
-        ledger.require(same, "copy-bytes", shadow, rows, home, "the copy did not arrive in every layer")
-    shadow.cells[home] = 0
-    shadow.cells[home, 0] = parts["window"]
-    shadow.state[home] = parts.get("state", shadow.state[home])
-    ledger.log_rows("copy", shadow, rows, home)
+    return check

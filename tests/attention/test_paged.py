@@ -25,6 +25,7 @@ from hybrid_kv.config import ConfigError
 from hybrid_kv.kernels.common.ragged import Ragged
 from hybrid_kv.kernels.common.upload import now
 from hybrid_kv.models.attention import GridAttention
+from hybrid_kv.models.config_file import ConfigFile
 from tests.kernels.interpreter import interpreted
 from tests.kernels.references import paged_attention_varlen_reference
 
@@ -167,7 +168,9 @@ def test_torch_in_other_dtypes(dtype):
 def check_triton(name):
     check_attend(compute_of("triton"), STEPS[name])
     part, query, caches, _ = problem(STEPS[name])
-    layer = GridAttention("head", 8, query.shape[1], caches[0].shape[2], query.shape[2], scale=SCALE)
+    file = ConfigFile({"hidden_size": 8, "num_attention_heads": query.shape[1]}, "config.json")
+    spec = FullAttentionSpec(4, caches[0].shape[2], query.shape[2], torch.float32)
+    layer = GridAttention(file, "head", spec, scale=SCALE)
     layer.grid = 4
     outputs = [
         layer.attend(query, caches, replace(part, compute=compute, plans={}))

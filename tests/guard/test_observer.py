@@ -21,29 +21,17 @@ from hybrid_kv.engine.runner import ModelRunner
 from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.guard.forced import FORCED, Draw
 from hybrid_kv.guard.play import Differences, run_scenario
-from hybrid_kv.guard.scenario import Event, Scenario, SmallKVFirst, cache_options
+from hybrid_kv.guard.scenario import Event, Scenario, SmallKVFirst
 from hybrid_kv.guard.waiting import Waiting
 from hybrid_kv.sampling import SamplingParams
 
 
 def scenario(mode: str, K: int = 0, drafts: str = "none", **options: Any) -> Scenario:
     """Three prompts, twice."""
-    rng = np.random.default_rng(4)
-    prompts = [rng.integers(0, 97, size=length).tolist() for length in (13, 24, 31)]
-    options = {
-        "attention_backend": SmallKVFirst.name,
-        "block_size": 8,
-        "num_blocks": 300,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 20,
-        "max_model_len": 80,
-        "device": "cpu",
-        **cache_options(mode, K, drafts),
-        **options,
-    }
-    layers = "**" if mode == "attention" else "M*MM*"
-    params = [SamplingParams(max_tokens=14)] * 6
-    return Scenario(0, layers, options, prompts * 2, params, (3, 3), drafts)
+    d, layers = Draw(4), "**" if mode == "attention" else "M*MM*"
+    options = {"attention_backend": SmallKVFirst.name, "max_num_batched_tokens": 20, "max_model_len": 80} | options
+    prompts = d.prompts(13, 24, 31) * 2
+    return d.scenario(prompts, [14] * 6, modes=(mode,), layers=layers, K=K, drafts=drafts, waves=(3, 3), **options)
 
 
 def wrong(result: Differences) -> str:

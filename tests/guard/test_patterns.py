@@ -29,10 +29,6 @@ def test_a_forced_pattern_happens(names: str, run: int) -> None:
     assert [name for name in names.split(", ") if not result.seen[name]] == []
 
 
-def test_forced_patterns_are_required_ones() -> None:
-    assert {name for names in FORCED for name in names.split(", ")} <= set(REQUIRED)
-
-
 def test_quiet_traffic_has_none_of_them() -> None:
     alone = scenario("none", max_num_seqs=2, captured_batch_sizes=(), attention_backend="TORCH", block_size=16)
     prompts, params = [[1, 2, 3, 4, 5]], [SamplingParams(max_tokens=3)]

@@ -59,11 +59,6 @@ def test_a_unit_that_no_row_may_have_is_a_failed_check_and_not_the_end_of_the_gu
     assert not result.passed and "unit='pools' of 'pools' is not one of hybrid_kv.results.UNITS" in result.detail
 
 
-def test_a_new_check_runs_beside_the_others(toy: None) -> None:
-    few = {"costs": 1, "toy": 3}
-    assert [result.section for result in run_guard(few, seed=0, progress=False, jobs=1)] == ["exact model", "toy"]
-
-
 @pytest.mark.parametrize(
     ("only", "message"),
     [

@@ -4,12 +4,12 @@ from itertools import pairwise
 
 import torch
 
-from hybrid_kv.attention.paged import AttentionPart, PagedAttentionMetadata, SlotMapping
+from hybrid_kv.attention.paged import build_paged_attention_metadata
 from hybrid_kv.config import EngineConfig
-from hybrid_kv.kernels.common.ragged import Ragged
 from hybrid_kv.models.layers import ForwardContext
 from hybrid_kv.models.loader import load_head, load_model
 from hybrid_kv.models.mtp import NAME
+from tests.attention.test_paged import common
 from tests.models.parity import TOLERANCE
 
 CPU = torch.device("cpu")
@@ -36,22 +36,14 @@ class Paged:
             self.table[row, p // self.block_size] * self.block_size + p % self.block_size
             for (row, *_), p in zip(ordered, positions, strict=True)
         ]
-        num_decodes = sum(len(p) == 1 for p in positions)
-        parts, token = [], 0
-        for part in (slice(num_decodes), slice(num_decodes, None)):
-            if not positions[part]:
-                continue
-            rows = Ragged(torch.tensor([len(p) for p in positions[part]]), CPU)
-            flat = torch.cat(positions[part])
-            used = -(-(int(flat.max()) + 1) // self.block_size)
-            table = self.table[[row for row, *_ in ordered[part]], :used]
-            parts.append(AttentionPart(token, len(flat), rows, rows.padded(flat), table, int(flat.max()) + 1))
-            token += len(flat)
-        metadata = PagedAttentionMetadata(SlotMapping(torch.cat(slots).long()), tuple(parts), torch.cat(positions))
+        lengths = [len(p) for p in positions]
+        batch = common([start for _, start, *_ in ordered], lengths, lengths.count(1))
+        table = self.table[[row for row, *_ in ordered]]
+        metadata = build_paged_attention_metadata(batch, table, torch.cat(slots).long(), self.block_size)
         hidden, ids = torch.cat([c[2] for c in ordered]), torch.cat([c[3] for c in ordered])
         with torch.no_grad():
             out = self.head(hidden, ids, ForwardContext({NAME: metadata}, self.views))
-        outputs = dict(zip(order, out.split([len(p) for p in positions]), strict=True))
+        outputs = dict(zip(order, out.split(lengths), strict=True))
         return [outputs[i] for i in range(len(chunks))]
 
 

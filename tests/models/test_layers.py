@@ -82,22 +82,6 @@ def test_a_packed_weight_is_packed_once(packed, bias, rows):
     assert len(packed) == 1
 
 
-def test_a_changed_weight_is_packed_again(packed):
-    layer, x = linear(), torch.randn(8, 16)
-    assert_linear(layer, x)
-    with torch.no_grad():
-        layer.weight.mul_(2)
-    assert_linear(layer, x)
-    layer.weight.data = torch.randn(24, 16)
-    assert_linear(layer, x)
-    layer.load_state_dict(linear().state_dict())
-    assert_linear(layer, x)
-    assert len(packed) == 4
-    assert_linear(layer.double(), x.double())
-    assert len(packed) == 4
-    assert_linear(layer.float(), x)
-
-
 def test_what_is_not_packed(packed):
     """Small weights, other dtypes, tensors that do not tell of changes, and outside of inference."""
     x = torch.randn(8, 16)

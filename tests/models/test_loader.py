@@ -174,7 +174,7 @@ def test_without_any_one_key_it_loads_or_one_line_names_the_key(tmp_path, monkey
             needed.add(key)
             assert key in str(error) or "shape" in str(error)  # a default that the weights contradict
             assert "\n" not in str(error)
-    assert {"vocab_size", "hidden_size", "head_dim", "n_groups", "layers_block_type", "dtype"} <= needed
+    assert {"vocab_size", "hidden_size", "n_groups", "layers_block_type", "dtype"} <= needed
     assert not needed & {"layer_norm_epsilon", "use_bias", "tie_word_embeddings", "num_hidden_layers"}
 
 

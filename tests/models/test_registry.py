@@ -19,7 +19,6 @@ CONFIG = {
     **{"model_type": "tiny_mamba", "num_hidden_layers": 2, "dtype": "float64", "heads": 2, "head_dim": 4, "state": 3},
     **{"groups": 1, "taps": 4, "hidden_size": 8, "vocab_size": 11},
 }
-NGRAM = {"speculative_method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
 
 
 @pytest.fixture
@@ -40,23 +39,6 @@ def tiny(tmp_path, monkeypatch):
 
 def engine(folder, **options):
     return LLM(folder, tokenizer=Characters(), device="cpu", max_model_len=64, max_num_seqs=2, **options)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_num_batched_tokens": 5, "mamba_cache_mode": "all"},
-        {"max_num_batched_tokens": 9, "mamba_cache_mode": "align", **NGRAM},
-        {"mamba_cache_mode": "all", "mamba_block_size": 4, "state_scheme": "recompute", **NGRAM},
-    ],
-    ids=["chunks", "drafts", "recompute"],
-)
-def test_the_family_of_the_documentation_runs(tiny, options):
-    prompts = [[1, 2, 3] * 7, [4] * 5]
-    llms = engine(tiny), engine(tiny, sanitize=True, **options)
-    whole, *again = [[out.token_ids for out in llm.generate(prompts, progress=False)] for llm in (*llms, llms[1])]
-    assert again == [whole, whole]
-    assert len({*whole[0], *whole[1]}) > 1, "a model that repeats one token shows nothing"
 
 
 def test_its_config_is_checked_like_any_other(tiny):

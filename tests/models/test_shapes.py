@@ -128,7 +128,7 @@ def test_a_model_of_attention_alone_is_planned() -> None:
 def test_a_text_config_is_read_where_the_top_level_is_multimodal() -> None:
     text = {**CONFIGS["Qwen/Qwen3-Next-80B-A3B"], "model_type": "qwen3_5_text", "mamba_ssm_dtype": "float32"}
     shape = model_shape({"model_type": "qwen3_5", "text_config": text, "vision_config": {"hidden_size": 8}})
-    assert shape.hidden_size == 2048
+    assert attention_of(shape).head_size == 256
     assert dtypes_of(mamba_of(shape)) == (BF16, FP32)
 
 

@@ -44,23 +44,6 @@ def test_equals_the_plain_search(rows, k, min_ngram, more):
     assert propose(proposer, rows) == [brute_force(row, k, min_ngram + more, min_ngram) for row in rows]
 
 
-def test_the_longest_match_wins_and_of_equal_ones_the_first():
-    rows = [
-        [9, 1, 2, 3, 7, 1, 2, 4, 5, 1, 2, 8, 8, 1, 2],  # 1 2 three times before
-        [1, 2, 3, 7, 9, 2, 3, 5, 9, 1, 2, 3],  # 2 3 twice, 1 2 3 once
-        [1, 2, 3, 4],
-        [6, 2, 1, 2, 1, 2],
-    ]
-    assert propose(NgramProposer(3, 4, 2), rows) == [[3, 7, 1], [7, 9, 2], [], [1, 2]]
-    assert propose(NgramProposer(3, 1, 1), rows)[1] == [7, 9, 2]
-
-
-def test_known_tokens_only():
-    token_ids = np.array([[1, 2, 1, 2, 5, 1, 2]])
-    assert NgramProposer(4, 2, 2).propose([None], token_ids, np.array([4])) == [[1, 2]]
-    assert NgramProposer(4, 2, 2).propose([None], token_ids, np.array([2])) == [[]]
-
-
 @pytest.mark.parametrize(("k", "longest", "shortest"), [(0, 4, 1), (1, 1, 2), (1, 3, 0)])
 def test_impossible_sizes_are_refused(k, longest, shortest):
     with pytest.raises(ConfigError, match="must be"):

@@ -81,9 +81,7 @@ class Questions:
         """Answer all of them in one engine; a cell with a cache gets prompts that begin alike."""
         prompts = self.shared if MODES[cell.get("mamba_cache_mode", "none")].keeps_states else self.own
         options = {**cell, "device": device, "preempts": PREEMPTS}
-        return beside_plain(
-            LogitCase("plain", self.model.folder.name, options, prompts, (), NUM_NEW), self.model.folder
-        )
+        return beside_plain(LogitCase("plain", self.model.folder.name, options, prompts, (), NUM_NEW))
 
 
 def result_of(found: Found, model: Trained, seed: int) -> CheckResult:

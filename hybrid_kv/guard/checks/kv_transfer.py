@@ -20,7 +20,6 @@ from hybrid_kv.guard.play import play_seeds
 from hybrid_kv.guard.poison import poison, poison_free_blocks
 from hybrid_kv.guard.registry import CheckResult, Run, check
 from hybrid_kv.guard.scenario import (
-    AnswerBook,
     ScriptedProposer,
     SmallBlocksFirst,
     SmallKVFirst,
@@ -29,7 +28,7 @@ from hybrid_kv.guard.scenario import (
     has_attention,
     num_states,
 )
-from hybrid_kv.guard.step import RuleError
+from hybrid_kv.guard.step import RuleError, common_prefix
 from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.models.exact import ExactConfig
 from hybrid_kv.observe import EngineObserver
@@ -52,11 +51,8 @@ class Arriving(EngineObserver):
         self._specs = [group.spec for group in llm.plan.config.groups]
 
     def on_arrival(self, request: Request, logical_blocks: Sequence[BlockIds]) -> None:
-        held, n, due = (
-            [int(np.count_nonzero(ids != NULL_BLOCK)) for ids in logical_blocks],
-            request.num_computed_tokens,
-            [],
-        )
+        held = [int(np.count_nonzero(ids != NULL_BLOCK)) for ids in logical_blocks]
+        n, due = request.num_computed_tokens, list[int]()
         for spec in self._specs:
             blocks = cdiv(n + 1, spec.block_size)
             if isinstance(spec, MambaSpec):
@@ -125,7 +121,7 @@ class Pair:
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         layers = LAYERS[seed % len(LAYERS)]
-        self.prefill, self.decode = Engine(rng, layers), Engine(rng, layers)
+        self.prefill, self.decode, self._book = Engine(rng, layers), Engine(rng, layers), answer_book(layers)
         self.seen: Counter[str] = Counter()
         self.name = f"seed {seed}, {layers}: {self.prefill.setting} to {self.decode.setting}"
         vocabulary = ExactConfig.vocab_size
@@ -191,13 +187,8 @@ class Pair:
         if reason == "abort":
             expected = expected[: len(request.output_token_ids)]
         if request.output_token_ids != expected:
-            pairs = enumerate(zip(request.output_token_ids, expected, strict=False))
-            first = next((j for j, (a, b) in pairs if a != b), min(len(request.output_token_ids), len(expected)))
+            first = common_prefix(request.output_token_ids, expected)
             yield f"request {i} ({len(self.requests[i][0])} prompt tokens) differs at output token {first}"
-
-    @property
-    def _book(self) -> AnswerBook:
-        return self.prefill.book
 
     def _again(self) -> Iterator[str]:
         """What the decode engine publishes, its own requests find: prompts and answers that it went on with."""
@@ -240,12 +231,11 @@ def drafts_behind(seed: int) -> CheckResult:
                 done[order[int(request.request_id)]] = request.output_token_ids
         due = alone.drafts_alone(mode)
     num_other = sum(done.get(i) != output.token_ids for i, (output, _) in enumerate(alone.known))
-    pairs = [(drafts, due[key]) for key, drafts in recorder.found.items() if key in due]
-    wrong = sum(a[: len(b)] != b[: len(a)] for a, b in pairs)
-    detail = f"{num_other} requests got other tokens" if num_other else "void: no drafts to compare" * (not pairs)
-    detail = f"{wrong} of {len(pairs)} times a request got other drafts than alone" if wrong else detail
+    wrong, count = recorder.compare(due)
+    detail = f"{num_other} requests got other tokens" if num_other else "void: no drafts to compare" * (not count)
+    detail = f"{wrong} of {count} times a request got other drafts than alone" if wrong else detail
     return CheckResult(
-        "wrong drafts behind KV transfer", wrong, "drafts", "0", len(pairs), detail, {"seed": seed, "mode": mode}
+        "wrong drafts behind KV transfer", wrong, "drafts", "0", count, detail, {"seed": seed, "mode": mode}
     )
 
 

@@ -62,6 +62,11 @@ def _taps(weight: torch.Tensor) -> torch.Tensor:
     return weight.T.contiguous().T  # each tap of all channels contiguous
 
 
+def rates(A_log: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """How fast states decay, and another weight of the recurrence, in its dtype."""
+    return -A_log.to(dtype).exp(), other.to(dtype)
+
+
 def sizes_of(spec: MambaSpec) -> tuple[int, int]:
     """Channels and kernel of the convolution of a layer with one window, which has K rows more than that needs."""
     rows, channels = spec.parts[0].shape
@@ -167,9 +172,7 @@ class RecurrentMixer(ConvMixer):
         """
         raise NotImplementedError
 
-    def recompute(
-        self, decodes: Tokens, history: RecomputeStep, context: ForwardContext, cu_seqlens: torch.Tensor
-    ) -> torch.Tensor:
+    def recompute(self, decodes: Tokens, history: RecomputeStep, context: ForwardContext) -> torch.Tensor:
         """The outputs of tokens behind a history; flushes what is due, and appends their inputs."""
         raise NotImplementedError
 
@@ -188,7 +191,7 @@ class RecurrentMixer(ConvMixer):
         metadata: MambaMetadata = context.metadata[self.name]
         rows, conv_out, _ = decodes
         if (history := metadata.rollback.history) is not None:
-            return self.recompute(decodes, history, context, metadata.cu_seqlens).flatten(1)
+            return self.recompute(decodes, history, context).flatten(1)
         dtype = self._dtype(conv_out, states)
         before = [state[: metadata.num_decodes].to(dtype) for state in states]
         inputs = tuple(map(rows.padded, decodes.inputs))

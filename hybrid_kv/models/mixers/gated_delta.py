@@ -24,15 +24,11 @@ from hybrid_kv.kernels.gated_delta import (
 )
 from hybrid_kv.kernels.recompute import RecomputeStep, recompute_flush_reference
 from hybrid_kv.models.layers import Derived, ForwardContext, Linear, RMSNorm, empty, upcast
-from hybrid_kv.models.mixers.conv import Projected, Tensors, Tokens, sizes_of
+from hybrid_kv.models.mixers.conv import Projected, Tensors, Tokens, rates, sizes_of
 from hybrid_kv.models.mixers.launched import LaunchedMixer, ScanRows
 
 _Tensor = torch.Tensor
 Layer = tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor]
-
-
-def _rates(A_log: torch.Tensor, dt_bias: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    return -A_log.to(dtype).exp(), dt_bias.to(dtype)
 
 
 class DeltaRuleMixer(LaunchedMixer):
@@ -63,22 +59,20 @@ class DeltaRuleMixer(LaunchedMixer):
         self.widths = (keys, keys, values)
         self.dt_bias = empty(prod(g))
         self.A_log = empty(self.value_heads)
-        self._rates = Derived(_rates)
+        self._rates = Derived(rates)
         self.norm = RMSNorm(self.value_dim, eps)
 
     def operands(self, conv_out: torch.Tensor, inputs: Tensors, dtype: torch.dtype) -> Tensors:
         """q, k, v, log decay, beta; all of them for each value head."""
         dt, beta = (part.to(dtype) for part in inputs)
-        rates, dt_bias = self._rates(self.A_log, self.dt_bias, dtype=dtype)
+        decay, dt_bias = self._rates(self.A_log, self.dt_bias, dtype=dtype)
         qkv = self._heads(conv_out.to(dtype))
-        return delta_operands(*qkv, dt, dt_bias.view(dt.shape[2:]), rates, beta, self.beta_scale)
+        return delta_operands(*qkv, dt, dt_bias.view(dt.shape[2:]), decay, beta, self.beta_scale)
 
-    def recompute(
-        self, decodes: Tokens, history: RecomputeStep, context: ForwardContext, cu_seqlens: torch.Tensor
-    ) -> torch.Tensor:
+    def recompute(self, decodes: Tokens, history: RecomputeStep, context: ForwardContext) -> torch.Tensor:
         (state,), ring = self.parts(context, "state"), context.row_memory[self.name]
         layer = self._layer(decodes.rows.flat(decodes.conv_out), decodes.inputs)
-        return gated_delta_recompute_reference(state, ring, history, *layer, cu_seqlens, self.beta_scale)
+        return gated_delta_recompute_reference(state, ring, history, *layer, decodes.rows.starts, self.beta_scale)
 
     def flush(self, history: RecomputeStep, context: ForwardContext) -> None:
         (state,), ring = self.parts(context, "state"), context.row_memory[self.name]

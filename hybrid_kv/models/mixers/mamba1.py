@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -13,11 +13,7 @@ from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.selective_scan import selective_scan, selective_scan_update
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import Derived, Linear, empty, upcast
-from hybrid_kv.models.mixers.conv import Projected, RecurrentMixer, Tensors, sizes_of
-
-
-def _rates(A_log: torch.Tensor, D: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    return -A_log.to(dtype).exp(), D.to(dtype)
+from hybrid_kv.models.mixers.conv import Projected, RecurrentMixer, Tensors, rates, sizes_of
 
 
 class Mamba1Mixer(RecurrentMixer):
@@ -26,7 +22,7 @@ class Mamba1Mixer(RecurrentMixer):
     Args:
         spec: of its cache, whose state is [channels, state_size].
         dt_rank: size of a time step before it is projected to one for each channel.
-        norms: of that, of B and of C.
+        norm: makes that of so many channels: of a time step, of B and of C.
         conv_bias: of the convolution; `bias`: of the first and the last projection.
     """
 
@@ -40,7 +36,7 @@ class Mamba1Mixer(RecurrentMixer):
         hidden_size: int,
         spec: MambaSpec,
         dt_rank: int,
-        norms: Sequence[nn.Module],
+        norm: Callable[[int], nn.Module],
         conv_bias: bool,
         bias: bool,
     ) -> None:
@@ -49,11 +45,11 @@ class Mamba1Mixer(RecurrentMixer):
         self.splits = (dt_rank, state_size, state_size)
         self.in_proj = Linear(hidden_size, 2 * channels, bias)
         self.x_proj = Linear(channels, sum(self.splits))
-        self.dt_norm, self.B_norm, self.C_norm = norms
+        self.dt_norm, self.B_norm, self.C_norm = map(norm, self.splits)
         self.dt_proj = Linear(dt_rank, channels, bias=True)
         self.A_log = empty(channels, state_size)
         self.D = empty(channels)
-        self._rates = Derived(_rates)
+        self._rates = Derived(rates)
         self.out_proj = Linear(channels, hidden_size, bias)
 
     def project(self, x: torch.Tensor) -> Projected:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 
@@ -19,7 +17,7 @@ from hybrid_kv.kernels.recompute import (
 from hybrid_kv.kernels.ssd import chunk_scan, chunk_scan_prefill, selective_state_update, selective_state_update_slots
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import Derived, ForwardContext, GatedRMSNorm, Linear, empty, upcast
-from hybrid_kv.models.mixers.conv import Projected, Tensors, Tokens, sizes_of
+from hybrid_kv.models.mixers.conv import Projected, Tensors, Tokens, rates, sizes_of
 from hybrid_kv.models.mixers.launched import LaunchedMixer, ScanRows
 
 
@@ -30,16 +28,8 @@ def check_time_steps(file: ConfigFile) -> None:
         raise file.fail(f"time_step_limit={limit!r} can't be run, [0.0, Infinity] can; use another checkpoint")
 
 
-class _Heads(NamedTuple):
-    """What the recurrence computes with, in its own dtype, [heads] each."""
-
-    A: torch.Tensor
-    D: torch.Tensor
-    dt_bias: torch.Tensor
-
-
-def _heads(A_log: torch.Tensor, D: torch.Tensor, dt_bias: torch.Tensor, dtype: torch.dtype) -> _Heads:
-    return _Heads(-torch.exp(A_log.to(dtype)), D.to(dtype), upcast(dt_bias))
+def _heads(A_log: torch.Tensor, D: torch.Tensor, dt_bias: torch.Tensor, dtype: torch.dtype) -> Tensors:
+    return *rates(A_log, D, dtype), upcast(dt_bias)
 
 
 class Mamba2Mixer(LaunchedMixer):
@@ -108,14 +98,12 @@ class Mamba2Mixer(LaunchedMixer):
 
     # With a history.
 
-    def recompute(
-        self, decodes: Tokens, history: RecomputeStep, context: ForwardContext, cu_seqlens: torch.Tensor
-    ) -> torch.Tensor:
+    def recompute(self, decodes: Tokens, history: RecomputeStep, context: ForwardContext) -> torch.Tensor:
         (state,), ring = self.parts(context, "state"), context.row_memory[self.name]
         raw_dt = decodes.inputs[0]
         x, B, C = self._parts(decodes.rows.flat(decodes.conv_out), raw_dt.dtype)
         return recompute_update_reference(
-            state, ring, history, x, raw_dt, self.dt_bias, self.A_log, B, C, self.D, cu_seqlens
+            state, ring, history, x, raw_dt, self.dt_bias, self.A_log, B, C, self.D, decodes.rows.starts
         )
 
     def flush(self, history: RecomputeStep, context: ForwardContext) -> None:
