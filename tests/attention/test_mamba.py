@@ -289,21 +289,3 @@ def test_home_gets_the_shifted_window_and_the_state_and_nothing_else_changes(mod
     for (window, state), (right_window, right_state) in zip(layers, expected, strict=True):
         assert torch.equal(window, right_window)
         assert torch.equal(state, right_state)
-
-
-def test_a_rejected_boundary_state_never_goes_home():
-    subject = spec(k=2)
-    # Token 6 accepted, drafts 7 (which ends block 1) and 8 rejected; then with 7 accepted too.
-    assert [part.tolist() for part in due(subject, ints(6), ints(3), ints(1))] == [[0], [1], [0], [1]]
-    assert [part.tolist() for part in due(subject, ints(6), ints(3), ints(2))] == [[0], [2], [1], [1]]
-
-
-def test_the_window_of_an_current_block_that_is_home_is_shifted_in_place():
-    subject = spec(k=3, kernel=4)
-    copies = due(subject, ints(5), ints(3), ints(3))  # tokens 5, 6, 7 end block 1, where they are anchored
-    assert (copies.current_blocks.tolist(), copies.drafts.tolist(), copies.logical_blocks.tolist()) == ([1], [2], [1])
-    window, state = torch.arange(60).view(10, 6, 1), torch.arange(10)[:, None]
-    table = torch.tensor([[0, 4, 5, 6, 7]], dtype=torch.int32)
-    postprocess_mamba(copies, table, [(window, state)], subject, True)
-    assert window[4].flatten().tolist() == [26, 27, 28, 27, 28, 29]
-    assert state[4].item() == 6
