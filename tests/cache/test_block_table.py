@@ -279,14 +279,6 @@ def test_a_row_beyond_the_staging_buffer_is_written_early():
     assert tables.tables[1].tolist() == second.tolist() == [list(range(11, 20))]
 
 
-def test_a_row_staged_twice_raises():
-    tables = make()
-    stage(tables, 2, [[1], [], []], overwrite=True)
-    stage(tables, 2, [[2], [], []])
-    with pytest.raises(ValueError, match="staged twice"):
-        update(tables, [(2, 0, 1)])
-
-
 def test_too_many_blocks_for_the_row_raise():
     tables = make(rows=2, widths=[2, 3], bpk=[1, 2])
     stage(tables, 0, [[1, 2], [3]], overwrite=True)
@@ -298,14 +290,6 @@ def test_too_many_blocks_for_the_row_raise():
     assert tables.num_blocks.tolist() == [[2, 1], [0, 0]]  # a rejected step leaves nothing behind
     assert tables.tables[0].tolist() == [[1, 2], [0, 0]]
     assert update(tables, [(0, 0, 1)])[0][1].tolist() == [[6, 7, 0, 0, 0, 0]]
-
-
-@pytest.mark.parametrize("counts", [[2, 0, 0], [0, 0, 0], [1, 1, 1]])
-def test_ids_that_do_not_match_the_counts_raise(counts):
-    tables = make()
-    tables.append_block_ids(0, ids_of(1), array("i", counts), False)
-    with pytest.raises(ValueError, match=f"1 block ids were staged for {sum(counts)} columns"):
-        update(tables, [(0, 0, 1)])
 
 
 @pytest.mark.gpu
