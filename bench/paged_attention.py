@@ -17,7 +17,14 @@ from bench._reference import Floats, attention, near
 from bench._shapes import SHAPES
 from bench.harness.cells import Case, Cell, grid
 from bench.harness.contest import Contest, kernel_and_torch, models
-from hybrid_kv.kernels.paged_attention import paged_attention, paged_attention_varlen, write_kv
+from hybrid_kv.kernels.common.strided import gather_tokens
+from hybrid_kv.kernels.paged_attention import (
+    attend_tokens,
+    attention_mask,
+    paged_attention_varlen,
+    token_index,
+    write_kv,
+)
 
 TOLERANCE = 1e-5
 ROUNDED = 2.0**-7  # of bfloat16, as a share of the largest value
@@ -99,7 +106,11 @@ def by_kernel(query, block_table, positions, starts, totals, key_cache, value_ca
 
 def by_torch(query, block_table, positions, starts, totals, key_cache, value_cache, scale):  # type: ignore[no-untyped-def]
     """Another one."""
-    return paged_attention(query, key_cache, value_cache, block_table, positions, scale)
+    num_keys = int(positions.max()) + 1
+    index = token_index(key_cache, block_table, positions[:, -1], num_keys)
+    key, value = (gather_tokens(cache, index).unflatten(0, (-1, num_keys)) for cache in (key_cache, value_cache))
+    mask = attention_mask(positions, num_keys, query.shape[2] // key.shape[2], query.dtype)
+    return attend_tokens(query, key, value, mask, scale)
 
 
 def attentions(device: str, model: str, num_reqs: int, length: int, context: int) -> Contest:

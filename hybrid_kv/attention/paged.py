@@ -70,7 +70,7 @@ class TorchCompute:
     def attend(
         self, query: torch.Tensor, caches: Caches, part: AttentionPart, scale: float, grid: int | None = None
     ) -> torch.Tensor:
-        """See `Compute.attend`; with a `grid`, `kernels.paged_attention.paged_attention` with one."""
+        """See `Compute.attend`; tokens at multiples of a `grid` are hidden (`models.mtp`)."""
         padded = part.rows.padded(query)
         shape = (len(padded), part.num_keys, *caches[0].shape[2:])
         key, value = (gather_tokens(cache, part.token_index(cache, grid)).view(shape) for cache in caches)

@@ -213,8 +213,6 @@ class BlockTables:
 class LaunchedBlockTables(BlockTables):
     """The same, but that `update` is one launch on the device: nothing is checked, since the host does not wait."""
 
-    _update_tables = staticmethod(update_block_tables)
-
     def _allocate(self, layouts: Sequence[TableLayout], max_num_batched_tokens: int) -> Tables:
         self._on_device = DeviceTables(layouts, self.max_num_reqs, max_num_batched_tokens, self.device, *self.cp)
         self._placed: tuple[bytes, int] | None = None  # the batch of the last update
@@ -248,7 +246,7 @@ class LaunchedBlockTables(BlockTables):
 
         def launch(*moved: torch.Tensor) -> None:
             *blocks, row, start, position = moved
-            self._update_tables(self._on_device, StagedBlocks(*blocks), StepBatch(row, start, position, *padded))
+            update_block_tables(self._on_device, StagedBlocks(*blocks), StepBatch(row, start, position, *padded))
 
         return [*staged, rows, query_start_loc, positions], launch
 

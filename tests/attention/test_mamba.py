@@ -13,10 +13,8 @@ from hybrid_kv.attention.mamba import (
     BoundaryCopies,
     MambaMetadata,
     MambaMetadataBuilder,
-    boundaries_inside,
     boundary_copies,
     due_copies,
-    last_scheduled_block_idx,
     postprocess_mamba,
 )
 from hybrid_kv.attention.rollback import RecomputeSpec
@@ -169,21 +167,6 @@ def test_windows_are_where_accepted_drafts_left_them(size, more, num_blocks, pla
         assert torch.equal(MambaMetadata.windows(held, conv_state, size), torch.stack(expected))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("block_size", [4, 5, 8, 40])
-def test_a_verify_step_at_the_very_end_stays_inside_its_row(mode, block_size):
-    """vllm!41233: without K logical blocks beyond `cdiv(max_model_len, block_size)` it leaves its row."""
-    subject = spec(mode, k=3, block_size=block_size)
-    width = subject.block_table_width(MAX_MODEL_LEN)
-    last = 0 if mode == "none" else cdiv(MAX_MODEL_LEN, block_size) - 1
-    assert width == last + 1 + 3
-    builder = MambaMetadataBuilder(subject, 1, CPU, False)
-    metadata = build(subject, builder, [MAX_MODEL_LEN - 4], [4], 1, [last], [4])
-    assert metadata.state_indices.tolist() == [[1000 + last + j for j in range(4)]]
-    assert metadata.source_indices.tolist() == [1000 + last + 3]
-    assert int(metadata.state_indices.max()) == 1000 + width - 1
-
-
 def test_metadata_is_built_again_when_something_changes_and_only_then():
     subject = spec(k=1, block_size=4)
     builder = MambaMetadataBuilder(subject, 4, CPU, False)
@@ -215,17 +198,6 @@ def test_metadata_is_built_again_when_something_changes_and_only_then():
         assert first.source_indices.tolist() == [1001, 2002] and first.state_indices.tolist() == [[1002, 0], [2002, 0]]
     table[0, 2] = 77
     assert built(num_gathers=2).state_indices.tolist() == [[77, 0], [2002, 0]]
-
-
-@given(st.integers(1, 8), st.integers(0, 40), st.integers(1, 30))
-def test_boundaries_inside_are_those_before_the_last_token(block_size, computed, length):
-    subject = spec("all", block_size=block_size)
-    current_blocks = last_scheduled_block_idx(subject, ints(0, computed), ints(1, length))
-    row, block_idx, offset = boundaries_inside(subject, ints(0, computed), current_blocks)
-    expected = [end for end in range(computed + 1, computed + length) if end % block_size == 0]
-    assert row.tolist() == [1] * len(expected)
-    assert block_idx.tolist() == [end // block_size - 1 for end in expected]
-    assert offset.tolist() == [end - computed for end in expected]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -289,21 +261,3 @@ def test_home_gets_the_shifted_window_and_the_state_and_nothing_else_changes(mod
     for (window, state), (right_window, right_state) in zip(layers, expected, strict=True):
         assert torch.equal(window, right_window)
         assert torch.equal(state, right_state)
-
-
-def test_a_rejected_boundary_state_never_goes_home():
-    subject = spec(k=2)
-    # Token 6 accepted, drafts 7 (which ends block 1) and 8 rejected; then with 7 accepted too.
-    assert [part.tolist() for part in due(subject, ints(6), ints(3), ints(1))] == [[0], [1], [0], [1]]
-    assert [part.tolist() for part in due(subject, ints(6), ints(3), ints(2))] == [[0], [2], [1], [1]]
-
-
-def test_the_window_of_an_current_block_that_is_home_is_shifted_in_place():
-    subject = spec(k=3, kernel=4)
-    copies = due(subject, ints(5), ints(3), ints(3))  # tokens 5, 6, 7 end block 1, where they are anchored
-    assert (copies.current_blocks.tolist(), copies.drafts.tolist(), copies.logical_blocks.tolist()) == ([1], [2], [1])
-    window, state = torch.arange(60).view(10, 6, 1), torch.arange(10)[:, None]
-    table = torch.tensor([[0, 4, 5, 6, 7]], dtype=torch.int32)
-    postprocess_mamba(copies, table, [(window, state)], subject, True)
-    assert window[4].flatten().tolist() == [26, 27, 28, 27, 28, 29]
-    assert state[4].item() == 6

@@ -6,7 +6,8 @@ Tolerance: 1e-5 of the largest output, see tests/kernels/paged_attention/test_la
 
 import importlib.util
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from types import ModuleType
 
 import numpy as np
@@ -18,16 +19,16 @@ from hypothesis import strategies as st
 from hybrid_kv.attention import paged
 from hybrid_kv.attention.common import CommonAttentionMetadata
 from hybrid_kv.attention.paged import AttentionPart, build_paged_attention_metadata, compute_of
-from hybrid_kv.cache.backend import FlashAttentionBackend, get_backend
-from hybrid_kv.cache.layout import attention_view, split_kv
-from hybrid_kv.cache.spec import FullAttentionSpec
+from hybrid_kv.cache.backend import get_backend
 from hybrid_kv.config import ConfigError
 from hybrid_kv.kernels.common.ragged import Ragged
 from hybrid_kv.kernels.common.upload import now
+from hybrid_kv.kernels.paged_attention.reference import FOLDED_QUERIES
 from hybrid_kv.models.attention import GridAttention
 from hybrid_kv.models.config_file import ConfigFile
+from tests.kernels.harness import GAPS, check, equality, shapes
 from tests.kernels.interpreter import interpreted
-from tests.kernels.references import paged_attention_varlen_reference
+from tests.kernels.paged_attention.test_launch import MIXED, Attention, attention
 
 
 def common(computed, lens, num_decodes, padding=0):
@@ -89,99 +90,78 @@ def test_padding_rows_are_decodes_at_position_zero():
 # ---- computes ----
 
 
-@dataclass(frozen=True)
-class Step:
-    """One part of a step: per row its new tokens and those computed before."""
+def attend(
+    compute, query, key_cache, value_cache, block_table, query_start_loc, seq_lens, max_query_len, scale, grid=0
+):
+    """What a compute makes of the rows that run anything, given what a kernel takes; NaN for tokens of no row."""
+    running = query_start_loc.diff().nonzero()[:, 0]
+    lengths, totals = query_start_loc.diff()[running].long(), seq_lens[running].tolist()
+    positions = torch.cat([torch.arange(end - n, end) for n, end in zip(lengths.tolist(), totals, strict=True)])
+    rows = Ragged(lengths, torch.device("cpu"))
+    part = AttentionPart(0, len(positions), rows, rows.padded(positions), block_table[running], max(totals))
+    hidden = {"grid": grid} if grid else {}
+    out = torch.full_like(query, torch.nan, memory_format=torch.contiguous_format)
+    for _ in range(2):  # the second layer finds what the first has planned
+        found = compute.attend(query[: len(positions)], (key_cache, value_cache), part, scale, **hidden)
+        out[: len(positions)] = found
+    return out
 
-    rows: tuple[tuple[int, int], ...]
-    kv_heads: int = 2
-    per_kv: int = 3
-    size: int = 16
-    block_size: int = 4
-    dtype: torch.dtype = torch.float32
+
+class Torch(Attention):
+    """In plain torch; of bfloat16 and float16 it keeps weights and outputs in as many bits."""
+
+    reference = staticmethod(partial(attend, paged.TORCH))
+    share = {  # noqa: RUF012
+        torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10,
+    }  # fmt: skip
 
 
+ONE = MIXED.but(rows=((1, 5, False),), gap=0, stale=0)
 STEPS = {
-    "decodes": Step(((1, 12), (1, 3), (1, 7))),
-    "alone": Step(((1, 5),)),
-    "drafts": Step(((3, 9), (1, 4), (2, 2)), per_kv=1),
-    "prefills": Step(((9, 0), (1, 6), (4, 3)), block_size=16),
-    "multi-head": Step(((1, 2), (1, 2)), kv_heads=3, per_kv=1),
+    "decodes": ONE.but(rows=((1, 12, False), (1, 3, False), (1, 7, False))),
+    "alone": ONE,
+    "drafts": ONE.but(rows=((3, 9, False), (1, 4, False), (2, 2, False)), per_kv=1),
+    "prefills": ONE.but(rows=((9, 0, False), (1, 6, False), (4, 3, False)), block_size=16),
+    "multi-head": ONE.but(rows=((1, 2, False), (1, 2, False)), kv_heads=3, per_kv=1),
 }
+steps = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+ROW = st.tuples(st.integers(1, FOLDED_QUERIES + 4), st.integers(0, 20), st.sampled_from([False, False, True]))
+DECODES = st.lists(st.tuples(st.just(1), st.integers(0, 20), st.booleans()), min_size=1, max_size=3)
+CASES = shapes(
+    MIXED, rows=(st.lists(ROW, min_size=1, max_size=3) | DECODES).map(tuple), kv_heads=[1, 2, 3], per_kv=[1, 2, 3, 5],
+    head_size=[1, 3, 16, 20], block_size=[1, 2, 5, 16], gap=GAPS, is_swapped=[False, True], dtype=[*Torch.share],
+    grid=[0, 0, 1, 3, 8],
+)  # fmt: skip
+_, test_torch_equals_the_definition = equality(Torch, CASES, *STEPS.values())
 
 
 def problem(step):
-    """A part, its queries, K and V views whose unused slots hold NaN, and the answer to every query."""
-    g = torch.Generator().manual_seed(1)
-    lens, totals = [n for n, _ in step.rows], [n + before for n, before in step.rows]
-    width = -(-max(totals) // step.block_size)
-    spec = FullAttentionSpec(step.block_size, step.kv_heads, step.size, step.dtype)
-    blocks = 2 + width * len(totals)
-    raw = torch.full((blocks * spec.page_size_bytes,), -1, dtype=torch.int8)
-    caches = split_kv(attention_view(raw, blocks, spec, step.block_size, FlashAttentionBackend), FlashAttentionBackend)
-    table = (1 + torch.randperm(blocks - 2, generator=g)).view(len(totals), width).int()
-    heads = step.kv_heads * step.per_kv
-    rows = Ragged(torch.tensor(lens), torch.device("cpu"))
-    query = torch.randn(sum(lens), heads, step.size, generator=g).to(step.dtype)
-    expected = []
-    for row, total in enumerate(totals):
-        tokens = [torch.randn(total, step.kv_heads, step.size, generator=g).to(step.dtype) for _ in caches]
-        used = -(-total // step.block_size)
-        for cache, token in zip(caches, tokens, strict=True):
-            for t in range(total):
-                cache[table[row, t // step.block_size], t % step.block_size] = token[t]
-        table[row, used:] = blocks - 1
-        k, v = (part.double().repeat_interleave(step.per_kv, 1) for part in tokens)
-        for i, q in enumerate(query.split(lens)[row].double()):
-            last = total - lens[row] + i + 1
-            weights = (torch.einsum("hd,thd->ht", q, k[:last]) * SCALE).softmax(-1)
-            expected.append(torch.einsum("ht,thd->hd", weights, v[:last]))
-    positions = torch.cat([torch.arange(total - n, total) for n, total in zip(lens, totals, strict=True)])
-    part = AttentionPart(0, sum(lens), rows, rows.padded(positions), table, max(totals))
-    return part, query, caches, torch.stack(expected)
+    """A part, its queries and its caches."""
+    made = []
+
+    class Kept:
+        attend = staticmethod(lambda query, caches, part, scale: made.append((part, query, caches)) or query)
+
+    Attention(step).run(partial(attend, Kept))
+    return made[0]
 
 
-SCALE = 0.25
-
-
-def check_attend(compute, step, tolerance=1e-5):
-    part, query, caches, expected = problem(step)
-    for _ in range(2):  # the second layer finds what the first has planned
-        out = compute.attend(query, caches, part, SCALE)
-        assert out.shape == query.shape
-        assert float((out.double() - expected).abs().max()) <= tolerance * float(expected.abs().max())
-
-
-@pytest.mark.parametrize("name", STEPS)
-def test_torch(name):
-    check_attend(compute_of("torch"), STEPS[name])
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_torch_in_other_dtypes(dtype):
-    """bfloat16: weights and outputs are rounded to 8 bits, 2^-7 of the largest twice."""
-    tolerance = 1e-12 if dtype == torch.float64 else 2.0**-6
-    for step in STEPS.values():
-        check_attend(compute_of("torch"), replace(step, dtype=dtype), tolerance)
-
-
-def check_triton(name):
-    check_attend(compute_of("triton"), STEPS[name])
-    part, query, caches, _ = problem(STEPS[name])
-    file = ConfigFile({"hidden_size": 8, "num_attention_heads": query.shape[1]}, "config.json")
-    spec = FullAttentionSpec(4, caches[0].shape[2], query.shape[2], torch.float32)
-    layer = GridAttention(file, "head", spec, scale=SCALE)
+def check_triton(step):
+    check(Attention(step), partial(attend, paged.TRITON))
+    file = ConfigFile({"hidden_size": 8, "num_attention_heads": step.kv_heads * step.per_kv}, "config.json")
+    spec = FullAttentionSpec(4, step.kv_heads, step.head_size, torch.float32)
+    layer = GridAttention(file, "head", spec)
     layer.grid = 4
+    part, query, caches = problem(step)
     outputs = [
-        layer.attend(query, caches, replace(part, compute=compute, plans={}))
-        for compute in map(compute_of, ("triton", "torch"))
+        layer.attend(query, caches, replace(part, compute=compute, plans={})) for compute in (paged.TRITON, paged.TORCH)
     ]
     assert 0 < float((outputs[0] - outputs[1]).abs().max()) <= 1e-5 * float(outputs[1].abs().max()), "not one kernel's"
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", ["drafts", "prefills"])
 def test_triton_and_beside_a_draft_heads_grid(name):
-    interpreted(check_triton, name)
+    interpreted(check_triton, STEPS[name])
 
 
 def check_stores():
@@ -202,14 +182,14 @@ def test_stores():
 
 
 def test_a_lone_query_has_no_mask():
-    assert problem(STEPS["alone"])[0].mask(2, torch.float32) is None
-    assert problem(STEPS["alone"])[0].mask(2, torch.float32, grid=4) is not None
+    part, *_ = problem(STEPS["alone"])
+    assert part.mask(2, torch.float32) is None and part.mask(2, torch.float32, grid=4) is not None
     assert problem(STEPS["decodes"])[0].mask(2, torch.float32) is not None
 
 
-@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+@steps
 def test_layers_of_one_geometry_share_what_is_computed(step):
-    part, query, (key_cache, value_cache), _ = problem(step)
+    part, query, (key_cache, value_cache) = problem(step)
     made = part.token_index(key_cache), part.mask(step.per_kv, query.dtype)
     assert part.token_index(value_cache) is made[0] and part.mask(step.per_kv, query.dtype) is made[1]
     assert part.token_index(key_cache, grid=3) is not made[0]
@@ -225,6 +205,17 @@ def test_other_heads_and_dtypes_have_a_mask_of_their_own():
     masks = [part.mask(*key) for key in ((1, torch.float32), (2, torch.float32), (1, torch.float64))]
     assert [mask.shape[2] for mask in masks] == [3, 6, 3]
     assert [mask.dtype for mask in masks] == [torch.float32, torch.float32, torch.float64]
+
+
+def by_definition(query, key_cache, value_cache, block_table, starts, lens, scale):
+    """Attention of flat rows, each over its own blocks."""
+    out = torch.empty_like(query)
+    for span, total, blocks in zip(starts.unfold(0, 2, 1).tolist(), lens.tolist(), block_table.long(), strict=True):
+        place, own = torch.arange(total), slice(*span)
+        at = blocks[place // key_cache.shape[1]], place % key_cache.shape[1]
+        ends = range(total - (span[1] - span[0]), total)
+        out[own] = attention(query[own], key_cache[at], value_cache[at], ends, scale)
+    return out
 
 
 def flash_attn_varlen_func(
@@ -247,20 +238,18 @@ def flash_attn_varlen_func(
     return_attn_probs=False,
     block_table=None,
 ):
-    """vLLM 0.22's signature; what its kernel requires of its arguments, computed by the reference."""
+    """vLLM 0.22's signature; what its kernel requires of its arguments."""
     assert causal and cu_seqlens_k is None
     for ints in (cu_seqlens_q, seqused_k, block_table):
         assert ints.dtype == torch.int32 and ints.stride(-1) == 1
     assert q.is_contiguous() and k.stride(-1) == v.stride(-1) == 1 and k.shape == v.shape
     assert q.shape[0] == int(cu_seqlens_q[-1]) and len(cu_seqlens_q) == len(seqused_k) + 1 == len(block_table) + 1
     assert max_seqlen_q == int(cu_seqlens_q.diff().max()) and max_seqlen_k >= int(seqused_k.max())
-    return paged_attention_varlen_reference(
-        q, k, v, block_table, cu_seqlens_q, seqused_k, max_seqlen_q, softmax_scale, 0
-    )
+    return by_definition(q, k, v, block_table, cu_seqlens_q, seqused_k, softmax_scale)
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
-    """FlashInfer's signatures, as vLLM 0.22 calls them; computed by the reference."""
+    """FlashInfer's signatures, as vLLM 0.22 calls them."""
 
     plans = 0
 
@@ -308,8 +297,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
     def run(self, q, paged_kv_cache):
         k, v = paged_kv_cache
         assert (*q.shape[1:2], *k.shape[2:], k.shape[1]) == self.heads and q.shape[0] == int(self.starts[-1])
-        longest = int(self.starts.diff().max())
-        return paged_attention_varlen_reference(q, k, v, self.table, self.starts, self.lens, longest, self.scale, 0)
+        return by_definition(q, k, v, self.table, self.starts, self.lens, self.scale)
 
 
 @pytest.fixture
@@ -326,16 +314,16 @@ def fakes(monkeypatch):
     compute_of.cache_clear()
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_flash_attn_is_called_as_it_requires(fakes, name):
-    check_attend(compute_of("flash_attn"), STEPS[name])
+@steps
+def test_flash_attn_is_called_as_it_requires(fakes, step):
+    check(Attention(step), partial(attend, compute_of("flash_attn")))
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_flashinfer_is_called_as_it_requires_and_planned_once(fakes, name, monkeypatch):
+@steps
+def test_flashinfer_is_called_as_it_requires_and_planned_once(fakes, step, monkeypatch):
     monkeypatch.setattr(paged, "FLASHINFER_WORKSPACE_BYTES", 16)
     monkeypatch.setattr(BatchPrefillWithPagedKVCacheWrapper, "plans", 0)
-    check_attend(compute_of("flashinfer"), STEPS[name])
+    check(Attention(step), partial(attend, compute_of("flashinfer")))
     assert BatchPrefillWithPagedKVCacheWrapper.plans == 1
 
 

@@ -6,12 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from hybrid_kv import LLM
 from hybrid_kv.attention.rollback import RecomputeSpec
 from hybrid_kv.cache.spec import StateProgress
-from hybrid_kv.config import ConfigError
 from hybrid_kv.kernels.recompute import RecomputeCursors, commit_reference
-from hybrid_kv.models.exact import ExactModel
 
 
 def test_a_layer_of_windows_alone_keeps_no_inputs() -> None:
@@ -43,8 +40,3 @@ def test_the_host_counts_written_states_as_the_device_does(block_size: int | Non
         seen.add((flushed > before, flushed == start))
     assert {(False, False), (True, True)} <= seen
     assert ((True, False) in seen) == (block_size is not None), "only a boundary leaves a history behind it"
-
-
-def test_an_unknown_scheme_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="state_scheme='rollback'; use slots or recompute"):
-        LLM(ExactModel(), num_blocks=50, device="cpu", state_scheme="rollback")

@@ -223,7 +223,7 @@ def other_hidden(function):
 
 
 def flipped_table(function):
-    return lambda q, k, v, table, *rest: function(q, k, v, table.flip(1), *rest)
+    return lambda cache, table, *rest: function(cache, table.flip(1), *rest)
 
 
 def flipped_blocks(function):
@@ -262,7 +262,7 @@ PLANTS = [
     ("hybrid_kv.kernels.recompute.reference.recompute_flush_reference", idle, "state_update/recompute flush=True"),
     ("hybrid_kv.models.layers.GatedRMSNorm.forward", gate_first, "gated_norm/norm"),
     ("bench.ssd.chunk_scan", second_shifted, "ssd/chunk_scan"),
-    ("bench.paged_attention.paged_attention", flipped_table, "paged_attention/decode length=4"),
+    ("bench.paged_attention.token_index", flipped_table, "paged_attention/decode length=4"),
     ("hybrid_kv.kernels.paged_attention.slot_cells", lambda f: lambda slots, size: f(slots.abs(), size), "write_kv"),
     ("hybrid_kv.cache.offload.KVOffload.load", idle, "offload/load host"),
     ("hybrid_kv.cache.offload.KVOffload._to_host", flipped_blocks, "offload/store host"),

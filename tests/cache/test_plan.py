@@ -1,6 +1,4 @@
-"""Plans against what follows from layers, flags and memory alone, a transcription of vLLM 0.22, and current state
-blocks by hand.
-"""
+"""Plans against what follows from layers, flags and memory alone, and a transcription of vLLM 0.22."""
 
 from __future__ import annotations
 
@@ -92,32 +90,6 @@ def test_sizes_are_those_of_vllm_022(name: str, platform: str, mode: str, k: int
     found = sizes.block_size, sizes.mamba_block_size, sizes.mamba_state_bytes, sizes.page_size_bytes
     assert found == vllm_022_sizes(CONFIGS[name], platform, mode, k)
     assert {group.spec.page_size_bytes for group in plan.config.groups} == {sizes.page_size_bytes}
-
-
-# Nemotron-3-Nano by hand: conv 3 * 6144 * 2 = 36,864 B and SSM 64 * 64 * 128 * 4 = 2,097,152 B, so m = 2,134,016 B;
-# one token of K and V is 2 * 2 * 128 * 2 = 1,024 B; 2,084 tokens hold a state: 131 blocks of 16, 33 of 64, 17 of 128.
-# On XPU, aligned for 16-token blocks the page would be 2,096 tokens, which no 64-token kernel block divides
-# (vllm!37467).
-@pytest.mark.parametrize(
-    ("platform", "mode", "k", "block_size", "kernel_block_size", "padding"),
-    [
-        ("cuda", "none", 0, 2096, 16, 0.58),
-        ("xpu", "none", 0, 2112, 64, 1.34),
-        ("cuda", "all", 0, 2176, 64, 4.41),
-        ("xpu", "all", 0, 2176, 64, 4.41),
-        ("cuda", "align", 3, 2128, 16, 0.38),
-        ("xpu", "align", 3, 2176, 64, 2.64),
-    ],
-)
-def test_nemotron_3_nano_current_blocks(
-    platform: str, mode: str, k: int, block_size: int, kernel_block_size: int, padding: float
-) -> None:
-    plan = plan_of(NEMOTRON_3_NANO, platform, mode, k)
-    assert plan.sizes.block_size == block_size
-    assert plan.kernel_block_sizes[-1] == kernel_block_size
-    assert plan.sizes.page_size_bytes == block_size * 1024
-    assert plan.sizes.mamba_state_bytes == 2_134_016 + k * 6144 * 2
-    assert describe(plan)["mamba_padding_percent"] == padding
 
 
 def test_vllm_37467_a_state_space_backend_is_never_queried_for_a_block_size(monkeypatch: pytest.MonkeyPatch) -> None:

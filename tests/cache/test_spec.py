@@ -16,7 +16,6 @@ from hybrid_kv.cache.spec import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
-    KVCacheSpec,
     MambaSpec,
     RollbackSpec,
     StatePart,
@@ -148,22 +147,6 @@ def test_bytes_of_layers_whose_pages_differ() -> None:
         KVCacheConfig(10, (*config.groups, KVCacheGroupSpec(("c",), large))).total_bytes  # noqa: B018
     with pytest.raises(ConfigError, match="layers c have no spec"):
         KVCacheGroupSpec(("a", "c"), shared).layer_specs  # noqa: B018
-
-
-def layers(num_mamba: int, num_attention: int) -> dict[str, KVCacheSpec]:
-    state = mamba(padded=ATTENTION.page_size_bytes)
-    return {**{f"m{i}": state for i in range(num_mamba)}, **{f"a{i}": ATTENTION for i in range(num_attention)}}
-
-
-@given(st.integers(0, 40), st.integers(1, 40))
-def test_groups_hold_every_layer_once_in_order(num_mamba: int, num_attention: int) -> None:
-    specs = layers(num_mamba, num_attention)
-    groups = group_layers(specs)
-    names = [name for group in groups for name in group.layer_names]
-    assert sorted(names) == sorted(specs)
-    for group in groups:
-        assert {specs[name] for name in group.layer_names} == {group.spec}
-        assert list(group.layer_names) == sorted(group.layer_names, key=list(specs).index)
 
 
 def test_groups_need_layers_of_one_page_size() -> None:

@@ -111,7 +111,7 @@ def test_a_mamba2_layer_of_another_family(tmp_path, norm_before_gate):
 DELTA_NETS = {
     "qwen3_5_text": {
         "num_hidden_layers": 2, "full_attention_interval": 2, "num_key_value_heads": 4, "head_dim": 32,
-        "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 10,
+        "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 6, "linear_value_head_dim": 10,
     },
     "kimi_linear": {
         "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],

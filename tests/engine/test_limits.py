@@ -110,13 +110,3 @@ def error_of(setting: dict[str, Any], prompt: int) -> str:
 def test_what_is_allowed_runs_and_what_is_not_is_rejected(limit: Limit) -> None:
     assert error_of(limit.inside, limit.prompts[0]) == ""
     assert limit.reason in error_of(limit.outside, limit.prompts[1])
-
-
-def test_a_request_is_added_once() -> None:
-    llm = LLM(answer_book("M*").model, device="cpu", block_size=BLOCK, num_blocks=200, max_model_len=64)
-    request = llm.add_request([1, 2, 3], SamplingParams(max_tokens=1))
-    for _ in ("it waits", "it has ended"):
-        with pytest.raises(ConfigError):
-            llm.scheduler.add(request)
-        while llm.has_work:
-            llm.step()

@@ -221,24 +221,6 @@ def test_a_request_of_the_greatest_length_stays_inside_its_row(mode, k, right):
     assert beyond["logical_blocks"] > 0
 
 
-def test_what_a_row_remembers_after_a_step():
-    llm = drafting(3, lambda n, request: 3 if n < 24 else 0, [PROMPTS[2][:5]], mamba_cache_mode="all")
-    runner, seen = llm.runner, []
-
-    def note(llm):
-        for request in llm.scheduler.running:
-            n = request.num_computed_tokens
-            prev = int(runner.cursors.current_block[request.row])
-            seen.append((n, prev, int(runner.cursors.window_row[request.row])))
-
-    run(llm, note, [PROMPTS[2][:5]], SamplingParams(max_tokens=25))
-    # Steps of 4 tokens that are all accepted: 5 … 9 crosses a boundary after its third token, so the current state
-    # block is 1; from 23 on nothing is accepted, so that the current state block of token 24 + 3 … stays where the
-    # drafts were.
-    assert seen[:5] == [(5, 0, 0), (9, 1, 3), (13, 1, 3), (17, 2, 3), (21, 2, 3)]
-    assert all(prev == (n - 1 + 3) // 8 for n, prev, accepted in seen if n > 25 and accepted == 1 and n % 8 and n < 28)
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("outside", [97, -1, 10**9])
 def test_drafts_outside_the_vocabulary_are_cut(outside, asynchronous):

@@ -438,23 +438,13 @@ def test_a_prompt_waits_as_long_as_chunks_of_another_serve_it():
 
 
 def test_who_is_waited_for_may_be_dropped():
+    """vllm!56525: hashes are published after the step, never when it is scheduled."""
     target = Host("all", 0, (4, 4), budget=64)
     one, two = target.add([1] * 60, 13, 3), target.add([1] * 60, 13, 3)
     target.scheduler.schedule()
     target.scheduler.finish(one)
     assert starts(target) == [[(1, 0, 13)]]
     assert two.hit.num_tokens == 0
-
-
-def test_a_request_that_is_dropped_before_its_step_runs_leaves_no_hit():
-    """vllm!56525: hashes are published after the step, never when it is scheduled."""
-    target = Host("all", 0, (4, 4), budget=64)
-    one = target.add([1] * 60, 13, 3)
-    target.scheduler.schedule()
-    target.scheduler.finish(one)
-    again = target.add([1] * 60, 13, 3)
-    target.drain(20)
-    assert again.hit.num_tokens == 0
 
 
 @pytest.mark.parametrize(

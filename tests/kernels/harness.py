@@ -33,7 +33,8 @@ ROUNDING = {
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTS = (torch.int32, torch.int64)
 # Signalling NaN: a program that computes with it and stores the result leaves another NaN.
-POISON = {torch.float32: 0x7F810001, torch.bfloat16: 0x7F81, torch.float16: 0x7C01}
+POISON = {torch.float64: 0x7FF0 << 48 | 1, torch.float32: 0x7F810001, torch.bfloat16: 0x7F81, torch.float16: 0x7C01}
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 GAPS = [0, 5, 16]  # elements between pages, and between tokens, that are not the layer's
 
 
@@ -54,13 +55,12 @@ def shapes(base, **options):
 
 
 def poisoned(count, dtype):
-    bits = torch.int32 if dtype == torch.float32 else torch.int16
-    return torch.full((count,), POISON[dtype], dtype=bits).view(dtype)
+    return torch.full((count,), POISON[dtype], dtype=BITS[dtype.itemsize]).view(dtype)
 
 
 def bits(tensor):
     """As integers, which are equal for NaN that are equal."""
-    return tensor.cpu().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+    return tensor.cpu().view(BITS[tensor.itemsize])
 
 
 class Pool:

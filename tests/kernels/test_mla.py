@@ -14,7 +14,6 @@ from hybrid_kv.kernels.paged_attention import attention_mask, slot_cells, token_
 from hybrid_kv.kernels.paged_attention.reference import FOLDED_QUERIES
 from tests.kernels import definitions
 from tests.kernels.harness import strided_states
-from tests.kernels.paged_attention.test_launch import padded_positions
 
 TOLERANCE = {torch.float32: 5e-6, torch.float64: 1e-13, torch.bfloat16: 2e-2}
 
@@ -34,6 +33,12 @@ def stored(latents, block_size, g):
         slots = table[row].long()[place // block_size] * block_size + place % block_size
         store_latent(latent, cache, slot_cells(slots, block_size))
     return cache, table
+
+
+def padded_positions(totals, new):
+    """Of each row's last `new` tokens, [num_rows, max(new)]; a row that has fewer repeats its last."""
+    steps = torch.minimum(torch.arange(max(new)), torch.tensor(new)[:, None] - 1)
+    return (torch.tensor(totals) - torch.tensor(new))[:, None] + steps
 
 
 @st.composite

@@ -132,20 +132,6 @@ def test_every_token_gets_the_weighted_sum_of_its_experts_and_no_other_is_read(p
     assert bool(((got.double() - expected).abs().amax(1) <= SHARE[x.dtype] * magnitude.amax(1)).all())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_token_gets_the_same_alone_and_in_a_batch(dtype):
-    g = torch.Generator().manual_seed(0)
-    x, up = torch.randn(40, 16, generator=g, dtype=dtype), torch.randn(8, 24, 16, generator=g, dtype=dtype)
-    down, ids = torch.randn(8, 16, 12, generator=g, dtype=dtype), torch.rand(40, 8, generator=g).topk(3).indices
-    weights = torch.rand(40, 3, generator=g, dtype=dtype)
-    together = apply_experts(x, ids, weights, up, down, gated)
-    for size in (1, 2):  # two tokens choose fewer experts than there are: another path
-        for t in range(0, 40, size):
-            span = slice(t, t + size)
-            alone = apply_experts(x[span], ids[span], weights[span], up, down, gated)
-            assert_close(alone, together[span], SHARE[dtype])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_a_gpu_s_host_does_not_wait_to_know_how_many_tokens_an_expert_has(dtype, tokens):

@@ -18,7 +18,7 @@ before it. This is (c).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 BLOCK = 512
+# Differ from step to step: specialised on, they would compile the kernel again.
 _COUNTS = ("num_staged", "num_reqs", "num_reqs_padded", "num_tokens", "num_tokens_padded")
 
 
@@ -171,11 +172,6 @@ def _block_tables(
                 tl.store(slots + token, slot, mask=valid)
 
 
-def _kernel() -> Any:
-    # Counts change from step to step: specialised on, each new divisibility would compile the kernel again.
-    return jit(_block_tables, _COUNTS)
-
-
 def check_update(tables: DeviceTables, staged: StagedBlocks, batch: StepBatch) -> None:
     """Whether `update_block_tables` may be launched so.
 
@@ -211,7 +207,7 @@ def update_block_tables(tables: DeviceTables, staged: StagedBlocks, batch: StepB
     num_groups, num_staged = len(tables.layouts), staged.rows.numel()
     num_reqs, num_tokens = batch.rows.numel(), batch.positions.numel()
     cp_size, cp_rank, cp_interleave = tables.cp
-    _kernel()[num_groups, batch.num_reqs_padded + num_staged + 1](
+    jit(_block_tables, _COUNTS)[num_groups, batch.num_reqs_padded + num_staged + 1](
         *(tables.geometry, tables.flat_tables, tables.flat_input_tables, tables.num_blocks),
         *(tables.row_keys, tables.held_keys, tables.held_blocks),
         *(tables.slot_mappings, tables.slot_mappings.stride(0)),

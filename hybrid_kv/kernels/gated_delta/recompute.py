@@ -12,12 +12,12 @@ instructions grow with the history. This is (b).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from hybrid_kv.kernels.common.integers import cdiv, next_power_of_2
+from hybrid_kv.kernels.common.interpreter import is_interpreter
 from hybrid_kv.kernels.common.launch import INTS, check, jit, register_limit, strides, warp_size
 from hybrid_kv.kernels.gated_delta.reference import EPS
 from hybrid_kv.kernels.gated_delta.slots import check_inputs
@@ -242,36 +242,6 @@ def _delta_recompute(
                 tl.store(state + target * state_stride + piece, folded_h.to(state.dtype.element_ty), mask=inside)
 
 
-def _constexprs(
-    x_ring: Sequence[int],
-    B_ring: Sequence[int],
-    max_query_len: int,
-    state_dtype: torch.dtype,
-    dtype: torch.dtype,
-    lanes: int,
-    interpreted: bool = False,
-) -> dict[str, Any]:
-    """Of a launch for rings [num_rows, *x_ring] and [num_rows, *B_ring]."""
-    heads, ring_len, value = x_ring
-    key_heads, _, key = B_ring
-    block_k = max(16, next_power_of_2(key))
-    return {
-        "HEADS": heads,
-        "VALUE": value,
-        "KEY": key,
-        "KEY_HEADS": key_heads,
-        "RING": ring_len,
-        "SPLIT": state_dtype == torch.int16,
-        "TENSOR": dtype == torch.bfloat16,
-        "INTERPRETED": interpreted,
-        "BLOCK_V": min(ROWS, max(16, next_power_of_2(value))),
-        "BLOCK_K": block_k,
-        "HISTORY": max(16, next_power_of_2(ring_len - max_query_len)),
-        "TOKENS": max(lanes // 4, next_power_of_2(max_query_len)),
-        "CHUNK": min(32, block_k),
-    }
-
-
 def gated_delta_recompute(
     state: torch.Tensor,
     ring: RecomputeRing,
@@ -338,17 +308,29 @@ def _launch(
     token_strides: tuple[int, ...],
     beta_scale: float,
 ) -> None:
-    rings, dtypes = (ring.x.shape[1:], ring.B.shape[1:]), (state.dtype, ring.x.dtype)
     lanes, per_channel, update = warp_size(), ring.dt.dim() == 4, cu_seqlens is not None
-    constexprs = _constexprs(*rings, step.max_query_len, *dtypes, lanes, state.device.type == "cpu")
-    tiles = constexprs["HEADS"] * cdiv(constexprs["VALUE"], constexprs["BLOCK_V"])
-    jit(_delta_recompute)[(tiles, len(step.rows))](
+    _, heads, ring_len, value = ring.x.shape
+    _, key_heads, _, key = ring.B.shape
+    block_v, block_k = min(ROWS, max(16, next_power_of_2(value))), max(16, next_power_of_2(key))
+    jit(_delta_recompute)[(heads * cdiv(value, block_v), len(step.rows))](
         *(state, ring.x, ring.B, ring.dt, *inputs, *step[:6], cu_seqlens, state.stride(0), *token_strides),
-        **constexprs,
+        HEADS=heads,
+        VALUE=value,
+        KEY=key,
+        KEY_HEADS=key_heads,
+        RING=ring_len,
         PER_CHANNEL=per_channel,
         BETA_SCALE=beta_scale,
         EPS=EPS,
+        SPLIT=state.dtype == torch.int16,
+        TENSOR=ring.x.dtype == torch.bfloat16,
+        INTERPRETED=is_interpreter(),
         UPDATE=update,
+        BLOCK_V=block_v,
+        BLOCK_K=block_k,
+        HISTORY=max(16, next_power_of_2(ring_len - step.max_query_len)),
+        TOKENS=max(lanes // 4, next_power_of_2(step.max_query_len)),
+        CHUNK=min(32, block_k),
         num_warps=NUM_WARPS,
         num_stages=1,
         **(register_limit(REGISTERS[per_channel], lanes) if update else {}),

@@ -9,7 +9,6 @@ from hybrid_kv.kernels.paged_attention.reference import (
     SlotCells,
     attend_tokens,
     attention_mask,
-    paged_attention,
     sees_nothing,
     slot_cells,
     token_index,

@@ -176,25 +176,6 @@ def _attention(
         tl.store(to, acc.to(out.dtype.element_ty), mask=real)
 
 
-def _constexprs(
-    heads: int, kv_heads: int, head_size: int, block_size: int, max_query_len: int, grid: int, upcast: bool
-) -> dict[str, int]:
-    per_kv = heads // kv_heads
-    # As many pairs as there are; the tensor core takes 16.
-    block_m = min(MAX_ROWS, max(16, next_power_of_2(per_kv * max_query_len)))
-    return {
-        "HEADS": heads,
-        "PER_KV": per_kv,
-        "HEAD_SIZE": head_size,
-        "BLOCK_SIZE": block_size,
-        "GRID": grid,
-        "BLOCK_M": block_m,
-        "BLOCK_N": BLOCK_N,
-        "BLOCK_D": max(16, next_power_of_2(head_size)),
-        "UPCAST": upcast,
-    }
-
-
 def paged_attention_varlen(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -245,14 +226,22 @@ def paged_attention_varlen(
     check("seq_lens", seq_lens, (rows,), INTS, device)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     # The interpreter would multiply raw bits.
-    upcast = query.dtype == torch.bfloat16 and is_interpreter()
-    constexprs = _constexprs(heads, kv_heads, size, block_size, max_query_len, grid, upcast)
-    tiles = cdiv(max_query_len * constexprs["PER_KV"], constexprs["BLOCK_M"])
-    jit(_attention)[(tiles, kv_heads, rows)](
+    upcast, per_kv = query.dtype == torch.bfloat16 and is_interpreter(), heads // kv_heads
+    # As many pairs as there are; the tensor core takes 16.
+    block_m = min(MAX_ROWS, max(16, next_power_of_2(per_kv * max_query_len)))
+    jit(_attention)[(cdiv(max_query_len * per_kv, block_m), kv_heads, rows)](
         *(query, key_cache, value_cache, out, block_table, query_start_loc, seq_lens),
         scale * math.log2(math.e),
         *(query.stride(0), block_table.stride(0), *cache_strides(key_cache, value_cache)),
-        **constexprs,
+        HEADS=heads,
+        PER_KV=per_kv,
+        HEAD_SIZE=size,
+        BLOCK_SIZE=block_size,
+        GRID=grid,
+        BLOCK_M=block_m,
+        BLOCK_N=BLOCK_N,
+        BLOCK_D=max(16, next_power_of_2(size)),
+        UPCAST=upcast,
         num_warps=4,
         num_stages=3 if warp_size() == 32 else 2,  # with two of them sm_80 spills, with three gfx942
     )

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from hybrid_kv.kernels.common.integers import cdiv, next_power_of_2
-from hybrid_kv.kernels.common.strided import gather_tokens, spacing
+from hybrid_kv.kernels.common.strided import spacing
 
 FOLDED_QUERIES = 16  # of a row, up to which heads that share K and V count as queries of one
 
@@ -151,36 +151,6 @@ def attend_tokens(
     folded = query.view(rows, length, kv_heads, -1, size).transpose(1, 2).reshape(rows, kv_heads, -1, size)
     out = F.scaled_dot_product_attention(folded, key, value, mask, scale=scale)
     return out.view(rows, kv_heads, length, -1, size).transpose(1, 2).reshape(query.shape)
-
-
-def paged_attention(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    positions: torch.Tensor,
-    scale: float,
-    grid: int | None = None,
-) -> torch.Tensor:
-    """Causal attention of each row's queries over its own blocks, grouped-query heads included.
-
-    Args:
-        query: [num_rows, len, num_heads, head_size].
-        block_table: [num_rows, num_blocks] int32, kernel blocks; must cover every position.
-        positions: [num_rows, len] int64; a query sees the tokens at positions up to its own. Padding may have any
-            position >= 0: it then sees at least one key, so that no row of the softmax is empty.
-        grid: tokens at its multiples are hidden, see `models.mtp`.
-
-    Returns:
-        [num_rows, len, num_heads, head_size]; zeros for a query that sees no token.
-    """
-    last = positions.amax(1)
-    num_keys = int(last.max()) + 1
-    index = token_index(key_cache, block_table, last, num_keys, grid)
-    key, value = (gather_tokens(cache, index).unflatten(0, (-1, num_keys)) for cache in (key_cache, value_cache))
-    mask = attention_mask(positions, num_keys, query.shape[2] // key.shape[2], query.dtype, grid)
-    out = attend_tokens(query, key, value, mask, scale)
-    return out if grid is None else out.masked_fill(sees_nothing(positions, grid)[..., None, None], 0)
 
 
 def sees_nothing(positions: torch.Tensor, grid: int) -> torch.Tensor:

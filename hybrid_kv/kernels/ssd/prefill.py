@@ -204,32 +204,6 @@ def _outputs(
     tl.store(y + (t[:, None] * (HEADS * HEAD_DIM) + p[None, :]), out.to(y.dtype.element_ty), mask=inside)
 
 
-def _launches(
-    heads: int, head_dim: int, size: int, groups: int, chunk_size: int, itemsize: int, lanes: int
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Sizes and options of both kernels."""
-    # Tiles are at least as wide as the narrowest matrix instruction.
-    whole_p, block_n = (max(16, next_power_of_2(extent)) for extent in (head_dim, size))
-    shared = {
-        "HEADS": heads,
-        "HEAD_DIM": head_dim,
-        "STATE": size,
-        "GROUPS": groups,
-        "CHUNK": chunk_size,
-        "BLOCK_N": block_n,
-    }
-    # The states are a chain, so what counts is how soon a link is done: many warps, and the next chunk on its way. The
-    # outputs need more than one program on an SM; on AMD, where a stage more is held in registers, that takes one.
-    return (
-        shared
-        | {"BLOCK_P": min(BLOCK_P, whole_p), "num_warps": 8, "num_stages": 2}
-        | (register_limit(REGISTERS, lanes) if itemsize == 4 else {}),
-        shared
-        | {"BLOCK_P": whole_p, "BLOCK_T": min(TILE_BYTES // itemsize, chunk_size)}
-        | {"num_warps": 2 * itemsize, "num_stages": 2 if lanes == 32 else 1},
-    )
-
-
 def chunk_scan_prefill(
     state: torch.Tensor,
     x: torch.Tensor,
@@ -274,18 +248,37 @@ def chunk_scan_prefill(
     num_chunks = len(spans.chunks)
     if not num_chunks:
         return y
-    of_states, of_outputs = _launches(heads, head_dim, size, groups, spans.chunk_size, x.element_size(), warp_size())
+    lanes, itemsize = warp_size(), x.element_size()
+    # Tiles are at least as wide as the narrowest matrix instruction.
+    whole_p, block_n = (max(16, next_power_of_2(extent)) for extent in (head_dim, size))
+    block_p, block_t = min(BLOCK_P, whole_p), min(TILE_BYTES // itemsize, spans.chunk_size)
+    shared = {"HEADS": heads, "HEAD_DIM": head_dim, "STATE": size, "GROUPS": groups}
     chunk_states = torch.empty(num_chunks, heads, head_dim, size, dtype=x.dtype, device=device)
     times = torch.empty(3, heads, spans.num_tokens, dtype=torch.float32, device=device)
-    jit(_states, _COUNTS)[(heads * cdiv(head_dim, of_states["BLOCK_P"]), spans.num_rows)](
+    # The states are a chain, so what counts is how soon a link is done: many warps, and the next chunk on its way. The
+    # outputs need more than one program on an SM; on AMD, where a stage more is held in registers, that takes one.
+    jit(_states, _COUNTS)[(heads * cdiv(head_dim, block_p), spans.num_rows)](
         *(state, x, dt, dt_bias, A_log, B, chunk_states, times),
         *(spans.row_spans, spans.cu_spans, spans.cu_chunks, spans.span_blocks),
         *(source_indices, has_initial_state.view(torch.int8)),
         *strides(state, x, dt, B),
         spans.num_tokens,
-        **of_states,
+        **shared,
+        CHUNK=spans.chunk_size,
+        BLOCK_N=block_n,
+        BLOCK_P=block_p,
+        num_warps=8,
+        num_stages=2,
+        **(register_limit(REGISTERS, lanes) if itemsize == 4 else {}),
     )
-    jit(_outputs, _COUNTS)[(heads * spans.chunk_size // of_outputs["BLOCK_T"], num_chunks)](
-        *(x, B, C, D, y, chunk_states, times, spans.chunks, *strides(x, B, C), spans.num_tokens), **of_outputs
+    jit(_outputs, _COUNTS)[(heads * spans.chunk_size // block_t, num_chunks)](
+        *(x, B, C, D, y, chunk_states, times, spans.chunks, *strides(x, B, C), spans.num_tokens),
+        **shared,
+        CHUNK=spans.chunk_size,
+        BLOCK_N=block_n,
+        BLOCK_T=block_t,
+        BLOCK_P=whole_p,
+        num_warps=2 * itemsize,
+        num_stages=2 if lanes == 32 else 1,
     )
     return y

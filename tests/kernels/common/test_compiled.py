@@ -33,10 +33,10 @@ def test_without_numba_python_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiled.__wrapped__(add, SIGNATURE) is add
 
 
-@pytest.mark.parametrize(("reorder", "fastmath"), [(False, False), (True, {"reassoc", "contract"})])
+@pytest.mark.parametrize(("reorder", "fastmath"), [((), False), ((True,), {"reassoc", "contract"})])
 @pytest.mark.parametrize("error", [RuntimeError("no locator available"), OSError(28, "No space left on device")])
 def test_code_that_cannot_be_kept_is_compiled_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, reorder: bool, fastmath: Any
+    monkeypatch: pytest.MonkeyPatch, error: Exception, reorder: tuple[bool, ...], fastmath: Any
 ) -> None:
     numba = pytest.importorskip("numba")
     kept = []
@@ -48,5 +48,5 @@ def test_code_that_cannot_be_kept_is_compiled_all_the_same(
         return lambda loop: (signature, loop)
 
     monkeypatch.setattr(numba, "njit", njit)
-    assert compiled.__wrapped__(add, SIGNATURE, reorder) == (SIGNATURE, add)
+    assert compiled.__wrapped__(add, SIGNATURE, *reorder) == (SIGNATURE, add)
     assert kept == [(True, fastmath), (False, fastmath)]

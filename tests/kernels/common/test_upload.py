@@ -26,6 +26,11 @@ def test_one_copy_brings_them_all():
         assert got.dtype == wanted.dtype and np.array_equal(got, wanted)
 
 
+def test_a_device_of_another_kind_gets_them_too():
+    moved = upload(torch.device("meta"), *ARRAYS)
+    assert [(tensor.device.type, tensor.shape) for tensor in moved] == [("meta", array.shape) for array in ARRAYS]
+
+
 def test_the_host_may_change_them_at_once():
     with pretend_gpu() as gpu:
         array = np.arange(3)

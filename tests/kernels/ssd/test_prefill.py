@@ -119,7 +119,7 @@ def check_far_outputs(dtype):
 
 
 FAR = SEVERAL.but(rows=(Row(17),), groups=1, per_group=1, head_dim=4, size=4, chunk_size=16)
-FAR_TOKENS = FAR.but(rows=(Row(300),), chunk_size=128, dtype=torch.float16), ("x", "dt", "B", "C"), 2**23 + 8
+FAR_TOKENS = FAR.but(rows=(Row(140),), chunk_size=128, dtype=torch.float16), ("x", "dt", "B", "C"), 2**24 - 8
 
 
 @pytest.mark.parametrize(
