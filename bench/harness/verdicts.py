@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bench.harness.compare import CellInfo, Comparison, Failure, Measured, own_benchmarks
+from bench.harness.cells import CellInfo
+from bench.harness.compare import Comparison, Failure, Measured, own_benchmarks
 from bench.harness.inference import Estimate, estimate, kept
 from bench.harness.judgement import Design, Times, confirmed, verdict
 from hybrid_kv.config import ConfigError
@@ -356,7 +357,8 @@ def document(comparison: Comparison, outcomes: Sequence[Outcome]) -> dict[str, A
         key = one.cell.key
         looks = {"first": comparison.measured.first.get(key), "repeat": comparison.measured.repeat.get(key)}
         ratios = {name: times.log_ratios for name, times in looks.items() if times is not None}
-        return {**asdict(one), "alarm": one.alarm, "log_ratios": ratios}
+        cell = {**asdict(one.cell), "key": key}
+        return {**asdict(one), "cell": cell, "alarm": one.alarm, "log_ratios": ratios}
 
     return {
         "verdict": verdict_line(comparison, outcomes),

@@ -98,8 +98,10 @@ def test_what_passes_is_many_times_the_cache(monkeypatch):
 def test_gpu_subjects_time_the_device_and_the_host():
     import torch
 
+    from bench.harness.asv_classes import LaunchSubject
+
     x = torch.randn(4096, 4096, device="cuda")
     device = clock_module.DeviceSubject(lambda: x @ x)
-    launch = clock_module.LaunchSubject(lambda: x @ x)
+    launch = LaunchSubject(lambda: x @ x)
     assert device.sample(3) > 0
     assert launch.sample(3) > 0

@@ -13,6 +13,7 @@ from bench.bisect.cells import Runs, fill_benchmarks, find_cell
 from bench.bisect.generated import generate
 from bench.bisect.history import Trees
 from bench.bisect.question import NotMeasurableError
+from bench.harness.cells import CellInfo
 from hybrid_kv.config import ConfigError
 from tests.bench.bisect.toy import checkout
 from tests.bench.harness.toy import TORCH, git, write_toy
@@ -37,10 +38,8 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_benchmarks_run_at_any_commit(toy: Path, tmp_path: Path) -> None:
-    from bench.harness.compare import CellInfo
-
     def runs(name: str, tier: str) -> Runs:
-        cell = CellInfo("toy", name, {"size": 1}, tier, f"toy/{name}[size=1]", f"toy/{name}[size=1]")
+        cell = CellInfo("toy", name, {"size": 1}, tier)
         return Runs(Trees(tmp_path / name, fill_benchmarks(toy)), cell, random.Random(0))
 
     commit = {name: git(toy, "rev-parse", name) for name in ("base", "slow", "blocks", "raising", "empty")}

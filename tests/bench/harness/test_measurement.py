@@ -49,14 +49,6 @@ def test_a_wrong_rival_takes_the_times_of_the_others():
         measure_together([cell(make, subject=name) for name, make in makes.items()], 2)
 
 
-def test_rivals_are_compared_with_the_base_that_they_name():
-    values = {"subject": ("model", "real")}
-    pair = measure_together(list(grid("offload", "b", "cpu", lambda seed, subject: steady(), values, base="real")), 2)
-    assert [(one.cell.params["subject"], one.ratio is None) for one in pair] == [("model", False), ("real", True)]
-    row = list(pair[0].rows())[1]
-    assert (row.metric, row.better, row.verdict) == ("ratio_to_real", "equal", "")
-
-
 def test_rows_carry_receipts_with_the_largest_error():
     errors = iter([2e-7, 5e-7])
     (one,) = measure_together([cell(lambda: Case(lambda: None, lambda: next(errors)), x=1)], 9)
