@@ -71,25 +71,21 @@ def kernel_and_torch(
     return Contest(benchmark, params, {"triton": ours, "torch": other})
 
 
-class Peer:
-    """A function of another project behind the arguments of ours.
+# Of the arguments of ours: the launch of another project's function, and what reads its result.
+Prepare = Callable[..., tuple[Callable[[], Any], Callable[[], torch.Tensor]]]
 
-    `prepare(*arguments)` gives the launch and a function that reads its result. It may copy: it runs in checks alone.
-    """
 
-    def __init__(self, prepare: Callable[..., tuple[Callable[[], Any], Callable[[], torch.Tensor]]]) -> None:
-        self._prepare = prepare
-        self._launch: Callable[[], Any] = nothing
+def peer_case(build: Callable[[Any], Case], prepare: Prepare) -> Case:
+    """The case that `build` makes of an implementation, timed without what `prepare` does, which may copy."""
+    launch: Callable[[], Any] = nothing
 
-    def __call__(self, *arguments: Any) -> torch.Tensor:
-        self._launch, result = self._prepare(*arguments)
-        self._launch()
+    def implementation(*arguments: Any) -> torch.Tensor:
+        nonlocal launch
+        launch, result = prepare(*arguments)
+        launch()
         return result()
 
-    def case(self, build: Callable[[Any], Case]) -> Case:
-        """The case that `build` makes of an implementation, timed without what `prepare` does."""
-        built = build(self)
-        return Case(lambda: self._launch(), built.check)
+    return Case(lambda: launch(), build(implementation).check)
 
 
 def bound_update(function: Callable[..., Any], operands: Sequence[torch.Tensor], **more: Any) -> partial[Any]:
