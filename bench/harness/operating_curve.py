@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.harness import registry
-from bench.harness.compare import Design, compare, find_revision
+from bench.harness.compare import STANDARD, Design, compare, find_revision
 from bench.harness.inference import clopper_pearson
 from bench.harness.verdicts import rows_here, timed_outcomes
 from hybrid_kv.results import Row, append_rows
@@ -132,10 +132,9 @@ def _schedule(repetitions: int, injects: int) -> Iterator[tuple[int, int]]:
 
 
 def self_test(
-    revision: str, file: Path, *, root: Path, repetitions: int = 50, injects: int = 20, design: Design | None = None
+    revision: str, file: Path, *, root: Path, repetitions: int = 50, injects: int = 20, design: Design = STANDARD
 ) -> list[Row]:
     """Run the trials that `file` does not hold yet; append them and then the rates. Returns the rates."""
-    design = design or Design()
     commit = find_revision(root, revision).commit
     keys = timed_keys()
     experiment = experiment_id(keys, design)
