@@ -1,8 +1,7 @@
 """Cells to numbers with receipts: what `python -m bench` prints and `results/` keeps.
 
-Rivals, cells that differ in the parameter `subject` alone, are timed interleaved and compared with the engine,
-round by round. Every case is checked before and after it is timed; what is wrong
-has no time.
+Rivals, cells that differ in the parameter `subject` alone, are timed interleaved and compared with the engine, round by
+round. Every case is checked before and after it is timed; what is wrong has no time.
 """
 
 from __future__ import annotations
@@ -103,12 +102,12 @@ def measure_together(cells: Sequence[Cell], rounds: int = ROUNDS) -> list[Measur
     own = {cell.key: cell for cell in cells}
     rivals = {key for key, cell in own.items() if cell.params.get("subject", ENGINE) != ENGINE}
     timed = time_together({key: cell.make() for key, cell in own.items()}, rounds, kind_of(cells[0]))
-    engine = [timed[key].samples for key in own.keys() - rivals]
+    engine = next((timed[key].samples for key in own.keys() - rivals), None)
     return [
         Measurement(
             cell,
             median(timed[key].samples),
-            ratio(timed[key].samples, engine[0]) if key in rivals else None,
+            ratio(timed[key].samples, engine) if key in rivals and engine is not None else None,
             len(timed[key].samples),
             Receipt(True, True, timed[key].error),
         )

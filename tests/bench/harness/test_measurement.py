@@ -84,6 +84,8 @@ def test_a_ratio_is_how_many_times_the_engine_a_rival_takes(monkeypatch):
     monkeypatch.setattr(together, "measure", lambda *_: {one.key: samples[one.params["subject"]] for one in cells})
     rival, engine = measure_together(cells, 9)
     assert (rival.ratio.value, rival.time.value, engine.time.value, engine.ratio) == (3.0, 6.0, 2.0, None)
+    (alone,) = measure_together(cells[:1], 9)
+    assert (alone.ratio, alone.time.value) == (None, 6.0)
 
 
 def test_one_thread_while_measuring_and_as_many_as_before_afterwards():
