@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def verify_step(
     sources, targets = ids[:, 0].contiguous(), ids[:, 1:].contiguous()
     arguments = (state, *inputs, torch.arange(num_reqs + 1) * columns, sources, targets)
     on_device = [part.to(device) for part in arguments]
-    return _case(
+    return stateful_case(
         lambda: implementation(*on_device),
         lambda: expected_of(state[sources], inputs, num_reqs),
         on_device[0], targets.to(device), tolerances,
@@ -60,25 +61,29 @@ def prefill(
     spans, sources = equal_spans(len(inputs[0]), num_reqs, chunk_size, device)
     on_device = [part.to(device) for part in (state, *inputs)]
     initial = torch.ones_like(sources, dtype=torch.bool)
-    return _case(
+    return stateful_case(
         lambda: implementation(*on_device, spans, sources, initial),
         lambda: expected_of(state[sources.cpu()], inputs, num_reqs),
         on_device[0], sources - num_reqs, (tolerance, tolerance),
     )  # fmt: skip
 
 
-def _case(
+def stateful_case(
     run: Callable[[], torch.Tensor], expected_of: Callable[[], tuple[Floats, Floats]], state: torch.Tensor,
     targets: torch.Tensor, tolerances: tuple[float, float],
 ) -> Case:  # fmt: skip
-    expected: list[Floats] = []
+    """What returns outputs and writes the blocks `targets` of `state`.
+
+    Args:
+        expected_of: both, computed once.
+        tolerances: of both, shares of their largest value.
+    """
+    expected = cache(expected_of)
 
     def check() -> float:
-        if not expected:
-            expected.extend(expected_of())
+        y, states = expected()
         state[targets] = torch.nan
-        y = run().double().cpu().view(expected[0].shape)
-        found = ("y", y), ("states", state[targets].double().cpu())
-        return max(near(*one, *wanted) for one, *wanted in zip(found, expected, tolerances, strict=True))
+        y_error = near("y", run().double().cpu().view(y.shape), y, tolerances[0])
+        return max(y_error, near("states", state[targets].double().cpu(), states, tolerances[1]))
 
     return Case(run, check)

@@ -51,11 +51,12 @@ def convolution(window: Floats, x: Floats, weight: Floats, bias: Floats) -> Floa
 
 
 def recurrence(
-    state: Floats, x: Floats, dt: Floats, A: Floats, B: Floats, C: Floats, D: Floats
+    state: Floats, x: Floats, dt: Floats, A: Floats, B: Floats, C: Floats, D: Floats, last: bool = False
 ) -> tuple[Floats, Floats]:
     """Mamba-2, token by token: outputs [rows, len, heads, head_dim], states after each [rows, len, heads, head_dim, N].
 
     Args:
+        last: of the states only the last ones, [rows, heads, head_dim, N]; those of a prompt are gigabytes.
         state: [rows, heads, head_dim, N]; x: [rows, len, heads, head_dim]; dt: [rows, len, heads] after softplus;
         A, D: [heads]; B, C: [rows, len, groups, N].
     """
@@ -66,14 +67,17 @@ def recurrence(
         decay = np.exp(dt[:, t] * A)[..., None, None]
         state = state * decay + (dt[:, t, :, None] * x[:, t])[..., None] * b
         outputs.append((state * c).sum(-1) + D[:, None] * x[:, t])
-        states.append(state)
-    return np.stack(outputs, axis=1), np.stack(states, axis=1)
+        states += [] if last else [state]
+    return np.stack(outputs, axis=1), state if last else np.stack(states, axis=1)
 
 
-def delta_rule(state: Floats, q: Floats, k: Floats, v: Floats, decays: Floats, beta: Floats) -> tuple[Floats, Floats]:
+def delta_rule(
+    state: Floats, q: Floats, k: Floats, v: Floats, decays: Floats, beta: Floats, last: bool = False
+) -> tuple[Floats, Floats]:
     """The gated delta rule, token by token: outputs [rows, len, heads, V], states after each [rows, len, heads, V, K].
 
     Args:
+        last: see `recurrence`.
         state: [rows, heads, V, K]; q, k: [rows, len, heads, K]; v: [rows, len, heads, V]; beta: [rows, len, heads];
         decays: [rows, len, heads, 1 or K].
     """
@@ -83,8 +87,8 @@ def delta_rule(state: Floats, q: Floats, k: Floats, v: Floats, decays: Floats, b
         wrong = v[:, t] - (state * k[:, t, :, None]).sum(-1)
         state = state + (beta[:, t, :, None] * wrong)[..., None] * k[:, t, :, None]
         outputs.append((state * q[:, t, :, None]).sum(-1))
-        states.append(state)
-    return np.stack(outputs, axis=1), np.stack(states, axis=1)
+        states += [] if last else [state]
+    return np.stack(outputs, axis=1), state if last else np.stack(states, axis=1)
 
 
 def attention(query: Floats, key: Floats, value: Floats, scale: float) -> Floats:

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 
-from bench._layers import equal_spans
-from bench._reference import Floats, convolution, near
+from bench._layers import equal_spans, stateful_case
+from bench._reference import convolution, near
 from bench._shapes import SHAPES
 from bench.harness.cells import Case, Cell, grid, seed
-from bench.harness.contest import MODELS, VLLM, Contest, Peer, Rival, kernel_and_torch, models
+from bench.harness.contest import MODELS, VLLM, Contest, Prepare, Rival, kernel_and_torch, models, peer_case
 from hybrid_kv.kernels.causal_conv1d import (
     causal_conv1d,
     causal_conv1d_prefill,
@@ -39,18 +39,16 @@ def prefill(seed: int, model: str, num_tokens: int) -> Case:
     weight = torch.randn(shape.channels, shape.kernel, generator=g)
     bias = torch.randn(shape.channels, generator=g)
     window = torch.randn(1, shape.kernel - 1, shape.channels, generator=g)
-    expected: list[Floats] = []
+    wide = [part.double().numpy() for part in (window, x, weight, bias)]
+    expected = cache(lambda: convolution(*wide))
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         return causal_conv1d(x, weight, bias, window)
 
     def check() -> float:
-        if not expected:
-            expected.append(convolution(*(part.double().numpy() for part in (window, x, weight, bias))))
         y, inputs = run()
         return max(
-            near("y", y, expected[0], TOLERANCE),
-            near("inputs", inputs, np.concatenate([window, x], axis=1), 0.0),
+            near("y", y, expected(), TOLERANCE), near("inputs", inputs, np.concatenate([window, x], axis=1), 0.0)
         )
 
     return Case(run, check)
@@ -75,22 +73,14 @@ def update(seed: int, model: str, num_reqs: int, K: int, implementation: Any, de
     cu_seqlens = torch.arange(num_reqs + 1) * columns
     windows = torch.stack([state[s, a - 1 : a + kernel - 2] for s, a in zip(sources, accepted, strict=True)])
     wide = [part.double().numpy() for part in (windows, x.view(num_reqs, columns, -1), weight, bias)]
-    expected = convolution(*wide)
     kept = np.concatenate(wide[:2], axis=1)[:, 1:]
     on_device = [part.to(device) for part in (state, x, weight, bias, cu_seqlens, sources, accepted - 1, targets)]
-
-    def run() -> torch.Tensor:
-        return implementation(*on_device)
-
-    def check() -> float:
-        own = blocks[1].to(device)
-        on_device[0][own] = torch.nan
-        y = run().double().cpu().view(expected.shape)
-        written = on_device[0][own, : kernel - 2 + columns].double().cpu()
-        tolerance = TOLERANCE if dtype == torch.float32 else ROUNDED
-        return max(near("y", y, expected, tolerance), near("window", written, kept, 0.0))
-
-    return Case(run, check)
+    tolerances = (TOLERANCE if dtype == torch.float32 else ROUNDED), 0.0
+    return stateful_case(
+        lambda: implementation(*on_device),
+        lambda: (convolution(*wide), kept),
+        on_device[0], blocks[1].to(device), tolerances,
+    )  # fmt: skip
 
 
 def prompts(seed: int, model: str, num_tokens: int, num_reqs: int, implementation: Any, device: str) -> Case:
@@ -107,24 +97,17 @@ def prompts(seed: int, model: str, num_tokens: int, num_reqs: int, implementatio
     spans, sources = equal_spans(num_tokens, num_reqs, 16, device)
     rows = x.view(num_reqs, -1, shape.channels)
     wide = [part.double().numpy() for part in (state[sources.cpu()], rows, weight, bias)]
-    expected, kept = convolution(*wide), wide[1][:, -(shape.kernel - 1) :]
+    kept = wide[1][:, -(shape.kernel - 1) :]
     first, initial = torch.zeros_like(sources), torch.ones_like(sources, dtype=torch.bool)
     on_device = [part.to(device) for part in (state, x, weight, bias)]
-
-    def run() -> torch.Tensor:
-        return implementation(*on_device, spans, sources, first, initial)
-
-    def check() -> float:
-        on_device[0][1 : 1 + num_reqs] = torch.nan
-        y = run().double().cpu().view(expected.shape)
-        return max(
-            near("y", y, expected, ROUNDED), near("window", on_device[0][1 : 1 + num_reqs].double().cpu(), kept, 0.0)
-        )
-
-    return Case(run, check)
+    return stateful_case(
+        lambda: implementation(*on_device, spans, sources, first, initial),
+        lambda: (convolution(*wide), kept),
+        on_device[0], sources - num_reqs, (ROUNDED, 0.0),
+    )  # fmt: skip
 
 
-def vllm_conv_update() -> Peer:
+def vllm_conv_update() -> Prepare:
     """`causal_conv1d_update`, in place: in the block that ours only writes. It overwrites its input with its output."""
     function = importlib.import_module(f"{VLLM}.causal_conv1d").causal_conv1d_update
 
@@ -146,7 +129,7 @@ def vllm_conv_update() -> Peer:
         )
         return launch, lambda: inputs
 
-    return Peer(prepare)
+    return prepare
 
 
 def conv_updates(device: str, model: str, num_reqs: int, K: int, dtype: torch.dtype = torch.bfloat16) -> Contest:
@@ -165,7 +148,7 @@ def conv_updates(device: str, model: str, num_reqs: int, K: int, dtype: torch.dt
         params,
         {
             "triton": Rival(lambda: build(causal_conv1d_update), moved),
-            "vllm": Rival(lambda: vllm_conv_update().case(build), moved),
+            "vllm": Rival(lambda: peer_case(build, vllm_conv_update()), moved),
             "torch": Rival(lambda: build(causal_conv1d_update_reference), moved, graph=False),
         },
     )

@@ -93,7 +93,6 @@ def cells() -> list[Cell]:
             decode_block,
             {"mode": modes, "K": (0, 3), "num_reqs": (4, 16)},
             [("none", 0, 4), ("all", 3, 4)],
-            formerly="decode",
         ),
         *grid("engine_step", "operations", "count", operations, {"mode": modes}, [("all",)], units=OPERATIONS),
     ]

@@ -41,8 +41,10 @@ def layer(shape: DeltaShape, num_tokens: int, dtype: torch.dtype, g: torch.Gener
     return q, k, v, dt, dt_bias, A_log, beta
 
 
-def expected_of(initial: torch.Tensor, inputs: Sequence[torch.Tensor], num_rows: int) -> tuple[Floats, Floats]:
-    """Outputs and states of equally long rows, [num_rows, len, …], in float64."""
+def expected_of(
+    initial: torch.Tensor, inputs: Sequence[torch.Tensor], num_rows: int, last: bool = False
+) -> tuple[Floats, Floats]:
+    """Outputs of equally long rows and the states after every token, or the last, [num_rows, len, …], in float64."""
     q, k, v, dt, dt_bias, A_log, beta = (np.asarray(part.double()) for part in inputs)
     q, k, v, dt, beta = (part.reshape(num_rows, -1, *part.shape[1:]) for part in (q, k, v, dt, beta))
     q, k = (
@@ -51,13 +53,8 @@ def expected_of(initial: torch.Tensor, inputs: Sequence[torch.Tensor], num_rows:
     )
     rates = -np.exp(A_log).reshape(-1, *[1] * (dt.ndim - 3))
     decays = np.exp(rates * softplus(dt + dt_bias)).reshape(*v.shape[:3], -1)
-    return delta_rule(np.asarray(initial.double()), q * k.shape[-1] ** -0.5, k, v, decays, 1 / (1 + np.exp(-beta)))
-
-
-def last_of(initial: torch.Tensor, inputs: Sequence[torch.Tensor], num_rows: int) -> tuple[Floats, Floats]:
-    """The same with the last states alone."""
-    outputs, states = expected_of(initial, inputs, num_rows)
-    return outputs, states[:, -1]
+    beta = 1 / (1 + np.exp(-beta))
+    return delta_rule(np.asarray(initial.double()), q * k.shape[-1] ** -0.5, k, v, decays, beta, last)
 
 
 def update(seed: int, model: str, num_reqs: int, K: int, implementation: Any, device: str, dtype: torch.dtype) -> Case:
@@ -75,6 +72,7 @@ def prompts(
     shape, g = DELTA_SHAPES[model], torch.Generator().manual_seed(seed)
     size, inputs = (shape.heads, shape.value_dim, shape.key_dim), layer(shape, num_tokens, dtype, g)
     tolerance = 2 * EXACT if dtype == torch.float32 else PRODUCTS
+    last_of = partial(expected_of, last=True)
     return prefill(size, inputs, num_reqs, 64, implementation, device, g, last_of, tolerance)
 
 

@@ -20,7 +20,7 @@ from bench._layers import verify_step
 from bench._reference import Floats, near, recurrence
 from bench._shapes import SHAPES
 from bench.harness.cells import Case, Cell, grid, seed
-from bench.harness.contest import MODELS, VLLM, Contest, Peer, Rival, models, per_head
+from bench.harness.contest import MODELS, VLLM, Contest, Prepare, Rival, bound_update, models, peer_case
 from bench.ssd import expected_of, layer
 from bench.static import state_bytes
 from bench.static.counts import mean_traffic
@@ -100,24 +100,15 @@ def recompute(
     return Case(lambda: implementation(*arguments), check)
 
 
-def vllm_state_update() -> Peer:
+def vllm_state_update() -> Prepare:
     """`selective_state_update` with a destination per token."""
     function = importlib.import_module(f"{VLLM}.mamba_ssm").selective_state_update
 
     def prepare(state, x, dt, dt_bias, A_log, B, C, D, cu_seqlens, sources, targets):  # type: ignore[no-untyped-def]
-        head_dim, size = state.shape[2:]
         y = torch.empty_like(x)
-        launch = partial(
+        launch = bound_update(
             function,
-            state,
-            x,
-            dt.unsqueeze(-1).expand(-1, -1, head_dim),
-            per_head(-A_log.exp(), head_dim, size),
-            B,
-            C,
-            per_head(D, head_dim),
-            per_head(dt_bias, head_dim),
-            dt_softplus=True,
+            (state, x, dt, dt_bias, A_log, B, C, D),
             state_batch_indices=sources[:, None].expand(-1, targets.shape[1]).int().contiguous(),
             dst_state_batch_indices=targets.int(),
             null_block_id=0,
@@ -127,31 +118,21 @@ def vllm_state_update() -> Peer:
         )
         return launch, lambda: y
 
-    return Peer(prepare)
+    return prepare
 
 
-def mamba_ssm_state_update() -> Peer:
+def mamba_ssm_state_update() -> Prepare:
     """One token, in place: in the block that ours only writes."""
     function = importlib.import_module("mamba_ssm.ops.triton.selective_state_update").selective_state_update
 
     def prepare(state, x, dt, dt_bias, A_log, B, C, D, cu_seqlens, sources, targets):  # type: ignore[no-untyped-def]
-        head_dim, size = state.shape[2:]
         state[targets[:, 0]] = state[sources]
         outputs: list[torch.Tensor] = []
-        arguments = (
-            state,
-            x,
-            dt.unsqueeze(-1).expand(-1, -1, head_dim),
-            per_head(-A_log.exp(), head_dim, size),
-            B,
-            C,
-            per_head(D, head_dim),
-        )
-        options = {"dt_bias": per_head(dt_bias, head_dim), "dt_softplus": True}
-        options["state_batch_indices"] = targets[:, 0].int().contiguous()
-        return lambda: outputs.append(function(*arguments, **options)), lambda: outputs.pop()
+        operands, written = (state, x, dt, dt_bias, A_log, B, C, D), targets[:, 0].int().contiguous()
+        launch = bound_update(function, operands, state_batch_indices=written)
+        return lambda: outputs.append(launch()), outputs.pop
 
-    return Peer(prepare)
+    return prepare
 
 
 @cache
@@ -180,11 +161,11 @@ def state_updates(device: str, model: str, num_reqs: int, K: int) -> Contest:
         "slots": Rival(lambda: build(selective_state_update_slots), moved),
         "recompute_step": recomputed(False),
         "recompute_flush": recomputed(True),
-        "vllm": Rival(lambda: vllm_state_update().case(build), moved),
+        "vllm": Rival(lambda: peer_case(build, vllm_state_update()), moved),
         "torch": Rival(lambda: build(selective_state_update_slots_reference), moved, graph=False),
     }
     if not K:
-        rivals["mamba_ssm"] = Rival(lambda: mamba_ssm_state_update().case(build), moved)
+        rivals["mamba_ssm"] = Rival(lambda: peer_case(build, mamba_ssm_state_update()), moved)
     rate = flush_rate(K)
     return Contest("state_update", params, rivals, {"recompute": {"recompute_step": 1 - rate, "recompute_flush": rate}})
 

@@ -24,7 +24,6 @@ from hybrid_kv.timing.clock import wall_clock
 ROOT = Path(__file__).parents[1]
 MACHINES = 4
 PIECE = 1_000_000
-# A night's rows of one machine: later, of another commit and run, and every time a few percent off.
 _MOVED = "CASE WHEN ci_low IS NULL THEN {0} ELSE {0} * (0.97 + 0.06 * (hash(nth) % 1000) / 1000) END"
 # A night's rows of one machine: later, of another commit and run, what has an interval a few percent off.
 MADE = {

@@ -11,8 +11,9 @@ from bench.bisect.history import Trees
 from bench.bisect.profile import TURN_SECONDS, TURNS, Profiles
 from bench.bisect.question import NotMeasurableError
 from bench.harness import registry
-from bench.harness.compare import CellInfo, measure_cell
+from bench.harness.cells import CellInfo
 from bench.harness.compare import Times as Taken
+from bench.harness.compare import measure_cell
 from bench.harness.judgement import Design
 from bench.harness.pairs import Answers, start
 from bench.harness.versions import Revision, place
@@ -35,8 +36,7 @@ def find_cell(name: str) -> CellInfo:
     if len(found) > 1:
         some = ", ".join(cell.key for cell in found[:3])
         raise ConfigError(f"-k {name} names {len(found)} benchmarks, such as {some}; give one whole name")
-    (cell,) = found
-    return CellInfo(cell.suite, cell.benchmark, cell.params, cell.tier, cell.key, cell.own_key)
+    return found[0]
 
 
 def fill_benchmarks(root: Path) -> Callable[[str, Path], None]:
@@ -82,7 +82,7 @@ class Runs:
         """
         turns: tuple[list[dict[str, float]], list[dict[str, float]]] = ([], [])
         with start([self.trees.of(commit) for commit in (base, head)], 1, self.rng) as (pair,):
-            made = _answered(pair.ask_both("make", key=self.cell.key, own_key=self.cell.own_key))
+            made = _answered(pair.ask_both("make", key=self.cell.key))
             calls = max(1, round(TURN_SECONDS / max(one["seconds"] for one in made)))
             for _ in range(TURNS):
                 for side, answer in zip(turns, _answered(pair.ask_both("profile", calls=calls)), strict=True):
@@ -97,7 +97,7 @@ class Runs:
         """
         folder = self.trees.of(commit)
         with start([folder, folder], 1, self.rng) as (pair,):
-            answer = pair.ask(0, "count", key=self.cell.key, own_key=self.cell.own_key)
+            answer = pair.ask(0, "count", key=self.cell.key)
         if "counts" not in answer:
             raise NotMeasurableError(f"cannot run: {answer.get('wrong') or answer['failed']}")
         return {name: value for name, (value, *_) in answer["counts"].items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from bench.bisect.question import ENDS, NotMeasurableError, Outcome, Question
+from bench.bisect.question import ENDS, Outcome, Question
 
 Count = Callable[[str], Mapping[str, int]]  # of a commit, by metric
 
@@ -26,10 +26,7 @@ class Counts(Question):
 
     def test(self, commit: str, known: Mapping[str, Outcome]) -> Outcome:
         changed = known[ENDS].metrics["changed"]
-        try:
-            counts = self.count(commit)
-        except NotMeasurableError as error:
-            return Outcome("skip", str(error))
+        counts = self.count(commit)
         own = {name: counts[name] for name in sorted(changed) if name in counts}
         if len(own) < len(changed):
             return Outcome("skip", f"it does not count {', '.join(sorted(changed.keys() - own.keys()))}")

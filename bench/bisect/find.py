@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from bench.bisect.question import CONFIRMED, ENDS, Answer, Outcome, Question
+from bench.bisect.question import CONFIRMED, ENDS, Answer, NotMeasurableError, Outcome, Question
 from hybrid_kv.config import ConfigError
 from hybrid_kv.files import write_whole
 from hybrid_kv.timing.clock import wall_clock
@@ -62,8 +62,12 @@ class Memory:
         return self.outcomes[key]
 
 
+def _nothing(*_: object) -> None:
+    """No report."""
+
+
 def find(
-    good: str, commits: tuple[str, ...], question: Question, memory: Memory | None = None, report: Report | None = None
+    good: str, commits: tuple[str, ...], question: Question, memory: Memory | None = None, report: Report = _nothing
 ) -> Finding:
     """
     Args:
@@ -74,9 +78,15 @@ def find(
     known = memory.outcomes
 
     def recall(key: str, test: Callable[[], Outcome]) -> Outcome:
-        return memory.recall(key, test, report or (lambda *_: None))
+        def tested() -> Outcome:
+            try:
+                return test()
+            except NotMeasurableError as error:
+                return Outcome("skip", str(error))
 
-    ends = recall(ENDS, lambda: question.ends(good, commits[-1]))
+        return memory.recall(key, tested, report)
+
+    ends = memory.recall(ENDS, lambda: question.ends(good, commits[-1]), report)
     if ends.answer != "bad":
         return Finding("nothing", ends)
     answers: list[Answer] = []

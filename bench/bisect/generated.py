@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from bench.bisect.history import git
@@ -21,19 +20,13 @@ BREAK = '\nraise ImportError("half a change")\n'
 EPOCH = 1_700_000_000  # seconds; a commit a minute, so that a seed is a history
 
 
-@dataclass(frozen=True)
-class Generated:
-    """A clone with a history: `commits` lie on top of `good`."""
-
-    root: Path
-    good: str
-    commits: tuple[str, ...]
-
-
 def generate(
     root: Path, good: str, folder: Path, edits: Mapping[str, Edit], *, num: int, first_bad: int, rng: random.Random
-) -> Generated:
+) -> tuple[str, ...]:
     """Clone `root` into `folder` and add `num` commits to commit `good`; number `first_bad` applies `edits`, by file.
+
+    Returns:
+        The commits.
 
     Raises:
         ConfigError: git refuses, or a file of the edits does not exist.
@@ -48,8 +41,7 @@ def generate(
     stream = b"".join(_stream(good, texts, names, edits, num, first_bad, rng))
     subprocess.run(("git", "fast-import", "--quiet", "--force"), cwd=folder, input=stream, check=True)
     git(folder, "checkout", "-q", "--detach", "generated")
-    commits = git(folder, "rev-list", "--reverse", f"{good}..generated").split()
-    return Generated(folder, good, tuple(commits))
+    return tuple(git(folder, "rev-list", "--reverse", f"{good}..generated").split())
 
 
 def _stream(

@@ -36,7 +36,11 @@ class Question(Protocol):
         """
 
     def test(self, commit: str, known: Mapping[str, Outcome]) -> Outcome:
-        """Whether a commit is bad; `known` has all outcomes so far, `ENDS` among them."""
+        """Whether a commit is bad; `known` has all outcomes so far, `ENDS` among them.
+
+        Raises:
+            NotMeasurableError: it cannot run the test, and is skipped.
+        """
 
     def confirm(self, before: str, first_bad: str, known: Mapping[str, Outcome]) -> Outcome:
         """`bad` if a new test confirms that `first_bad` is bad and the commit before it is good: the evidence."""

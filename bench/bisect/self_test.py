@@ -114,10 +114,7 @@ class _Drawn:
         return int(commit) >= self.first_bad
 
     def play(self, commit: str) -> Outcome:
-        try:
-            is_bad = self.is_bad(commit)
-        except NotMeasurableError as error:
-            return Outcome("skip", str(error))
+        is_bad = self.is_bad(commit)
         return Outcome("bad" if is_bad else "good", "", {"rule": "tokens"} if is_bad else {})
 
     def count(self, commit: str) -> dict[str, int]:
@@ -241,10 +238,10 @@ def _slower_steps(loops: int) -> dict[str, Edit]:
 
 def _loops(root: Path, commit: str, folder: Path) -> int:
     """How many loops are `SLOWER` of a call of `TIMED`, measured once."""
-    loops = 4000
-    made = generate(root, commit, folder / "clone", _slower_steps(loops), num=1, first_bad=0, rng=random.Random(0))
-    runs = Runs(Trees(folder / "trees", fill_benchmarks(made.root)), find_cell(TIMED), random.Random(0))
-    pairs = [*itertools.islice(runs.measure(made.good, made.commits[0]), 12)]
+    loops, clone = 4000, folder / "clone"
+    (slower,) = generate(root, commit, clone, _slower_steps(loops), num=1, first_bad=0, rng=random.Random(0))
+    runs = Runs(Trees(folder / "trees", fill_benchmarks(clone)), find_cell(TIMED), random.Random(0))
+    pairs = [*itertools.islice(runs.measure(commit, slower), 12)]
     return round(loops * math.log1p(SLOWER) / center(pairs))
 
 
@@ -260,21 +257,22 @@ def inject(kind: str, number: int, root: Path, commit: str, folder: Path, loops:
     injects: dict[str, Callable[[], dict[str, Edit]]] = {
         "tokens": lambda: _bug(bug), "counts": _more_operations, "time": lambda: _slower_steps(loops)
     }  # fmt: skip
-    made = generate(root, commit, folder / "clone", injects[kind](), num=COMMITS, first_bad=first_bad, rng=rng)
-    package = Trees(folder / "trees", fill_package(made.root))
-    benchmarks = Trees(folder / "benchmarks", fill_benchmarks(made.root))
+    clone = folder / "clone"
+    commits = generate(root, commit, clone, injects[kind](), num=COMMITS, first_bad=first_bad, rng=rng)
+    package = Trees(folder / "trees", fill_package(clone))
+    benchmarks = Trees(folder / "benchmarks", fill_benchmarks(clone))
     if kind == "tokens":
-        (scenario,) = _scenarios(package, made.commits[first_bad], folder / bug)
+        (scenario,) = _scenarios(package, commits[first_bad], folder / bug)
         question: Question = Tokens(played_by(package, scenario), scenario.name)
     else:
         runs = Runs(benchmarks, find_cell(COUNTED if kind == "counts" else TIMED), rng)
         question = Counts(runs.count) if kind == "counts" else Times(runs.measure, runs.profile)
     memory = Memory()
     begin, cpu = wall_clock(), _cpu_seconds()
-    finding = find(made.good, made.commits, question, memory)
+    finding = find(commit, commits, question, memory)
     seconds, cpu = wall_clock() - begin, _cpu_seconds() - cpu
     pairs = sum(len(one.metrics.get("log_ratios", ())) for one in memory.outcomes.values())
-    outcome = judge(finding, made.commits[first_bad])
+    outcome = judge(finding, commits[first_bad])
     return Trial(kind, "injected", number, outcome, finding.tested, pairs, round(seconds, 1), round(cpu, 1))
 
 

@@ -13,7 +13,8 @@ from hybrid_kv.config import HybridKVError
 BROKEN, FINE = "broken rule: ", "no rule is broken"
 
 
-Play = Callable[[str], Outcome]  # of a commit; its metrics name the `rule` that is broken
+# Of a commit: `good`, or `bad` with metrics that name the `rule` that is broken. NotMeasurableError: it cannot run.
+Play = Callable[[str], Outcome]
 
 
 @dataclass(frozen=True)
@@ -24,15 +25,18 @@ class Tokens(Question):
     name: str  # of the scenario, for people
 
     def ends(self, good: str, bad: str) -> Outcome:
-        first, last = self.play(good), self.play(bad)
-        for name, one in (("GOOD", first), ("BAD", last)):
-            if one.answer == "skip":
-                raise HybridKVError(f"{name}: {self.name} {one.detail}")
+        first, last = self._end("GOOD", good), self._end("BAD", bad)
         if first.answer == "bad":
             return Outcome("good", f"{self.name} fails at GOOD as well: {first.detail}; give an earlier GOOD")
         if last.answer == "good":
             return Outcome("good", f"{self.name} breaks no rule at BAD")
         return last
+
+    def _end(self, name: str, commit: str) -> Outcome:
+        try:
+            return self.play(commit)
+        except NotMeasurableError as error:
+            raise HybridKVError(f"{name}: {self.name} {error}") from None
 
     def test(self, commit: str, known: Mapping[str, Outcome]) -> Outcome:
         played, wanted = self.play(commit), known[ENDS].metrics["rule"]
@@ -45,16 +49,13 @@ def played_by(trees: Trees, file: Path) -> Play:
     """The guard of each commit."""
 
     def play(commit: str) -> Outcome:
-        try:
-            ran = trees.run(commit, "guard", "--replay", str(file.absolute()))
-        except NotMeasurableError as error:
-            return Outcome("skip", str(error))
+        ran = trees.run(commit, "guard", "--replay", str(file.absolute()))
         line = last_line(ran.stdout)
         if ran.returncode == 1 and line.startswith(BROKEN):
             story = ran.stdout.splitlines()[1:-1]
             return Outcome("bad", line, {"rule": line.removeprefix(BROKEN), "story": story})
         if ran.returncode == 0 and line == FINE:
             return Outcome("good", line)
-        return Outcome("skip", cannot_run(ran))
+        raise NotMeasurableError(cannot_run(ran))
 
     return play

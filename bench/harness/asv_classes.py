@@ -40,33 +40,17 @@ class LaunchSubject(Subject):
             torch.cuda.synchronize()
 
 
-class Stopwatch:
-    """A clock that runs only inside samples, for tools that time a function themselves.
-
-    Such a tool reads the clock, calls, and reads it again: what a call spends on building, checking and resetting its
-    subject, and in waiting for a device, does not count. One call is one sample, a mean over many runs.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def read(self) -> float:
-        return self.seconds
-
-    def run(self, subject: Subject, repeats: int) -> None:
-        """Move on by what one call of the subject takes, on average over `repeats`."""
-        self.seconds += subject.sample(repeats)
-
-
 torch.set_num_threads(1)  # A second thread makes the times of small tensors bimodal: 0.25 or 8 ms were seen.
-_WATCH = Stopwatch()
+_seconds = 0.0  # of a call of every sample so far
 _made: dict[str, tuple[Case, dict[str, tuple[Subject, int]]]] = {}
 
 
 class Timed:
     """What asv needs to know of all timed benchmarks."""
 
-    timer = _WATCH.read
+    # asv reads this clock, calls, and reads it again: what a call spends on building, checking and resetting its
+    # subject, and in waiting for a device, does not count.
+    timer = staticmethod(lambda: _seconds)
     number = 5  # calls per sample, each a mean over about 0.3 ms
     repeat = (3, 15, 1.0)
     warmup_time = 0.1
@@ -87,7 +71,8 @@ def _skip(reason: str) -> None:
 
 
 def _sample(cell: Cell, kind: str) -> None:
-    """One call as asv sees it."""
+    """One call as asv sees it: a sample, which moves the clock on by the mean over its runs."""
+    global _seconds
     if not runs_here(cell):
         _skip("no GPU")
     if cell.key not in _made:
@@ -101,7 +86,8 @@ def _sample(cell: Cell, kind: str) -> None:
     if kind not in subjects:
         subject = (LaunchSubject if kind == "launch" else kind_of(cell))(case.run, case.reset, case.max_repeats)
         subjects[kind] = subject, calibrate(subject)
-    _WATCH.run(*subjects[kind])
+    subject, repeats = subjects[kind]
+    _seconds += subject.sample(repeats)
 
 
 def _timed(kind: str) -> Any:

@@ -15,9 +15,10 @@ from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
-from hybrid_kv.timing.case import Case, WrongResultError, nothing
+from hybrid_kv.timing.case import Case as Case  # exported here, too
+from hybrid_kv.timing.case import WrongResultError as WrongResultError
+from hybrid_kv.timing.case import nothing as nothing
 
-__all__ = ["TIERS", "Case", "Cell", "Count", "Counts", "Scalar", "WrongResultError", "grid", "nothing", "seed"]
 TIERS = ("count", "cpu", "gpu")
 Scalar = str | int | float | bool
 
@@ -34,8 +35,24 @@ Counts = dict[str, Count]  # by metric
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One benchmark with one set of parameters.
+class CellInfo:
+    """One benchmark with one set of parameters: what a process knows of it that cannot run it."""
+
+    suite: str
+    benchmark: str
+    params: Mapping[str, Scalar]
+    tier: str
+
+    @property
+    def key(self) -> str:
+        """Stable name, such as `state_update/slots[model=nemotron-3-nano-tp8,K=3]`."""
+        params = ",".join(f"{name}={value}" for name, value in self.params.items())
+        return f"{self.suite}/{self.benchmark}[{params}]"
+
+
+@dataclass(frozen=True)
+class Cell(CellInfo):
+    """A benchmark with one set of parameters that this process can run.
 
     Attributes:
         make: a `Case`, or `Counts` in tier `count`.
@@ -43,34 +60,12 @@ class Cell:
         promise: set if the cell is a rival, there to be compared with the subject `engine` of the same parameters: how
             many times as long as that it must take. No history or comparison of versions needs rivals.
         units: of every metric, in tier `count`; a cell may lack one of them.
-        formerly: what the benchmark was called when it already timed the same.
-        base: the value of the parameter `subject` that rivals are compared with.
     """
 
-    suite: str
-    benchmark: str
-    params: Mapping[str, Scalar]
-    tier: str
     make: Callable[[], Any] = field(compare=False, repr=False)
     quick: bool = False
     promise: float | None = None
     units: Mapping[str, str] = field(default_factory=dict, compare=False)
-    formerly: str = ""
-    base: str = "engine"
-
-    @property
-    def key(self) -> str:
-        """Stable name, such as `state_update/slots[model=nemotron-3-nano-tp8,K=3]`."""
-        return self._key(self.benchmark)
-
-    @property
-    def own_key(self) -> str:
-        """The key in older versions."""
-        return self._key(self.formerly or self.benchmark)
-
-    def _key(self, benchmark: str) -> str:
-        params = ",".join(f"{name}={value}" for name, value in self.params.items())
-        return f"{self.suite}/{benchmark}[{params}]"
 
 
 def seed(benchmark: str, params: Mapping[str, Scalar]) -> int:
@@ -87,18 +82,16 @@ def grid(
     quick: Collection[tuple[Scalar, ...]] = (),
     promise: Callable[..., float | None] = lambda **params: None,
     units: Mapping[str, str] | None = None,
-    formerly: str = "",
-    base: str = "engine",
 ) -> Iterator[Cell]:
     """A cell for every combination of parameter values; `build(seed, **params)` makes its case or counts.
 
     Args:
         quick: beginnings of the combinations that belong to a quick run.
         promise: of each cell, from its parameters.
-        units, formerly, base: see `Cell`.
+        units: see `Cell`.
     """
     for combination in product(*values.values()):
         params = dict(zip(values, combination, strict=True))
         make = partial(build, seed(benchmark, params), **params)
         is_quick = any(combination[: len(start)] == start for start in quick)
-        yield Cell(suite, benchmark, params, tier, make, is_quick, promise(**params), units or {}, formerly, base)
+        yield Cell(suite, benchmark, params, tier, make, is_quick, promise(**params), units or {})

@@ -25,6 +25,7 @@ from bench.harness.registry import cells, suites, unavailable
 from hybrid_kv.dashboard.words import duration
 from hybrid_kv.errors import CheckFailedError, HybridKVError
 from hybrid_kv.results import append_rows, check_writable
+from hybrid_kv.timing.case import ENGINE
 
 Results = Sequence[Measurement] | Sequence[Counted]
 
@@ -55,7 +56,7 @@ def _print_table(rows: Sequence[Results]) -> None:
     first = rows[0][0].cell
     title = f"{first.suite}/{first.benchmark}, {'exact' if first.tier == 'count' else first.tier + ' time'}"
     if "subject" in first.params:
-        title += f" (how many times that of {first.base})"
+        title += f" (how many times that of {ENGINE})"
     where = [name for name in first.params if name != "subject"]
     lines = [{name: str(results[0].cell.params[name]) for name in where} | _columns(results) for results in rows]
     print(title, pd.DataFrame(lines).fillna("").to_string(index=False), "", sep="\n")

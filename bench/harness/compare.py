@@ -30,6 +30,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from bench.harness.cells import CellInfo
 from bench.harness.inference import log_ratio, typical
 from bench.harness.judgement import Design, Times, confirmed
 from bench.harness.pairs import Answers, Pair, start
@@ -40,18 +41,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SIDES = ("BASE", "HEAD")
 STANDARD = Design()
 GPU_SAMPLES = 40  # launches: each is short
-
-
-@dataclass(frozen=True)
-class CellInfo:
-    """What the driver knows of a cell; `make` stays with the workers."""
-
-    suite: str
-    benchmark: str
-    params: Mapping[str, Any]
-    tier: str
-    key: str
-    own_key: str  # of the same benchmark in versions from before it was renamed
 
 
 @dataclass(frozen=True)
@@ -93,7 +82,7 @@ def own_benchmarks(answers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 def measure_cell(pair: Pair, cell: CellInfo, design: Design, times: Times, inject: float = 0.0) -> Failure | None:
     """Add what one worker pair says about one cell to `times`, unless it fails; `inject` slows HEAD down."""
-    made = pair.ask_both("make", key=cell.key, own_key=cell.own_key, only_head={"inject": inject})
+    made = pair.ask_both("make", key=cell.key, only_head={"inject": inject})
     if failure := _failure(made):
         return failure
     # The slower side decides for both: they must do the same between two readings of the clock.
@@ -129,7 +118,7 @@ def _common_cells(pair: Pair, quick: bool, select: Sequence[str]) -> Measured:
     for side, answer in zip(SIDES, answers, strict=True):
         if "failed" in answer:
             raise HybridKVError(f"{side}'s benchmarks cannot be loaded: {answer['failed']}")
-    listed = [{cell["key"]: CellInfo(**cell) for cell in answer["cells"]} for answer in answers]
+    listed = [{cell.key: cell for cell in (CellInfo(*one) for one in answer["cells"])} for answer in answers]
     listed_once = {**listed[0], **listed[1]}
     parts = [part.lower() for part in select]
     measured = Measured([cell for key, cell in listed_once.items() if any(part in key.lower() for part in parts)])
@@ -139,7 +128,7 @@ def _common_cells(pair: Pair, quick: bool, select: Sequence[str]) -> Measured:
             continue
         absent = [
             {}
-            if cell.key in has or cell.own_key in answer["own"]
+            if cell.key in has or cell.key in answer["own"]
             else {"failed": answer["unavailable"].get(cell.suite, "it has no such benchmark")}
             for has, answer in zip(listed, answers, strict=True)
         ]
@@ -156,7 +145,7 @@ def _count(folders: Sequence[Path], measured: Measured, rng: random.Random) -> N
         with start(folders, 1, rng) as (pair,):
             while todo and pair.alive:
                 cell = todo.pop(0)
-                answers = pair.ask_both("count", key=cell.key, own_key=cell.own_key)
+                answers = pair.ask_both("count", key=cell.key)
                 if failure := _failure(answers):
                     measured.failures[cell.key] = failure
                 else:

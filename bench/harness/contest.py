@@ -5,8 +5,9 @@ A benchmark file with `gpu_contests(quick, device)` has some; `bench.gpu` finds 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,27 +71,32 @@ def kernel_and_torch(
     return Contest(benchmark, params, {"triton": ours, "torch": other})
 
 
-class Peer:
-    """A function of another project behind the arguments of ours.
+# Of the arguments of ours: the launch of another project's function, and what reads its result.
+Prepare = Callable[..., tuple[Callable[[], Any], Callable[[], torch.Tensor]]]
 
-    `prepare(*arguments)` gives the launch and a function that reads its result. It may copy: it runs in checks alone.
-    """
 
-    def __init__(self, prepare: Callable[..., tuple[Callable[[], Any], Callable[[], torch.Tensor]]]) -> None:
-        self._prepare = prepare
-        self._launch: Callable[[], Any] = nothing
+def peer_case(build: Callable[[Any], Case], prepare: Prepare) -> Case:
+    """The case that `build` makes of an implementation, timed without what `prepare` does, which may copy."""
+    launch: Callable[[], Any] = nothing
 
-    def __call__(self, *arguments: Any) -> torch.Tensor:
-        self._launch, result = self._prepare(*arguments)
-        self._launch()
+    def implementation(*arguments: Any) -> torch.Tensor:
+        nonlocal launch
+        launch, result = prepare(*arguments)
+        launch()
         return result()
 
-    def case(self, build: Callable[[Any], Case]) -> Case:
-        """The case that `build` makes of an implementation, timed without what `prepare` does."""
-        built = build(self)
-        return Case(lambda: self._launch(), built.check)
+    return Case(lambda: launch(), build(implementation).check)
 
 
-def per_head(values: torch.Tensor, *shape: int) -> torch.Tensor:
-    """One value a head, as a tensor of `[heads, *shape]` without strides."""
-    return values.view(-1, *[1] * len(shape)).expand(-1, *shape)
+def bound_update(function: Callable[..., Any], operands: Sequence[torch.Tensor], **more: Any) -> partial[Any]:
+    """The `selective_state_update` of mamba_ssm or vLLM, whose values of a head are tensors without strides.
+
+    Args:
+        operands: state, x, dt, dt_bias, A_log, B, C and D, as our kernel takes them.
+    """
+    state, x, dt, dt_bias, A_log, B, C, D = operands
+    head_dim, size = state.shape[2:]
+    A = (-A_log.exp())[:, None, None].expand(-1, head_dim, size)
+    D, dt_bias = (values[:, None].expand(-1, head_dim) for values in (D, dt_bias))
+    dt = dt[..., None].expand(-1, -1, head_dim)
+    return partial(function, state, x, dt, A, B, C, D, dt_bias=dt_bias, dt_softplus=True, **more)

@@ -1,8 +1,7 @@
 """Cells to numbers with receipts: what `python -m bench` prints and `results/` keeps.
 
-Rivals, cells that differ in the parameter `subject` alone, are timed interleaved and compared with one of them, the
-engine unless the cells name another, round by round. Every case is checked before and after it is timed; what is wrong
-has no time.
+Rivals, cells that differ in the parameter `subject` alone, are timed interleaved and compared with the engine, round by
+round. Every case is checked before and after it is timed; what is wrong has no time.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def interval_row(found: Interval, metric: str, unit: str, better: str, **more: A
 
 @dataclass(frozen=True)
 class Measurement:
-    """The time of one cell, in seconds, and how many times as long as its base it takes."""
+    """The time of one cell, in seconds, and how many times as long as the engine it takes."""
 
     cell: Cell
     time: Interval
@@ -56,8 +55,7 @@ class Measurement:
         ns = Interval(*(1e9 * seconds for seconds in (self.time.value, self.time.low, self.time.high)))
         yield row(ns, METRICS[cell.tier], "ns", "lower")
         if self.ratio is not None:
-            better = "higher" if cell.base == ENGINE else "equal"
-            yield row(self.ratio, f"ratio_to_{cell.base}", "time ratio", better, verdict=self.verdict)
+            yield row(self.ratio, f"ratio_to_{ENGINE}", "time ratio", "higher", verdict=self.verdict)
 
 
 @dataclass(frozen=True)
@@ -66,8 +64,6 @@ class Counted:
 
     cell: Cell
     counts: Counts
-
-    verdict = ""
 
     def rows(self) -> Iterator[Row]:
         """The rows for `hybrid_kv.results`."""
@@ -103,15 +99,15 @@ def measure_together(cells: Sequence[Cell], rounds: int = ROUNDS) -> list[Measur
     """
     if cells[0].tier == "count":
         return [Counted(cell, cell.make()) for cell in cells]
-    base = cells[0].base
     own = {cell.key: cell for cell in cells}
+    rivals = {key for key, cell in own.items() if cell.params.get("subject", ENGINE) != ENGINE}
     timed = time_together({key: cell.make() for key, cell in own.items()}, rounds, kind_of(cells[0]))
-    bases = [timed[key].samples for key, cell in own.items() if cell.params.get("subject", base) == base]
+    engine = next((timed[key].samples for key in own.keys() - rivals), None)
     return [
         Measurement(
             cell,
             median(timed[key].samples),
-            ratio(timed[key].samples, bases[0]) if cell.params.get("subject", base) != base else None,
+            ratio(timed[key].samples, engine) if key in rivals and engine is not None else None,
             len(timed[key].samples),
             Receipt(True, True, timed[key].error),
         )

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.harness import registry
-from bench.harness.compare import Design, compare, find_revision
+from bench.harness.compare import STANDARD, Design, compare, find_revision
 from bench.harness.inference import clopper_pearson
 from bench.harness.verdicts import rows_here, timed_outcomes
 from hybrid_kv.results import Row, append_rows
@@ -132,10 +132,9 @@ def _schedule(repetitions: int, injects: int) -> Iterator[tuple[int, int]]:
 
 
 def self_test(
-    revision: str, file: Path, *, root: Path, repetitions: int = 50, injects: int = 20, design: Design | None = None
+    revision: str, file: Path, *, root: Path, repetitions: int = 50, injects: int = 20, design: Design = STANDARD
 ) -> list[Row]:
     """Run the trials that `file` does not hold yet; append them and then the rates. Returns the rates."""
-    design = design or Design()
     commit = find_revision(root, revision).commit
     keys = timed_keys()
     experiment = experiment_id(keys, design)
@@ -147,22 +146,15 @@ def self_test(
             trial = run_trial(revision, percent, number, design, root)
             append_rows(file, [_trial_row(trial, experiment)], commit=commit)
             trials.append(trial)
-            print(
-                f"{'equal code' if percent == 0 else f'{percent} % injected'}, trial {number}: {_listed(trial)}",
-                flush=True,
-            )
+            kind = f"{percent} % injected" if percent else "equal code"
+            slower, faster = (", ".join(keys) or "none" for keys in (trial.slower, trial.faster))
+            said = f"slower: {slower}; faster: {faster}; {len(trial.suspects)} repeated"
+            print(f"{kind}, trial {number}: {said}", flush=True)
     finally:
         summary = list(rates(trials, keys, experiment))
         if missing:
             append_rows(file, summary, commit=commit)
     return summary
-
-
-def _listed(trial: Trial) -> str:
-    def some(keys: Collection[str]) -> str:
-        return ", ".join(keys) if keys else "none"
-
-    return f"slower: {some(trial.slower)}; faster: {some(trial.faster)}; {len(trial.suspects)} repeated"
 
 
 def print_rates(summary: Sequence[Row]) -> None:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bench.harness.compare import CellInfo, Comparison, Failure, Measured, own_benchmarks
+from bench.harness.cells import CellInfo
+from bench.harness.compare import Comparison, Measured, own_benchmarks
 from bench.harness.inference import Estimate, estimate, kept
 from bench.harness.judgement import Design, Times, confirmed, verdict
 from hybrid_kv.config import ConfigError
@@ -214,10 +215,6 @@ def acknowledging_rows(outcomes: Sequence[Outcome], reason: str, base_commit: st
 # ---- all of it ----
 
 
-def _failed(cell: CellInfo, failure: Failure) -> Outcome:
-    return Outcome(cell, METRICS.get(cell.tier, "counts"), failure.verdict, reason=failure.reason)
-
-
 def outcomes_of(comparison: Comparison, results: Path) -> list[Outcome]:
     """All outcomes, alarms first, otherwise in the order of the registry.
 
@@ -232,8 +229,10 @@ def outcomes_of(comparison: Comparison, results: Path) -> list[Outcome]:
     found = [
         *timed_outcomes(measured, comparison.design, quarantined),
         *count_outcomes(measured, read_acknowledged(results / "acknowledged.csv")),
-        *(_failed(cell, measured.failures[cell.key]) for cell in measured.cells if cell.key in measured.failures),
     ]
+    for cell in measured.cells:
+        if (failure := measured.failures.get(cell.key)) is not None:
+            found.append(Outcome(cell, METRICS.get(cell.tier, "counts"), failure.verdict, reason=failure.reason))
     if all(one.verdict == "not comparable" for one in found):
         reasons = sorted({one.reason for one in found})
         raise ConfigError(f"nothing can be compared with {comparison.base}: {'; '.join(reasons)}")
@@ -356,7 +355,8 @@ def document(comparison: Comparison, outcomes: Sequence[Outcome]) -> dict[str, A
         key = one.cell.key
         looks = {"first": comparison.measured.first.get(key), "repeat": comparison.measured.repeat.get(key)}
         ratios = {name: times.log_ratios for name, times in looks.items() if times is not None}
-        return {**asdict(one), "alarm": one.alarm, "log_ratios": ratios}
+        cell = {**asdict(one.cell), "key": key}
+        return {**asdict(one), "cell": cell, "alarm": one.alarm, "log_ratios": ratios}
 
     return {
         "verdict": verdict_line(comparison, outcomes),

@@ -145,7 +145,7 @@ class Worker:
         os.chdir(folder)
         self._torch = importlib.import_module("torch")
         self._timing = importlib.import_module("hybrid_kv.timing.clock")
-        self._wrong = importlib.import_module("hybrid_kv.timing.case").WrongResultError
+        self._checked = importlib.import_module("hybrid_kv.timing.case").checked
         self._today = Benchmarks(finder, folder)
         self._own = Benchmarks(finder, folder / OWN)
         self._case: Any = None
@@ -153,14 +153,13 @@ class Worker:
 
     def cells(self, quick: bool) -> dict[str, Any]:
         """What this version can run, and why it cannot run the rest; `own`: by its own benchmarks, if it must."""
-        names = ("suite", "benchmark", "params", "tier", "key", "own_key")
         with self._today.imported():
             registry = importlib.import_module("bench.harness.registry")
             unavailable = registry.unavailable()
             # Rivals are models of other engines in `bench/`, which is the same on both sides.
             mine = [cell for cell in registry.cells(quick) if cell.promise is None]
         return {
-            "cells": [{name: getattr(cell, name) for name in names} for cell in mine],
+            "cells": [(cell.suite, cell.benchmark, cell.params, cell.tier) for cell in mine],
             "own": [key for suite in unavailable for key in self._own_keys(suite)],
             "unavailable": unavailable,
             "cuda": self._torch.cuda.is_available(),
@@ -172,7 +171,7 @@ class Worker:
         except Exception:  # of whatever this version was like
             return []
 
-    def _of_cell(self, key: str, own_key: str, work: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    def _of_cell(self, key: str, work: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         """What `work` says of today's cell or, where this version lacks what that needs, of the version's own."""
         try:
             with self._today.imported():
@@ -180,12 +179,12 @@ class Worker:
         except AssertionError:  # A wrong result, which another benchmark does not mend.
             raise
         except Exception as error:
-            if own_key not in self._own_keys(own_key.partition("/")[0]):
+            if key not in self._own_keys(key.partition("/")[0]):
                 raise
             with self._own.imported():
-                return {**work(self._own.cell(own_key)), "own": _line(error)}
+                return {**work(self._own.cell(key)), "own": _line(error)}
 
-    def count(self, key: str, own_key: str) -> dict[str, Any]:
+    def count(self, key: str) -> dict[str, Any]:
         """Exact numbers, as lists of value, unit and which direction is better."""
 
         def work(cell: Any) -> dict[str, Any]:
@@ -194,15 +193,15 @@ class Worker:
                 raise TypeError(f"{', '.join(inexact)} of {key} must be int")
             return {"counts": counts}
 
-        return self._of_cell(key, own_key, work)
+        return self._of_cell(key, work)
 
-    def make(self, key: str, own_key: str, inject: float = 0.0) -> dict[str, Any]:
+    def make(self, key: str, inject: float = 0.0) -> dict[str, Any]:
         """Build the case, check and warm it; `seconds` is its time per call."""
-        return self._of_cell(key, own_key, lambda cell: self._made(cell, inject))
+        return self._of_cell(key, lambda cell: self._made(cell, inject))
 
     def _made(self, cell: Any, inject: float) -> dict[str, Any]:
         self._case = case = cell.make()
-        max_error = self._checked()
+        max_error = self._checked("before it was timed", case)
         run = slowed(case, inject, self._timing) if inject else case.run
         kind = self._timing.DeviceSubject if cell.tier == "gpu" else self._timing.Subject
         self._subject = kind(run, case.reset, case.max_repeats)
@@ -212,12 +211,6 @@ class Worker:
         if seconds < SLOW:
             seconds = min(self._subject.sample(min(3, case.max_repeats)) for _ in range(3))
         return {"max_error": max_error, "seconds": seconds, "max_repeats": case.max_repeats}
-
-    def _checked(self) -> float:
-        max_error = float(self._case.check())
-        if not 0 <= max_error < float("inf"):
-            raise self._wrong(f"an error of {max_error} proves nothing")
-        return max_error
 
     def sample(self, repeats: int, blocks: int) -> dict[str, Any]:
         """Seconds per call over `blocks` times `repeats` calls, with a reset before each block."""
@@ -248,7 +241,7 @@ class Worker:
 
     def finish(self) -> dict[str, Any]:
         """Check again and let go of the case."""
-        max_error = self._checked()
+        max_error = self._checked("after it was timed", self._case)
         self._case = self._subject = None
         return {"max_error": max_error, "clock_mhz": self._clock_mhz()}
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from bench._shapes import MODELS, NANO
+from bench.harness.contest import bound_update
 from bench.peers.stand_ins import loaded_kernels, root_of
 from bench.static.record import AotCase, Bytes, recorded
 from hybrid_kv.config import HybridKVError
@@ -65,11 +66,9 @@ def _scan_inputs(num_tokens: int) -> list[torch.Tensor]:
 def _state_update(peer: Any, k: int, **options: Any) -> None:
     tokens = NUM_REQS * (1 + k)
     x, B, C = _scan_inputs(tokens)
-    A = torch.empty(HEADS)[:, None, None].expand(HEADS, HEAD_DIM, SIZE)  # stride 0: one per head
-    dt = _bf16(tokens, HEADS)[..., None].expand(tokens, HEADS, HEAD_DIM)
-    D, dt_bias = (torch.empty(HEADS)[:, None].expand(HEADS, HEAD_DIM) for _ in range(2))
-    state = torch.empty(NUM_REQS, HEADS, HEAD_DIM, SIZE)
-    peer.selective_state_update(state, x, dt, A, B, C, D, dt_bias=dt_bias, dt_softplus=True, **options)
+    dt_bias, A_log, D = (torch.empty(HEADS) for _ in range(3))
+    operands = torch.empty(NUM_REQS, HEADS, HEAD_DIM, SIZE), x, _bf16(tokens, HEADS), dt_bias, A_log, B, C, D
+    bound_update(peer.selective_state_update, operands, **options)()
 
 
 def _vllm_state_update(peer: Any, k: int) -> None:

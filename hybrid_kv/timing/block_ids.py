@@ -119,9 +119,8 @@ def step(seed: int, scenario: str, blocks_per_kv_block: int, subject: str) -> Ca
     width = count if new_rows else held + repeats
     rows = rng.permutation(num_reqs)[:n]
     blocks = rng.integers(1, 1 << 20, (n, NUM_GROUPS, count)).astype(np.int32)
-    arrays = [tuple(groups) for groups in blocks]
     flat = [groups.reshape(-1) for groups in blocks]
-    lists = [tuple(ids.tolist() for ids in groups) for groups in arrays]
+    lists = [tuple(groups.tolist()) for groups in blocks]
     row_list = rows.tolist()
     counts = array("i", [count] * NUM_GROUPS)
     # [NUM_GROUPS, n, count * bpk]

@@ -95,13 +95,11 @@ def calibrate(subject: Subject, sample_seconds: float = 3e-4) -> int:
 
 
 def measure(
-    subjects: Mapping[str, Subject], rounds: int, sample_seconds: float = 3e-4, seed: int = 0
+    subjects: Mapping[str, Subject], repeats: Mapping[str, int], rounds: int
 ) -> dict[str, npt.NDArray[np.float64]]:
-    """Seconds per call of each subject in each round."""
-    repeats = {name: calibrate(subject, sample_seconds) for name, subject in subjects.items()}
+    """Seconds per call of each subject in each round, of so many calls in a row."""
     samples: dict[str, list[float]] = {name: [] for name in subjects}
-    order = list(subjects)
-    rng = random.Random(seed)
+    order, rng = list(subjects), random.Random(0)
     for _ in range(rounds):
         rng.shuffle(order)
         for name in order:

@@ -39,8 +39,9 @@ def time_together(cases: Mapping[str, Case], rounds: int, kind: type[Subject] = 
     with one_thread():
         before = {name: checked(name, case) for name, case in cases.items()}
         subjects = {name: kind(case.run, case.reset, case.max_repeats) for name, case in cases.items()}
-        round_seconds = sum(calibrate(one) * one.sample(1) for one in subjects.values())
+        repeats = {name: calibrate(one) for name, one in subjects.items()}
+        round_seconds = sum(repeats[name] * one.sample(1) for name, one in subjects.items())
         rounds = max(min(rounds, FEWEST_ROUNDS), min(rounds, int(SECONDS / max(round_seconds, 1e-9))))
         gc.collect()
-        samples = measure(subjects, rounds)
+        samples = measure(subjects, repeats, rounds)
         return {name: Timed(samples[name], max(before[name], checked(name, case))) for name, case in cases.items()}

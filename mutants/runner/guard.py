@@ -36,12 +36,13 @@ class LoopError(BaseException):
 
 @dataclass
 class Catch:
-    """What was found first: nothing if `section` is empty."""
+    """What was found first: nothing if `section` is empty. `cell`: of a server, its model and setting."""
 
     section: str = ""
     rule: str = ""
     detail: str = ""
     requests: int = 0
+    cell: str = ""
 
 
 @contextmanager

@@ -95,19 +95,6 @@ class Mutant(ABC):
         """What its row says beside what became of it."""
         return {}
 
-    def inject(self, root: Path) -> list[str]:
-        """Make a package in `root` that is this one but for the change.
-
-        Returns:
-            The changed files.
-
-        Raises:
-            ConfigError: as `changed`; nothing is made.
-        """
-        texts = self.changed()
-        inject(root, texts)
-        return [*texts]
-
 
 @dataclass(frozen=True)
 class KnownBug(Mutant):
@@ -139,13 +126,13 @@ class KnownBug(Mutant):
         return found
 
 
-def inject(root: Path, texts: Mapping[str, str]) -> None:
-    """Make a package in `root` of links to this one's files, but for some with a text of their own.
+def inject(root: Path, texts: Mapping[str, str], package: Path = PACKAGE) -> None:
+    """Make a package in `root` of links to this one's files, or another's, but for some with a text of their own.
 
     What Python and numba have compiled is linked, too: they know a file by its time and size.
     """
-    copy = root / PACKAGE.name
-    shutil.copytree(PACKAGE, copy, copy_function=os.symlink)
+    copy = root / package.name
+    shutil.copytree(package, copy, copy_function=os.symlink)
     for file, text in texts.items():
         changed = copy / file
         for compiled in changed.parent.glob(f"__pycache__/{changed.stem}.*"):

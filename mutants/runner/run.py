@@ -7,10 +7,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
 from multiprocessing import get_context
 from pathlib import Path
 from signal import SIGALRM, SIGKILL, SIGXCPU
@@ -22,7 +23,7 @@ from hybrid_kv.guard.cases import Reproducer, broken_rule
 from hybrid_kv.results import Row as Record
 from mutants.runner import forks, units
 from mutants.runner.guard import RUN, compile_loops
-from mutants.runner.mutant import PACKAGE, UNCHANGED, Mutant, inject
+from mutants.runner.mutant import PACKAGE, UNCHANGED, Changed, Mutant, inject
 from mutants.runner.units import BY_TESTS, tests_of_all
 
 RUNS = 5  # of a reduced case
@@ -60,7 +61,7 @@ class Row:
         requests: until then, where the section counts them.
         seconds: until then, of one core, without the imports of other packages; of `http`, which waits for a server,
             all that passed.
-        cell: see `served.Found`.
+        cell: see `guard.Catch`.
         reduced: the case that caught it, if it was to be reduced.
         digest, change: see `generated.Generated`; empty for a known bug. The results have no text.
     """
@@ -114,10 +115,6 @@ class Row:
 
 class FailedError(Exception):
     """A process did not answer: why, as a rule, and more of it."""
-
-    def __init__(self, rule: str, detail: str) -> None:
-        super().__init__(rule)
-        self.detail = detail
 
 
 class Forks:
@@ -176,33 +173,30 @@ class MutationRun:
             ConfigError: the code has moved.
             HybridKVError: the test that fails with it fails without it, too.
         """
-        inside = [way for way in ways if way != BY_TESTS]
         row = Row(mutant.id, "", "", "", 0, 0.0, **mutant.labels())
-        parts = [inside, [way for way in ways if way == BY_TESTS]]
-        for part in reversed(parts) if ways[0] == BY_TESTS else parts:
-            if not part or row.section:
-                continue
+        for by_tests, part in groupby(ways, BY_TESTS.__eq__):
+            if row.section:
+                break
             with tempfile.TemporaryDirectory() as folder:
                 root = Path(folder)
-                files = mutant.inject(root)
+                texts = mutant.changed()
+                inject(root, texts)
                 try:
-                    found = (
-                        self._by_guard(root, files, part, forked)
-                        if part is inside
-                        else self._by_tests(root, tests_of_all(files), forked)
-                    )
+                    if by_tests:
+                        found = self._by_tests(root, tests_of_all(texts), forked)
+                    else:
+                        found = self._by_guard(root, texts, [*part], forked)
                 except FailedError as error:
-                    found = {"section": RUN, "rule": str(error), "detail": error.detail}
+                    found = {"section": RUN, "rule": error.args[0], "detail": error.args[1]}
                 requests, seconds = max(row.requests, found.get("requests", 0)), found.get("seconds", self.limit)
                 row = replace(row, **{**found, "requests": requests, "seconds": row.seconds + seconds})
                 if self.repro is not None and (root / forks.CASE).exists():
                     row = self._reduced(row, root, self.repro, forked)
         return row
 
-    def _by_guard(self, root: Path, files: Iterable[str], ways: Sequence[str], forked: Forks) -> dict[str, Any]:
+    def _by_guard(self, root: Path, texts: Changed, ways: Sequence[str], forked: Forks) -> dict[str, Any]:
         # A changed loop is not compiled, which takes longer than to interpret it.
-        texts = [(root / PACKAGE.name / file).read_text(encoding="utf-8") for file in files]
-        task = {"ways": ways, "compiled": not any("import compiled" in text for text in texts)}
+        task = {"ways": ways, "compiled": not any("import compiled" in text for text in texts.values())}
         found: dict[str, Any] = forked.call(root, "guard.run", task, self.limit)
         return found
 
@@ -222,7 +216,7 @@ class MutationRun:
             made = forked.call(root, "guard.reduced", {"folder": str(repro.absolute() / row.id)}, self.limit)
             rules = [forked.call(root, "guard.rule", {"file": made["file"]}, self.limit) for _ in range(RUNS)]
         except FailedError as error:
-            return replace(row, detail=f"{row.detail}; reducing it failed: {error}: {error.detail}")
+            return replace(row, detail=f"{row.detail}; reducing it failed: {': '.join(error.args)}")
         passes = not broken_rule(Path(made["file"]))
         return replace(row, reduced=Reduced(**made, fails=rules.count(made["rule"]) / RUNS, passes=passes))
 
@@ -231,7 +225,7 @@ def _probe(mutant: Mutant) -> Row:
     from mutants.runner.served import probe  # with transformers, which the others do not need
 
     with tempfile.TemporaryDirectory() as folder:
-        mutant.inject(Path(folder))
+        inject(Path(folder), mutant.changed())
         found, seconds = probe(Path(folder))
         return Row(mutant.id, **asdict(found), seconds=seconds)
 

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,13 +41,6 @@ CELLS: tuple[tuple[str, dict[str, str]], ...] = (
     ("qwen3_5_moe_text", {"spec": "mtp3", "async": "on"}),
     ("bamba", {"prefix": "all"}),
 )
-
-
-@dataclass
-class Found(Catch):
-    """`cell`: the model and the setting."""
-
-    cell: str = ""
 
 
 def _copy(root: Path) -> Any:
@@ -84,7 +77,7 @@ def _sound(model: str, levels: tuple[tuple[str, str], ...]) -> tuple[Judge, int]
     return judge, session.unit
 
 
-def probe(root: Path) -> tuple[Found, float]:
+def probe(root: Path) -> tuple[Catch, float]:
     """The probes in each setting, in their order, to the first wrong answer; and the seconds until then.
 
     Args:
@@ -105,22 +98,22 @@ def probe(root: Path) -> tuple[Found, float]:
     return replace(found, requests=requests), time.perf_counter() - begin
 
 
-def _probe(kind: Any, model: str, settings: Mapping[str, str], references: References) -> Found:
+def _probe(kind: Any, model: str, settings: Mapping[str, str], references: References) -> Catch:
     folder, requests = _folder(model), 0
     judge, unit = _sound(model, tuple(settings.items()))
     try:
         session = Session(kind, folder, settings, judge, references)
     except (ConfigError, TargetError) as error:
-        return Found("probes", "start", str(error))
+        return Catch("probes", "start", str(error))
     try:
         session.unit = unit
         for one in load_probes():
             outcome = session.run(one, ConfigFile.read(folder).size("vocab_size"))
             requests += outcome.num_answers
             if outcome.verdict == "wrong":
-                return Found("probes", one.name, outcome.detail, requests)
+                return Catch("probes", one.name, outcome.detail, requests)
     except (ConfigError, TargetError) as error:
-        return Found("probes", "death", str(error), requests)
+        return Catch("probes", "death", str(error), requests)
     finally:
         session.target.close()
-    return Found(requests=requests)
+    return Catch(requests=requests)

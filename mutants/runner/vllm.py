@@ -18,7 +18,6 @@ import argparse
 import csv
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -38,6 +37,7 @@ from hybrid_kv.targets.exact import VOCABULARY
 from hybrid_kv.targets.kinds import kind_of
 from hybrid_kv.targets.models import model_folder
 from hybrid_kv.targets.target import Kind
+from mutants.runner.mutant import inject
 
 FOLDER = Path(__file__).parents[1] / "vllm"
 HEALTHY = "healthy"
@@ -79,8 +79,8 @@ def head(patch: Path) -> tuple[str, str, list[str]]:
 
 
 def files_of(patch: Path) -> set[str]:
-    """The files that a patch changes, from the folder of the package on."""
-    return set(re.findall(r"(?m)^\+\+\+ b/(\S+)", patch.read_text()))
+    """The files that a patch changes, by their paths in the package."""
+    return set(re.findall(r"(?m)^\+\+\+ b/vllm/(\S+)", patch.read_text()))
 
 
 def cell_of(text: str) -> tuple[str, str]:
@@ -95,11 +95,8 @@ def overlay(package: Path, patches: Sequence[Path], folder: Path) -> None:
     Raises:
         subprocess.CalledProcessError: a patch does not apply.
     """
-    # Of files alone: what Python compiles anew must not go into the real cache.
-    shutil.copytree(package, folder / package.name, copy_function=os.symlink)
-    for name in {name for patch in patches for name in files_of(patch)}:
-        (folder / name).unlink()
-        shutil.copyfile(package.parent / name, folder / name)
+    names = {name for patch in patches for name in files_of(patch)}
+    inject(folder, {name: (package / name).read_text(encoding="utf-8") for name in names}, package)
     for patch in patches:
         subprocess.run(["git", "apply", str(patch)], cwd=folder, check=True, capture_output=True, text=True)
 

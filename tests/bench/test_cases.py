@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import bench
-from bench import _reference, causal_conv1d, gated_norm, kernel_blocks, paged_attention, ssd, state_update
+from bench import _reference, causal_conv1d, gated_norm, kernel_blocks, paged_attention, ssd
 from bench.harness import cells as cases
 from bench.harness import registry
 from bench.harness.cells import WrongResultError
@@ -348,15 +348,3 @@ def test_gpu_cells_are_right(cell):
     case.reset()
     case.run()
     assert checked(cell.key, case) >= 0
-
-
-def test_bfloat16_tolerances_hold_for_the_reference():
-    kernel, here = state_update.selective_state_update_slots_reference, ("cpu", torch.bfloat16)
-    assert state_update.slots(0, NANO, 2, 3, kernel, *here).check() > 0
-    for flush in (False, True):
-        assert state_update.recompute(0, NANO, 2, 3, flush, "recompute_update_reference", *here).check() > 0
-
-
-def test_a_renamed_benchmark_is_found_in_older_versions_by_its_former_name():
-    assert named("engine_step/decode_block all K=3").own_key == "engine_step/decode[mode=all,K=3,num_reqs=4]"
-    assert named("memory/held all K=3").own_key == "memory/held[mode=all,K=3]"

@@ -1,6 +1,5 @@
 """The race on a GPU, as far as a CPU can go: contests are right in the interpreter, rows follow from times."""
 
-import math
 import random
 import sys
 from importlib.util import find_spec
@@ -236,12 +235,6 @@ def test_what_cannot_be_captured_runs_as_it_is_and_says_so():
     assert launches == {"a": "graph", "b": "eager", COPY: "graph"}
 
 
-def test_times_stay_with_their_rivals_whatever_the_order():
-    contest = Contest("x", {}, {"a": rival(1e-9), "b": rival(3e-9), "c": rival(7e-9)})
-    results, _ = race(contest, Fake(), 9, random.Random(1))
-    assert {one.name: set(one.seconds) for one in results} == {"a": {1e-9}, "b": {3e-9}, "c": {7e-9}, COPY: {1e-9}}
-
-
 def test_rows():
     contest = Contest(
         "x",
@@ -302,21 +295,6 @@ def test_a_share_is_that_of_its_own_rounds():
     found = {(row.params["subject"], row.metric): row for row in rows(contest, results)}
     share = found["a", "share_of_copy"]
     assert share.value == share.ci_low == share.ci_high == 1
-
-
-@pytest.mark.parametrize("errors", [(math.nan, 0.0), (0.0, math.inf), (-1.0, 0.0)])
-def test_an_error_that_proves_nothing_has_no_time(errors):
-    with pytest.raises(WrongResultError, match=r"x \{'K': 1\}, b"):
-        race(Contest("x", {"K": 1}, {"a": rival(1e-9), "b": rival(1e-9, error=errors)}), Fake(), 2, random.Random(0))
-
-
-def test_a_missing_package_leaves_its_rival_out():
-    def absent():
-        raise ImportError("No module named 'vllm'")
-
-    contest = Contest("x", {}, {"a": rival(1e-9), "vllm": Rival(absent, 0)})
-    results, missing = race(contest, Fake(), 2, random.Random(0))
-    assert [one.name for one in results] == ["a", COPY] and missing == {"vllm": "No module named 'vllm'"}
 
 
 # ---- the command ----

@@ -17,7 +17,7 @@ from hybrid_kv.results import read_rows
 from hybrid_kv.targets.ours import LEVELS
 from mutants.runner import served
 from mutants.runner.guard import steps_of
-from mutants.runner.mutant import FOLDER, PACKAGE, UNCHANGED, Change, KnownBug, read_mutants
+from mutants.runner.mutant import FOLDER, PACKAGE, UNCHANGED, Change, KnownBug, inject, read_mutants
 from mutants.runner.run import Forks, MutationRun, Reduced, Row, run_all
 from tests.cli.run import run
 
@@ -73,9 +73,10 @@ def test_further_lines_are_indented_as_the_first_one() -> None:
 def test_a_known_bug_is_in_the_copy_alone(tmp_path: Path) -> None:
     before = (PACKAGE / "cache/manager.py").read_text()
     change = Change("cache/manager.py", "class KVCacheManager:", "class KVCacheManager:  # here")
-    assert mutant(change).inject(tmp_path) == ["cache/manager.py"]
+    inject(tmp_path, mutant(change).changed())
     file = tmp_path / "hybrid_kv/cache/manager.py"
     assert (PACKAGE / "cache/manager.py").read_text() == before
+    assert (tmp_path / "hybrid_kv/engine/runner.py").samefile(PACKAGE / "engine/runner.py")
     assert "class KVCacheManager:  # here" in file.read_text()
     assert not list(file.parent.glob("__pycache__/manager.*")), "Python would run what it compiled before"
 
@@ -85,9 +86,9 @@ SPELLED += ["cache//manager.py", "../mutants/runner/run.py", "cache"]
 
 
 @pytest.mark.parametrize("file", ["guard/observer.py", "cache/nothing.py", *SPELLED])
-def test_a_bug_is_injected_in_the_engine_alone(file: str, tmp_path: Path) -> None:
+def test_a_bug_is_injected_in_the_engine_alone(file: str) -> None:
     with pytest.raises(ConfigError, match=f"Z01: {file} is not a file of the engine"):
-        mutant(Change(file, "a", "b")).inject(tmp_path)
+        mutant(Change(file, "a", "b")).changed()
 
 
 @pytest.mark.parametrize(
@@ -151,11 +152,9 @@ def test_every_setting_that_is_probed_is_one_of_our_server() -> None:
             assert level in LEVELS[factor]
 
 
-def test_without_a_bug_the_copy_is_the_package(tmp_path: Path) -> None:
+def test_a_copy_without_a_bug_is_one_only_if_it_is_named() -> None:
     (known,) = read_mutants(ids=[UNCHANGED])
-    assert known.inject(tmp_path) == []
-    for file in ("engine/runner.py", "cache/manager.py"):
-        assert (tmp_path / "hybrid_kv" / file).read_text() == (PACKAGE / file).read_text()
+    assert known.changed() == {}
     assert UNCHANGED not in {one.id for one in read_mutants()}
 
 

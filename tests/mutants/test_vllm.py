@@ -51,9 +51,9 @@ def test_the_tables_of_the_readme_are_made_of_the_rows() -> None:
 def test_a_patch_applies_to_the_file_that_it_names(name: str, tmp_path: Path) -> None:
     overlay(INSTALLED[0], patches_of(name), tmp_path)
     for file in files_of(patches_of(name)[-1]):
-        text = (tmp_path / file).read_text()
+        text = (tmp_path / "vllm" / file).read_text()
         compile(text, file, "exec")
-        assert text != (INSTALLED[0].parent / file).read_text()
+        assert text != (INSTALLED[0] / file).read_text()
 
 
 def test_an_overlay_copies_what_it_changes_alone(tmp_path: Path) -> None:
@@ -66,4 +66,4 @@ def test_an_overlay_copies_what_it_changes_alone(tmp_path: Path) -> None:
     overlay(real, [patch], tmp_path)
     assert [(tmp_path / "vllm/core/b.py").read_text(), (real / "core/b.py").read_text()] == ["x = 2\n", "x = 1\n"]
     links = {one.name: one.is_symlink() for one in (tmp_path / "vllm").rglob("*")}
-    assert links == {"core": False, "b.py": False, "__pycache__": False, "b.pyc": True, "c.py": True}
+    assert links == {"core": False, "b.py": False, "__pycache__": False, "c.py": True}

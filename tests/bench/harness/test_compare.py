@@ -18,7 +18,8 @@ import pytest
 from bench.harness import compare as driver
 from bench.harness import operating_curve, verdicts
 from bench.harness import pairs as processes
-from bench.harness.compare import CellInfo, Comparison, Design, Measured, Times, compare
+from bench.harness.cells import CellInfo
+from bench.harness.compare import Comparison, Design, Measured, Times, compare
 from bench.harness.verdicts import (
     acknowledging_rows,
     cells_of_table,
@@ -124,9 +125,10 @@ def test_a_launch_is_timed_by_the_device_and_what_became_slower_is_found(
 
 
 SIDES = [
-    ("base", "wrong", {STEP: ("wrong result", "HEAD: WrongResultError: no 42"),
-                       WRONG: ("wrong result", "HEAD: WrongResultError: not any more")}),
-    ("wrong", "base", {STEP: ("not comparable", "BASE: WrongResultError: no 42"), BIG: ("same", "")}),
+    ("base", "wrong", {STEP: ("wrong result", "HEAD: WrongResultError: before it was timed: no 42"),
+                       WRONG: ("wrong result", "HEAD: WrongResultError: after it was timed: not any more")}),
+    ("wrong", "base", {STEP: ("not comparable", "BASE: WrongResultError: before it was timed: no 42"),
+                       BIG: ("same", "")}),
     ("old", "base", {NEW: ("not comparable", "BASE: AttributeError: module 'hybrid_kv' has no attribute 'newer'"),
                      LATE: ("not comparable", "BASE: ImportError: cannot import name 'newer'"), BIG: ("same", "")}),
     ("base", "old", {NEW: ("broken at HEAD", "has no attribute 'newer'"),
@@ -334,7 +336,7 @@ def test_acknowledged_steps_chain(old, new, expected):
 
 def test_a_count_that_only_one_side_has(tmp_path):
     """A new one has nothing to be compared with; one that is gone is watched no longer, which a person must accept."""
-    cell = CellInfo("s", "b", {"size": 1}, "count", "s/b[size=1]", "s/b[size=1]")
+    cell = CellInfo("s", "b", {"size": 1}, "count")
     counts = ({"counts": {"x": [3, "B", "lower"]}}, {"counts": {"y": [1, "B", "lower"]}})
     measured = Measured([cell], counts={cell.key: counts})
     gone, new = count_outcomes(measured, {})
@@ -541,9 +543,10 @@ def test_injected_benchmarks_exist_and_are_measured_by_a_trial():
 
 
 def test_a_verdict_from_an_unfit_machine_carries_the_mark():
-    timed, counted = (CellInfo("s", name, {}, tier, name, name) for name, tier in (("t", "cpu"), ("c", "count")))
+    timed, counted = (CellInfo("s", name, {}, tier) for name, tier in (("t", "cpu"), ("c", "count")))
     answers = ({"counts": {"blocks": (3, "blocks")}}, {"counts": {"blocks": (3, "blocks")}})
-    measured = Measured([timed, counted], {"t": Times([0.0] * 3, [(1.0, 1.0)] * 3)}, counts={"c": answers})
+    first = {timed.key: Times([0.0] * 3, [(1.0, 1.0)] * 3)}
+    measured = Measured([timed, counted], first, counts={counted.key: answers})
     outcomes = [*timed_outcomes(measured, SMALL), *verdicts.count_outcomes(measured, {})]
     comparison = Comparison(Revision("a", "1"), Revision("b", "2"), 0, SMALL, measured, "others took 33% of a core")
     marks = {row.metric: row.params.get("unfit") for row in verdicts.rows(comparison, outcomes)}

@@ -97,9 +97,3 @@ def test_holm_by_hand():
 )
 def test_clopper_pearson_as_in_tables(hits, n, low, high):
     assert clopper_pearson(hits, n) == pytest.approx((low, high), abs=1e-4)
-
-
-@pytest.mark.parametrize(("hits", "n"), [(3, 2), (-1, 4), (0, 0)])
-def test_impossible_rates_are_refused(hits, n):
-    with pytest.raises(ValueError, match="is no rate"):
-        clopper_pearson(hits, n)

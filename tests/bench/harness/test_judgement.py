@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from bench.harness import inference
-from bench.harness.compare import CellInfo, Measured, take_times
+from bench.harness.cells import CellInfo
+from bench.harness.compare import Measured, take_times
 from bench.harness.inference import center, clopper_pearson, kept, p_slower
 from bench.harness.judgement import Design, Times, confirmed, verdict
 from bench.harness.verdicts import timed_outcomes
@@ -30,19 +31,19 @@ def wild(rng, n):
 
 def decide(rng, design, effects, draw):
     """One simulated comparison of benchmarks with these effects: what was measured, and its outcomes by name."""
-    cells = [CellInfo("s", str(i), {}, "cpu", str(i), str(i)) for i in range(len(effects))]
+    cells = [CellInfo("s", str(i), {}, "cpu") for i in range(len(effects))]
     measured, looks = Measured(cells), []
 
     def take(title, chosen, design, found):
-        looks.append((title, [cell.key for cell in chosen]))
+        looks.append((title, [cell.benchmark for cell in chosen]))
         for cell in chosen:
-            ratios = effects[int(cell.key)] + draw(rng, design.pairs)
+            ratios = effects[int(cell.benchmark)] + draw(rng, design.pairs)
             times = found.setdefault(cell.key, Times())
             times.log_ratios += list(ratios)
             times.seconds += [(1.0, math.exp(ratio)) for ratio in ratios]
 
     take_times(measured, cells, design, take)
-    return {one.cell.key: one for one in timed_outcomes(measured, design)}, measured, looks
+    return {one.cell.benchmark: one for one in timed_outcomes(measured, design)}, measured, looks
 
 
 @pytest.mark.parametrize("draw", [normal, heavy, wild])
@@ -92,7 +93,7 @@ def test_more_pairs_are_measured_only_where_an_interval_is_too_wide():
     outcomes, measured, looks = decide(np.random.default_rng(1), Design(), [0.0] * 2, one_wild)
     assert looks[0] == ("first look", ["0", "1"])
     assert looks[1] == ("more pairs", ["1"])
-    assert len(measured.first["0"].log_ratios) == 6 < len(measured.first["1"].log_ratios)
+    assert len(measured.first["s/0[]"].log_ratios) == 6 < len(measured.first["s/1[]"].log_ratios)
     assert outcomes["0"].verdict == "same"
 
 

@@ -49,14 +49,6 @@ def test_a_wrong_rival_takes_the_times_of_the_others():
         measure_together([cell(make, subject=name) for name, make in makes.items()], 2)
 
 
-def test_rivals_are_compared_with_the_base_that_they_name():
-    values = {"subject": ("model", "real")}
-    pair = measure_together(list(grid("offload", "b", "cpu", lambda seed, subject: steady(), values, base="real")), 2)
-    assert [(one.cell.params["subject"], one.ratio is None) for one in pair] == [("model", False), ("real", True)]
-    row = list(pair[0].rows())[1]
-    assert (row.metric, row.better, row.verdict) == ("ratio_to_real", "equal", "")
-
-
 def test_rows_carry_receipts_with_the_largest_error():
     errors = iter([2e-7, 5e-7])
     (one,) = measure_together([cell(lambda: Case(lambda: None, lambda: next(errors)), x=1)], 9)
@@ -92,6 +84,8 @@ def test_a_ratio_is_how_many_times_the_engine_a_rival_takes(monkeypatch):
     monkeypatch.setattr(together, "measure", lambda *_: {one.key: samples[one.params["subject"]] for one in cells})
     rival, engine = measure_together(cells, 9)
     assert (rival.ratio.value, rival.time.value, engine.time.value, engine.ratio) == (3.0, 6.0, 2.0, None)
+    (alone,) = measure_together(cells[:1], 9)
+    assert (alone.ratio, alone.time.value) == (None, 6.0)
 
 
 def test_one_thread_while_measuring_and_as_many_as_before_afterwards():
