@@ -20,6 +20,7 @@ from hybrid_kv.attention import paged
 from hybrid_kv.attention.common import CommonAttentionMetadata
 from hybrid_kv.attention.paged import AttentionPart, build_paged_attention_metadata, compute_of
 from hybrid_kv.cache.backend import get_backend
+from hybrid_kv.cache.spec import FullAttentionSpec
 from hybrid_kv.config import ConfigError
 from hybrid_kv.kernels.common.ragged import Ragged
 from hybrid_kv.kernels.common.upload import now
