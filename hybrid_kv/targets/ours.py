@@ -14,10 +14,8 @@ from hybrid_kv.engine.llm import LLM
 from hybrid_kv.engine.record import recorded
 from hybrid_kv.request import Request, ScheduledRequest
 from hybrid_kv.sampling import SamplingParams
-from hybrid_kv.targets.target import CAPABILITIES, COUNTERS, Answer, Ask, likeliest
+from hybrid_kv.targets.target import CAPABILITIES, COUNTERS, Answer, Ask, Kind, likeliest
 
-name = "ours"
-size = "tiny"
 LEVELS: dict[str, dict[str, dict[str, Any]]] = {
     "prefix": {
         "off": {},
@@ -37,14 +35,8 @@ LEVELS: dict[str, dict[str, dict[str, Any]]] = {
     "dtype": {"float32": {"dtype": "float32"}, "bfloat16": {"dtype": "bfloat16"}},
     "offload": {"none": {}, "host": {"kv_offload_bytes": 2**26}},
 }
-factors = {factor: tuple(levels) for factor, levels in LEVELS.items()}
 MAX_MODEL_LEN = 2048
 ROOM = 640  # tokens that a tight pool holds: two of the longest requests, where six run
-
-
-def start(folder: str, settings: Mapping[str, str]) -> Ours:
-    """See `targets.target.Kind`."""
-    return Ours(folder, settings)
 
 
 def options_of(folder: str, settings: Mapping[str, str]) -> dict[str, Any]:
@@ -70,7 +62,7 @@ def options_of(folder: str, settings: Mapping[str, str]) -> dict[str, Any]:
 class Ours:
     """See `targets.target.Target`."""
 
-    name, version, can = name, hybrid_kv.__version__, frozenset(CAPABILITIES) - {"steps"}
+    name, version, can = "ours", hybrid_kv.__version__, frozenset(CAPABILITIES) - {"steps"}
 
     def __init__(self, folder: str, settings: Mapping[str, str]) -> None:
         self.settings: Mapping[str, str] = dict(settings)
@@ -167,3 +159,6 @@ class _Logits:
         hidden = torch.stack([seen[start + i] for i in range(len(request.output_token_ids))])
         rows = llm.model.compute_logits(hidden).log_softmax(-1)
         return tuple(map(likeliest, rows, request.output_token_ids))
+
+
+KIND = Kind("ours", {factor: tuple(levels) for factor, levels in LEVELS.items()}, Ours)

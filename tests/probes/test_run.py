@@ -109,7 +109,7 @@ def test_a_probe_that_is_not_there_is_refused(guarded):
 def test_this_engine_is_right_by_the_real_oracle(tmp_path, monkeypatch):
     monkeypatch.setattr(ours, "MAX_MODEL_LEN", 256)  # the longest prompts find out what a block has
     write_checkpoint("lfm2", tmp_path)
-    found = guard(Guarded(ours, str(tmp_path)), [{}, {"prefix": "align"}], ["salts"])
+    found = guard(Guarded(ours.KIND, str(tmp_path)), [{}, {"prefix": "align"}], ["salts"])
     assert {(one.probe, one.verdict) for one in found} == {("alone", "right"), ("salts isolate", "right")}
     assert found[-1].moved["cached"] > 0
 

@@ -8,7 +8,7 @@ from hybrid_kv.config import ConfigError
 from hybrid_kv.probes.oracle import Oracle
 from hybrid_kv.probes.run import Run
 from hybrid_kv.probes.run import guard as guard_all
-from hybrid_kv.targets.target import CAPABILITIES, Answer, TargetError
+from hybrid_kv.targets.target import CAPABILITIES, Answer, Kind, TargetError
 
 VOCAB, UNIT = 50, 16
 STATES = 9973
@@ -139,12 +139,9 @@ def _noise(seed, i):
     return -torch.log(-torch.log(torch.rand(VOCAB, generator=torch.Generator().manual_seed(seed * 1000 + i)).double()))
 
 
-class ToyKind:
-    name = "toy"
-
+class ToyKind(Kind):
     def __init__(self, **how):
-        self.how = how
-        self.size = "tiny"
+        self.name, self.how = "toy", how
         self.factors = {"prefix": ("off", "on"), "chunk": ("whole", "no", "broken")}
 
     def start(self, folder, settings):
