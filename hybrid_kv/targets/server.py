@@ -14,8 +14,7 @@ from pydantic import BaseModel, Field
 
 from hybrid_kv import environment
 from hybrid_kv.config import ConfigError
-from hybrid_kv.targets.dialects import COUNTERS, Dialect, dialect_of
-from hybrid_kv.targets.reply import Count, bounded, one_line, read, within
+from hybrid_kv.targets.dialects import COUNTERS, Count, Dialect, bounded, dialect_of, one_line, read, within
 from hybrid_kv.targets.target import Answer, Ask, Kind, TargetError
 
 M = TypeVar("M", bound=BaseModel)
