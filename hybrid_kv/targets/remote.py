@@ -163,7 +163,8 @@ class Remote:
     """
 
     def __init__(self, name: str, python: str, folder: str, settings: Mapping[str, str]) -> None:
-        self.name, self.settings = name, dict(settings)
+        self.name = name
+        self.settings: Mapping[str, str] = dict(settings)
         loader, self._is_asked = load(name, python), False
         self._pid, self.version, self._log, self._loader_log = 0, "", loader / uuid4().hex, loader / LOG
         self._connection: socket.socket | None = socket.socket(socket.AF_UNIX)

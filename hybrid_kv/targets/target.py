@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hybrid_kv.config import HybridKVError
 
 if TYPE_CHECKING:
-    import torch
+    from hybrid_kv.sampling import TokenLogprobs
 
 NUM_LIKELIEST = 5  # tokens whose log-probabilities are wanted beside the answer's own
 
@@ -138,10 +138,9 @@ class Target(Protocol):
         """End it and free what it holds. A closed target may be closed again."""
 
 
-def likeliest(logprobs: torch.Tensor, token: int) -> dict[int, float]:
-    """Log-probabilities [vocab_size] by token: of the likeliest, and of this one."""
-    best = logprobs.topk(NUM_LIKELIEST)
-    return dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)) | {token: float(logprobs[token])}
+def by_token(tokens: Iterable[int], logprobs: Iterable[TokenLogprobs]) -> tuple[Mapping[int, float], ...]:
+    """Log-probabilities as an `Answer` has them."""
+    return tuple({**dict(one.top), token: one.logprob} for token, one in zip(tokens, logprobs, strict=False))
 
 
 def is_plain(kind: Kind, settings: Mapping[str, str], factors: Iterable[str]) -> bool:

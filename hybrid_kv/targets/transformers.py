@@ -14,8 +14,9 @@ import torch
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.models.random_checkpoint import quiet
+from hybrid_kv.sampling import token_logprobs
 from hybrid_kv.targets.exact import is_exact
-from hybrid_kv.targets.target import Answer, Ask, Inside, Kind, Known, likeliest
+from hybrid_kv.targets.target import NUM_LIKELIEST, Answer, Ask, Inside, Kind, Known, by_token
 
 FACTORS = {
     "prefix": ("off", "kept"),  # kept: a caller goes on with the cache that `generate` returned
@@ -58,7 +59,8 @@ class Transformers:
     def __init__(self, folder: str, settings: Mapping[str, str]) -> None:
         import transformers
 
-        self.version, self.settings = transformers.__version__, dict(settings)
+        self.version: str = transformers.__version__
+        self.settings: Mapping[str, str] = dict(settings)
         self._level = {factor: settings.get(factor, levels[0]) for factor, levels in FACTORS.items()}
         batch = self._level["batch"]
         if batch != "one" and (self._level["prefix"], self._level["spec"]) != ("off", "none"):
@@ -268,7 +270,8 @@ def _noisy(model: Any) -> Any:
 
 
 def _logprobs(tokens: Sequence[int], logits: Sequence[torch.Tensor]) -> tuple[Mapping[int, float], ...]:
-    return tuple(likeliest(row[0].log_softmax(-1), token) for token, row in zip(tokens, logits, strict=False))
+    rows = (token_logprobs(row, [token], NUM_LIKELIEST)[0] for token, row in zip(tokens, logits, strict=False))
+    return by_token(tokens, rows)
 
 
 KIND = Kind("transformers", FACTORS, Transformers, inside=INSIDE, known=KNOWN, apart=("batch", "beams"))
