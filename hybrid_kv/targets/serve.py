@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.environment import child_environment
@@ -23,7 +20,6 @@ from hybrid_kv.targets.target import Kind
 
 # Not only if asking shows it: salts that are mixed up look like no salts.
 PROMISED = frozenset({"salt", "cached", "n", "seed", "seed in all settings", "reset", "preempt", "logprobs"})
-START_SECONDS = 60.0
 
 
 class Served(Server):
@@ -61,22 +57,11 @@ class Served(Server):
                 self._log.seek(0)
                 words = [one.strip() for one in self._log if one.strip()] or ["nothing"]
                 raise ConfigError(f"hybrid-kv serve does not start; it said: {words[-1]}")
-            url = line.split(" at ")[1].split(";")[0]
-            self._until_it_listens(url)
-            super().__init__(url, settings)
+            super().__init__(line.split(" at ")[1].split(";")[0], settings)
             self.can |= PROMISED
         except BaseException:
             self.close()
             raise
-
-    def _until_it_listens(self, url: str) -> None:
-        """The line with the address comes before the first connection can be made."""
-        address = urlsplit(url)
-        end = time.monotonic() + START_SECONDS
-        while self._process.poll() is None and time.monotonic() < end:
-            with suppress(OSError), socket.create_connection((address.hostname, address.port), timeout=1):
-                return
-            time.sleep(0.02)
 
     def close(self) -> None:
         """See `Target.close`."""
