@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 TASKS = ("gsm8k_synth", "gsm8k")
 GSM8K_FILES = ("train.jsonl", "test.jsonl")
+# What lm-eval's filters give when they find nothing, and what a rejected request gets: the engine's own message has
+# numbers, which `flexible-extract` would take for the answer.
+NO_ANSWER = "[invalid]"
 FEWSHOT_SEED = 1234  # lm-eval's default: seed 0 gives the prompts that `lm_eval --tasks gsm8k` gives
 
 
