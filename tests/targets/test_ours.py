@@ -1,20 +1,11 @@
-import pytest
 import torch
 
 from hybrid_kv import LLM, SamplingParams
 from hybrid_kv.engine.record import record_logits
-from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.targets.ours import ROOM, Ours
 from hybrid_kv.targets.target import CAPABILITIES, COUNTERS, Ask
 
 PROMPT = tuple((i * 7) % 90 + 1 for i in range(120))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    write_checkpoint("lfm2", folder)
-    return str(folder)
 
 
 def alone(folder, prompt, **params):

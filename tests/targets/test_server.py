@@ -11,7 +11,6 @@ from contextlib import suppress
 import pytest
 
 from hybrid_kv.config import ConfigError
-from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.targets import ours, serve, server
 from hybrid_kv.targets.dialects import Completions, LlamaCpp, SGLang
 from hybrid_kv.targets.kinds import kind_of
@@ -43,13 +42,6 @@ def test_a_server_ends_with_a_guard_that_is_killed():
         # This end of the pipe that it reads from is still open: nothing else ends it.
         assert select.select([server], [], [], 60)[0], "the server is still there"
         os.close(server)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    write_checkpoint("lfm2", folder)
-    return str(folder)
 
 
 @pytest.fixture(scope="module")
