@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from hybrid_kv.errors import HybridKVError
+from hybrid_kv.errors import HybridKVError, printable
 from hybrid_kv.results.schema import COLUMNS
 from hybrid_kv.results.store import DATASET, NAMES, Store
 
@@ -128,4 +128,4 @@ def plain(text: str) -> str:
         text = text[: MAX_LETTERS - 1] + "…"
     # A bar ends a cell, also in a code span; a backslash before it is read in two ways. Neither has an escape.
     text = text.replace("`", "ˋ").replace("|", "¦")
-    return f"`{''.join(letter if letter.isprintable() else '�' for letter in text)}`" if text else "–"
+    return f"`{printable(text)}`" if text else "–"

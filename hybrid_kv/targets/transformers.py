@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hybrid_kv.config import ConfigError
+from hybrid_kv.models.config_file import first_line
 from hybrid_kv.models.random_checkpoint import quiet
 from hybrid_kv.sampling import token_logprobs
 from hybrid_kv.targets.exact import is_exact
@@ -101,8 +102,7 @@ class Transformers:
                 with quiet():
                     found = together([requests[i] for i in ready])
             except Exception as error:
-                text = str(error).strip().splitlines() or [""]
-                found = [Answer((), error=f"{type(error).__name__}: {text[0][:300]}")] * len(ready)
+                found = [Answer((), error=f"{type(error).__name__}: {first_line(error)}")] * len(ready)
             answers |= zip(ready, found, strict=True)
         return [answers[i] for i in range(len(requests))]
 
@@ -252,7 +252,7 @@ def _load(folder: str) -> Any:
             else:
                 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
     except (ValueError, OSError, KeyError) as error:
-        raise ConfigError(f"transformers does not load {folder}: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"transformers does not load {folder}: {first_line(error)}") from None
     model.generation_config.eos_token_id = None  # answers are as long as they may be
     return model
 
