@@ -11,6 +11,10 @@ from hybrid_kv.cli.options import AsJson, OutFile, Select, show
 
 
 class _ListByDefault(typer.core.TyperGroup):
+    @property
+    def default(self) -> Any:
+        return self.commands["list"]
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, args if args and args[0] in (*self.commands, "--help") else ["list", *args])
 
