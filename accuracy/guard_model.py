@@ -103,10 +103,6 @@ class GuardModel(nn.Module):
         """One pass of the MTP head: hidden (b, t, d) of token i and the ids of i+1 (b, t) -> (b, t, d) for i+2."""
         return self.mtp(hidden, self.decoder.get_input_embeddings()(next_ids))
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """ids (b, t) -> logits (b, t, vocab)."""
-        return self.lm_head(self.decode(ids)[0])
-
 
 @torch.no_grad()
 def new_model(model_type: str) -> GuardModel:

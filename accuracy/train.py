@@ -256,12 +256,6 @@ class Trainer:
             part.load_state_dict(values)
 
 
-def export(trainer: Trainer, folder: Path) -> None:
-    """Write the loadable checkpoint with its tokenizer."""
-    save_checkpoint(trainer.model, folder)
-    save_tokenizer(folder)
-
-
 def build_tokenizer(rigid: bool) -> PreTrainedTokenizerFast:
     """`accuracy.tokenizer` as transformers knows it.
 
@@ -324,7 +318,8 @@ def run(rank: int, args: argparse.Namespace, world: int, rendezvous: str) -> Non
         if trainer.step % args.checkpoint_every == 0 or trainer.step == args.steps:
             if rank == 0:
                 trainer.save_state(state_file)
-                export(trainer, out / "checkpoint")
+                save_checkpoint(trainer.model, out / "checkpoint")
+                save_tokenizer(out / "checkpoint")
             if world > 1:
                 dist.barrier()
     bar.close()

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 from hybrid_kv import environment
 from hybrid_kv.files import write_whole
-from hybrid_kv.results.markdown import plain
+from hybrid_kv.results.view import plain
 
 Word = Literal["ok", "failed", "void", "skipped"]
 # Void is an error of the run, as JUnit has it: nothing was shown to be wrong, or to be right.

@@ -37,13 +37,12 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     from hybrid_kv.probes.guarded import wanted
     from hybrid_kv.probes.registry import load_probes
     from hybrid_kv.probes.run import default_matrix
-    from hybrid_kv.targets.kinds import for_model, kind_of
-    from hybrid_kv.targets.models import model_folder
+    from hybrid_kv.targets.kinds import for_model, kind_of, model_folder
 
     try:
         python, model = config.getoption("--hybrid-kv-python"), config.getoption("--hybrid-kv-model")
         kind = kind_of(target, python)
-        if model is None and not hasattr(kind, "inside"):
+        if model is None and not kind.inside:
             raise HybridKVError("--hybrid-kv-target needs --hybrid-kv-model: the family, folder or hub id that it has")
         if (model := model or "exact").startswith("exact"):
             with model_folder(model) as folder:
@@ -92,7 +91,7 @@ class Setting(pytest.Collector):
         from hybrid_kv.probes.guarded import Guarded
         from hybrid_kv.probes.run import subtract_known
         from hybrid_kv.probes.session import Outcome
-        from hybrid_kv.targets.models import model_folder
+        from hybrid_kv.targets.kinds import model_folder
         from hybrid_kv.targets.target import TargetError
         from hybrid_kv.threads import threads_for
 

@@ -11,7 +11,7 @@ import pytest
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.probes import guarded
-from hybrid_kv.targets import kinds, models
+from hybrid_kv.targets import kinds
 from tests.probes.toy import ToyKind, ToyOracle
 
 pytest_plugins = ["pytester"]
@@ -21,7 +21,7 @@ Run = Callable[..., pytest.RunResult]
 @pytest.fixture
 def probed(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs pytest, in an empty folder, on the toy engine with a bug or a lack of something."""
-    monkeypatch.setattr(models, "model_folder", lambda model: nullcontext(str(pytester.path)))
+    monkeypatch.setattr(kinds, "model_folder", lambda model: nullcontext(str(pytester.path)))
     monkeypatch.setattr(guarded, "Oracle", lambda folder, dtype: ToyOracle())
     (pytester.path / "config.json").write_text('{"model_type": "toy", "vocab_size": 50}')
 
@@ -49,7 +49,7 @@ def test_an_engine_that_does_not_start_is_an_error_in_one_line(probed: Run, monk
     def missing(model: str) -> None:
         raise ConfigError(f"{model}: there is no such folder")
 
-    monkeypatch.setattr(models, "model_folder", missing)
+    monkeypatch.setattr(kinds, "model_folder", missing)
     found = probed("-k", "alone")
     found.assert_outcomes(errors=2)
     assert "toy: there is no such folder" in found.outlines and "Traceback" not in found.stdout.str()

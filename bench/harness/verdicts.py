@@ -25,7 +25,7 @@ from bench.harness.judgement import Design, Times, confirmed, verdict
 from hybrid_kv.config import ConfigError
 from hybrid_kv.dashboard.words import duration
 from hybrid_kv.results import Receipt, Row, provenance, read_beside, timing_row
-from hybrid_kv.results.markdown import plain
+from hybrid_kv.results.view import plain
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -23,7 +23,8 @@ from typing import Any
 
 from hybrid_kv import files
 from hybrid_kv.accuracy import paired
-from hybrid_kv.accuracy.run import NO_ANSWER, STRICT, AccuracyResult, sample_lines, table_of, wilson_interval
+from hybrid_kv.accuracy.run import STRICT, AccuracyResult, sample_lines, table_of, wilson_interval
+from hybrid_kv.accuracy.tasks import NO_ANSWER
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.results import Row
 

@@ -20,6 +20,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from hybrid_kv.accuracy.guard_model import embedded
+from hybrid_kv.accuracy.tasks import NO_ANSWER
 from hybrid_kv.config import ConfigError, HybridKVError
 
 if TYPE_CHECKING:
@@ -27,10 +28,6 @@ if TYPE_CHECKING:
 
     from hybrid_kv.engine.llm import LLM, RequestOutput
     from hybrid_kv.sampling import SamplingParams
-
-# What lm-eval gets when the engine rejected a request. No filter finds a number in it; the engine's own message has
-# numbers, which `flexible-extract` would take for the answer.
-REFUSED = "[invalid]"
 
 _GENERATION_KEYS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "seed"}
 # The texts of lm-eval's request, if it caches them; the context; the continuation.
@@ -192,7 +189,7 @@ class HybridKVLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         )
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continue every prompt. A request that the engine rejected yields `REFUSED` and is logged as a warning."""
+        """Continue every prompt. A request that the engine rejected yields `NO_ANSWER` and is logged as a warning."""
         params = [self.sampling_params(request.args[1], index) for index, request in enumerate(requests)]
         bos = getattr(self.tokenizer, "bos_token", None)
         prompts = [self.tok_encode(text) if bos and text.startswith(bos) else text for text in _texts(requests)]
@@ -202,7 +199,7 @@ class HybridKVLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         texts = []
         for request, output in zip(requests, outputs, strict=True):
             self.outputs[request.task_name, request.doc_id].append(output)
-            texts.append(output.text if output.error is None else REFUSED)
+            texts.append(output.text if output.error is None else NO_ANSWER)
             if output.error is None:
                 self.cache_hook.add_partial("generate_until", request.args, output.text)
         if errors := [output.error for output in outputs if output.error is not None]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid_kv.accuracy.guard_model import FOLDERS, embedded
-from hybrid_kv.accuracy.tasks import check_task, load_task, quiet_lm_eval
+from hybrid_kv.accuracy.tasks import NO_ANSWER, check_task, load_task, quiet_lm_eval
 from hybrid_kv.config import ConfigError, HybridKVError
 from hybrid_kv.files import write_whole
 from hybrid_kv.results import Row, provenance
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from hybrid_kv.engine.llm import LLM
 
 STRICT, FLEXIBLE = "strict-match", "flexible-extract"
-NO_ANSWER = "[invalid]"  # what lm-eval's regex filter gives when it finds nothing
 
 
 @dataclass(frozen=True)
@@ -264,13 +263,6 @@ def _without_folder(option: Any) -> Any:
 def _bars(shown: bool) -> AbstractContextManager[Any]:
     # lm-eval draws a bar of its own which cannot be switched off.
     return nullcontext() if shown else redirect_stderr(io.StringIO())
-
-
-def evaluate_guard_model(
-    limit: int = 100, seed: int = 0, progress: bool = False, model: str | None = None, **engine_options: Any
-) -> AccuracyResult:
-    """An embedded guard model on gsm8k_synth, the first unless named."""
-    return evaluate(model, limit=limit, seed=seed, progress=progress, **engine_options)
 
 
 def _records(

@@ -20,7 +20,7 @@ from hybrid_kv.config import HybridKVError
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.engine.record import recorded
 from hybrid_kv.request import ScheduledRequest
-from hybrid_kv.sampling import SamplingParams
+from hybrid_kv.sampling import SamplingParams, token_logprobs
 
 ROWS = 64  # tokens whose logits are made at once: 64 of 131,072 words are 32 MiB in float32
 
@@ -80,14 +80,12 @@ def _run(
 @torch.inference_mode()
 def _note(logits: torch.Tensor, start: int, targets: Sequence[_Target]) -> None:
     """Keep what the logits [tokens, vocab_size] of the positions from `start` on say about the targets' tokens."""
-    log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-    best = log_probs.argmax(-1)
     for target in targets:
         begin = max(0, start - target.first)  # in its tokens
-        end = max(begin, start + len(logits) - target.first)
-        wanted = torch.tensor(target.tokens[begin:end], dtype=torch.int64, device=logits.device)
-        rows = torch.arange(len(wanted), device=logits.device) + target.first + begin - start
-        target.found[begin:end] = zip(log_probs[rows, wanted].tolist(), (best[rows] == wanted).tolist(), strict=True)
+        row = target.first + begin - start
+        if tokens := target.tokens[begin : begin + max(0, len(logits) - row)]:
+            found = zip(tokens, token_logprobs(logits[row : row + len(tokens)], tokens, 1), strict=True)
+            target.found[begin : begin + len(tokens)] = [(one.logprob, one.top[0][0] == token) for token, one in found]
 
 
 def _sum(target: _Target) -> Score:

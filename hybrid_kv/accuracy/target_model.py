@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lm_eval.api.model import LM
 from lm_eval.models.utils import normalize_gen_kwargs
 
+from hybrid_kv.accuracy.tasks import NO_ANSWER
 from hybrid_kv.config import ConfigError
 from hybrid_kv.engine.llm import RequestOutput
 from hybrid_kv.engine.text import may_stop, stop_position
@@ -21,7 +22,6 @@ from hybrid_kv.targets.target import Answer, Ask
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
-REFUSED = "[invalid]"
 MAX_GEN_TOKS = 256  # lm-eval's own default
 AT_ONCE = 32  # requests; a server refuses more than it lets wait
 
@@ -64,7 +64,7 @@ class TargetLM(LM):  # type: ignore[misc]  # lm-eval is not typed
         self.target.close()
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continue every prompt greedily. A request that failed yields `REFUSED`.
+        """Continue every prompt greedily. A request that failed yields `NO_ANSWER`.
 
         Raises:
             ConfigError: the task samples.
@@ -78,7 +78,7 @@ class TargetLM(LM):  # type: ignore[misc]  # lm-eval is not typed
         for request, ask, answer in zip(requests, sent, answers, strict=True):
             output = self._output(request.args[0], ask, answer)
             self.outputs[request.task_name, request.doc_id].append(output)
-            texts.append(output.text if output.error is None else REFUSED)
+            texts.append(output.text if output.error is None else NO_ANSWER)
         return texts
 
     def _ask(self, request: Instance, index: int) -> Ask:

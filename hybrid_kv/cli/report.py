@@ -36,7 +36,7 @@ def report(
     page = out / "index.html"
     check_outputs(page, out / ALL_ROWS, out / COMMITS / "any", markdown)
     drawn = Report(load(results), head(), repository, site)
-    html = build_page(drawn, machine, (out / ASV_PAGES).exists(), download=True)
+    html = build_page(drawn, machine, (out / ASV_PAGES).exists())
     export_file(find_files(results).read, out / ALL_ROWS)
     write_commits(drawn, out / COMMITS)
     write_whole(page, html)

@@ -44,5 +44,6 @@ def serve(
         llm = LLM(folder, **engine)
         server = Server(llm, Access(name, api_key, max_body_bytes, template, receive_timeout), max_waiting, grace)
         url = f"http://{f'[{host}]' if ':' in host else host}:{opened.getsockname()[1]}/v1"
+        opened.listen()  # who reads the address may connect
         print(f"{name} at {url}; Ctrl-C ends it", flush=True)
         server.run(sockets=[opened])

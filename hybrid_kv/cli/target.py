@@ -30,10 +30,9 @@ from hybrid_kv.probes.script import script_of
 from hybrid_kv.probes.session import Outcome
 from hybrid_kv.probes.shrink import distinct, shrink
 from hybrid_kv.targets.exact import is_exact
-from hybrid_kv.targets.kinds import for_model, kind_of
-from hybrid_kv.targets.models import model_folder
+from hybrid_kv.targets.kinds import for_model, kind_of, model_folder
 from hybrid_kv.targets.remote import python_of, renew_loader
-from hybrid_kv.targets.target import Inside, Kind, TargetError
+from hybrid_kv.targets.target import Kind, TargetError
 from hybrid_kv.threads import is_small, threads_for
 
 AMOUNTS: dict[Size, int] = {"quick": 1, "full": 1, "long": 10}  # rounds of each probe
@@ -72,7 +71,7 @@ def guard_target(
     kind, before = kind_of(target, python), kind_of(target, against) if is_build else None
     other = kind_of(against) if against is not None and not is_build else None
     model = f"{model}:{kind.size}" if model in sized() and kind.size != "tiny" else model
-    inside: Inside | None = getattr(kind, "inside", None)
+    inside = kind.inside
     exact = ["exact", *(f"exact:{name}" for name in inside.further if not matrix)] if inside else ["exact"]
     models = exact if weights == "exact" else [model]
     if weights is None and inside and other is None and not matrix and not model.startswith("exact"):
@@ -93,8 +92,8 @@ def guard_target(
         keep([_verdict(one, part.prefix) for part in parts for one in part.seen])
         show(document(), False, out, lambda: None)  # results survive an interruption
 
-    if begin := getattr(kind, "load", None):
-        begin()
+    if kind.load is not None:
+        kind.load()
     with ExitStack() as stack:
         for name in models:
             folder = stack.enter_context(model_folder(name))
@@ -151,7 +150,7 @@ def _reduced(part: _Part, target: str, size: Size, repro: Path, at_once: int) ->
     guarded = part.guarded
     failures = distinct([failure for outcome in part.seen for failure in outcome.failures])
     # Targets in this process share what they change of their package.
-    num_threads = at_once if is_exact(guarded.folder) and hasattr(kind_of(target), "package") else 1
+    num_threads = at_once if is_exact(guarded.folder) and guarded.kind.package else 1
     if is_exact(guarded.folder):  # a bug is in most answers of its setting: the one with the fewest requests shows it
         failures.sort(key=lambda one: -one.num_requests)
         failures = [*{text_of(one.settings): one for one in failures}.values()]
@@ -218,7 +217,7 @@ def watch(paths: Sequence[Path], kind: Kind, run: Callable[[], int]) -> None:
     """
     if missing := [path for path in paths if not path.exists()]:
         raise ConfigError(f"--watch {missing[0]}: there is no such file or folder; name the source of your engine")
-    if not hasattr(kind, "package"):
+    if not kind.package:
         raise ConfigError(f"--watch: {kind.name} has no environment of its own; use --target vllm or mlx")
     while True:
         begin, seen = time.perf_counter(), _stamps(paths)
@@ -228,7 +227,7 @@ def watch(paths: Sequence[Path], kind: Kind, run: Callable[[], int]) -> None:
             said = f"error: {error}"
         where = ", ".join(map(str, paths))
         print(f"{said} after {time.perf_counter() - begin:.0f} s; waits for a change in {where}", file=sys.stderr)
-        renew_loader(kind.name, str(getattr(kind, "python", None) or python_of(kind.name, kind.package)))
+        renew_loader(kind.name, kind.python or python_of(kind.name, kind.package))
         while not (changed := {*_stamps(paths).items()} ^ {*seen.items()}):
             time.sleep(LOOK_SECONDS)
         print(f"changed: {', '.join(sorted({str(path) for path, _ in changed}))}", file=sys.stderr)

@@ -16,7 +16,6 @@ from hybrid_kv.dashboard.words import benchmark_name, with_interval
 COLOURS = ("#2b7de0", "#d8690f", "#1f9e7a", "#c05ab8", "#7d848d", "#d9434f")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
-LIGHT_PAGE, DARK_PAGE = "#ffffff", "#171a1f"  # what the chart lies on; page.css has the same
 MAX_LISTED = 50  # lines of a table
 
 

@@ -9,7 +9,7 @@ from hybrid_kv.dashboard.failing import Failing
 from hybrid_kv.dashboard.report import COMMITS, Report
 from hybrid_kv.dashboard.verdicts import SuiteVerdict, headline, verdicts
 from hybrid_kv.dashboard.words import WORDS, change_text, day, suite_name, title
-from hybrid_kv.results.markdown import plain
+from hybrid_kv.results.view import plain
 
 # A workflow finds its own comment again by this first line.
 MARKER = "<!-- hybrid-kv report -->"

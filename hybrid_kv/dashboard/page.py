@@ -16,13 +16,12 @@ ALL_ROWS = "rows.parquet"
 _FOLDER = Path(__file__).parent
 
 
-def build_page(report: Report, machine: str = "", asv: bool = False, download: bool = False) -> str:
-    """The whole page as HTML.
+def build_page(report: Report, machine: str = "", asv: bool = False) -> str:
+    """The whole page as HTML; it links `rows.parquet`, which must be beside it.
 
     Args:
         machine: that the filter starts with; empty: all.
         asv: asv's own pages are in the folder `asv` beside it, to be linked.
-        download: `rows.parquet` is beside it, to be linked.
 
     Raises:
         ConfigError: no row is from `machine`.
@@ -45,7 +44,7 @@ def build_page(report: Report, machine: str = "", asv: bool = False, download: b
         found.append(Section("Missing", "What has not been measured yet", table(["section", "measured by"], commands)))
     body = _header(report, found, machine) + f"<main>{''.join(s.html for s in found)}</main>\n"
     script = (_FOLDER / "page.js").read_text(encoding="utf-8")
-    return document("hybrid-kv report", body + _footer(report, asv, download), [get_plotlyjs(), script])
+    return document("hybrid-kv report", body + _footer(report, asv), [get_plotlyjs(), script])
 
 
 def document(title: str, body: str, scripts: Sequence[str] = ()) -> str:
@@ -89,16 +88,15 @@ def _header(report: Report, found: list[Section], machine: str) -> str:
 """
 
 
-def _footer(report: Report, asv: bool, download: bool) -> str:
+def _footer(report: Report, asv: bool) -> str:
     results, repository = report.results, escape(report.repository)
     parts = [f"Drawn from {escape(', '.join(results.files) or 'no file')}."]
     if results.foreign:
         parts.append(f"Of another kind, not read: {escape(', '.join(results.foreign))}.")
     if results.rule:
         parts.append(f"Of {results.total:,} measurements the page holds {len(results.rows):,}: {results.rule}.")
-    if download:
-        columns = f'; <a href="{repository}/blob/HEAD/docs/results.md">their columns</a>' if repository else ""
-        parts.append(f'Download: <a href="{ALL_ROWS}" download>all rows as Parquet</a>{columns}.')
+    columns = f'; <a href="{repository}/blob/HEAD/docs/results.md">their columns</a>' if repository else ""
+    parts.append(f'Download: <a href="{ALL_ROWS}" download>all rows as Parquet</a>{columns}.')
     if asv:
         parts.append(f'By commit: <a href="{ASV_PAGES}">pages of asv</a>, which need the network.')
     return f"<footer><p>{' '.join(parts)}</p></footer>"

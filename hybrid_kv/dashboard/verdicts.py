@@ -36,7 +36,7 @@ class SuiteVerdict:
     @property
     def word(self) -> str:
         """`fail` if one row failed, else `void` if one was void, else `pass`."""
-        return next((word for word in ("fail", "void") if self.count(word)), "pass")
+        return overall(self.rows["verdict"])
 
 
 def verdicts(rows: pd.DataFrame) -> list[SuiteVerdict]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from hybrid_kv.config import ConfigError, parse_model_dtype
+from hybrid_kv.models.config_file import first_line
 from hybrid_kv.models.random_checkpoint import quiet
 
 # Of the texts that are remembered: thousands with a vocabulary of 100, a few with one of 150,000.
@@ -46,7 +47,7 @@ class Oracle:
                 chosen = dtype if dtype == "auto" else parse_model_dtype(dtype)
                 rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=chosen)
         except (ValueError, OSError, KeyError) as error:
-            raise ConfigError(f"transformers does not load {folder}: {str(error).splitlines()[0]}") from None
+            raise ConfigError(f"transformers does not load {folder}: {first_line(error)}") from None
         self._exact, self._rounded = exact.double().train(False), rounded.train(False)
         self.vocab_size: int = self._exact.get_input_embeddings().weight.shape[0]
         self.rounding = 0.0

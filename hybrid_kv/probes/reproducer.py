@@ -118,7 +118,7 @@ def from_json(text: str, name: str) -> Case:
     """
     from pydantic import TypeAdapter, ValidationError
 
-    from hybrid_kv.targets.reply import problem_of
+    from hybrid_kv.targets.dialects import problem_of
 
     try:
         found = json.loads(text)

@@ -46,7 +46,7 @@ def compare_with(old: Guarded, seen: Sequence[Outcome], jobs: int = 1, size: Siz
 
 def subtract_known(guarded: Guarded, outcome: Outcome) -> None:
     """Name a failure that was reported of this release, and do not count it."""
-    for one in getattr(guarded.kind, "known", ()):
+    for one in guarded.kind.known:
         met = not any(is_plain(guarded.kind, outcome.settings, [factor]) for factor in one.factors)
         here = met and one.release == guarded.version and one.probe in outcome.probe and one.words in outcome.detail
         if outcome.verdict in ("wrong", "void") and here:
@@ -62,16 +62,16 @@ def default_matrix(kind: Kind, size: Size = "full") -> list[Settings]:
     """The plainest engine, each level of the prefix cache, and with the last of these each other level by itself.
 
     Of levels that differ in a number alone, such as `mtp3` and `mtp1`, the first one; all of them if the size is long,
-    and if it is quick the levels of the prefix cache alone. Factors in the kind's `apart`, if it has that, exclude the
-    prefix cache: their levels are met without it. With an exact model it is the kind's `matrix`.
+    and if it is quick the levels of the prefix cache alone. Factors in the kind's `apart` exclude the prefix cache:
+    their levels are met without it. With an exact model it is the kind's `matrix`.
     """
-    if matrix := getattr(kind, "matrix", ()):
-        return matrix_of(kind, matrix)
+    if kind.matrix:
+        return matrix_of(kind, kind.matrix)
     prefixes = kind.factors.get("prefix", ())
     cells: list[Settings] = [{}, *({"prefix": level} for level in prefixes[1:])]
     for factor, levels in kind.factors.items():
         if factor != "prefix" and size != "quick":
-            is_cached = len(prefixes) > 1 and factor not in getattr(kind, "apart", ())
+            is_cached = len(prefixes) > 1 and factor not in kind.apart
             cached = {"prefix": prefixes[-1]} if is_cached else {}
             kinds = {level if size == "long" else level.rstrip("0123456789"): level for level in reversed(levels[1:])}
             cells += [{**cached, factor: level} for level in levels[1:] if level in kinds.values()]
@@ -252,8 +252,8 @@ class _Waves:
 def _given(guarded: Guarded) -> tuple[Any, ...]:
     """What makes an equal one in another process."""
     kind, against = guarded.kind, guarded.against
-    names = kind.name, getattr(kind, "python", None), against.name if against is not None else None
-    return *names, guarded.folder, guarded.seed, guarded.amount, guarded.thorough
+    other = against.name if against is not None else None
+    return kind.name, kind.python or None, other, guarded.folder, guarded.seed, guarded.amount, guarded.thorough
 
 
 def _start(

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from hybrid_kv.config import ConfigError
-from hybrid_kv.probes.judge import Judge, Judgement
+from hybrid_kv.probes.judge import Judge, Judgement, first_difference
 from hybrid_kv.probes.registry import Probe, Round, Traffic, Verdict
 from hybrid_kv.targets.target import Answer, Ask, Kind, Target, TargetError, is_plain
 
@@ -94,7 +94,8 @@ class Seen:
 
 
 def _common(text: Sequence[int], prompt: Sequence[int]) -> int:
-    return next((i for i, (a, b) in enumerate(zip(text, prompt, strict=False)) if a != b), min(len(text), len(prompt)))
+    first = first_difference(text, prompt)
+    return min(len(text), len(prompt)) if first is None else first
 
 
 def plainly(ask: Ask) -> Ask:

@@ -16,7 +16,6 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -83,14 +82,12 @@ def append_rows(path: str | Path, rows: Sequence[Row], *, commit: str | None = N
 
 
 def _encoded(rows: Sequence[Row], replaced: Mapping[str, Any]) -> bytes:
-    source = provenance()
-    shared = {f.name: getattr(source, f.name) for f in fields(source)}
-    shared |= {"schema": SCHEMA, "time_utc": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"), **replaced}
+    moment = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    shared = vars(provenance()) | {"schema": SCHEMA, "time_utc": moment, **replaced}
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     for row in rows:
-        own = {f.name: getattr(row, f.name) for f in fields(row)}
-        writer.writerow({**shared, **own, "params": row.params_json})
+        writer.writerow({**shared, **vars(row), "params": row.params_json})
     return text.getvalue().encode()
 
 

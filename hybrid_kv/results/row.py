@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from hybrid_kv.results.schema import KINDS, TIME_UNITS, check_params
@@ -78,7 +78,6 @@ class Row:
 
 def timing_row(*, receipt: Receipt, params: Mapping[str, Any] | None = None, **values: Any) -> Row:
     """A `Row` whose unit is a unit of time or `time ratio`, with the proof of its result in `params`."""
-    proof = {f.name: getattr(receipt, f.name) for f in fields(receipt)}
     if values.get("unit") not in TIME_UNITS:
         raise ValueError(f"unit={values.get('unit')!r} is not a timing; use one of {', '.join(TIME_UNITS)}")
-    return Row(params={**(params or {}), "receipt": proof}, **values)
+    return Row(params={**(params or {}), "receipt": {**vars(receipt)}}, **values)

@@ -1,4 +1,4 @@
-"""Choose rows of results and show them: what `hybrid-kv results` does."""
+"""Choose rows of results and show them: what `hybrid-kv results` does; and their texts in GitHub's Markdown."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from hybrid_kv.errors import HybridKVError
+from hybrid_kv.errors import HybridKVError, printable
 from hybrid_kv.results.schema import COLUMNS
 from hybrid_kv.results.store import DATASET, NAMES, Store
 
+MAX_LETTERS = 120  # of a text in Markdown
 Record = dict[str, Any]  # a row by its columns; a bound that is not there is None
 
 
@@ -118,3 +119,13 @@ def print_rows(rows: Iterable[Record]) -> None:
             print(f"  {row['metric']:<{width}}  {value}{bounds}  (n={row['n']}){verdict}")
     count = sum(map(len, groups.values()))
     print(f"{count} row{'s' * (count != 1)}")
+
+
+def plain(text: str) -> str:
+    """Text as a code span that fits a cell: nothing in it is a link, a mention, HTML, or the end of the cell."""
+    text = " ".join(text.split())
+    if len(text) > MAX_LETTERS:
+        text = text[: MAX_LETTERS - 1] + "…"
+    # A bar ends a cell, also in a code span; a backslash before it is read in two ways. Neither has an escape.
+    text = text.replace("`", "ˋ").replace("|", "¦")
+    return f"`{printable(text)}`" if text else "–"

@@ -23,7 +23,7 @@ HARD_LIMIT = 10  # seconds beyond the grace until a reader that does not read is
 
 
 def open_socket(host: str, port: int, has_key: bool) -> socket.socket:
-    """An address of our own; no client can connect before the server runs.
+    """An address of our own; no client can connect before it listens.
 
     Args:
         port: 0 takes a free one.

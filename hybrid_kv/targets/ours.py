@@ -6,18 +6,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 import hybrid_kv
 from hybrid_kv.config import ConfigError
 from hybrid_kv.engine.llm import LLM
-from hybrid_kv.engine.record import recorded
-from hybrid_kv.request import Request, ScheduledRequest
+from hybrid_kv.request import Request
 from hybrid_kv.sampling import SamplingParams
-from hybrid_kv.targets.target import CAPABILITIES, COUNTERS, Answer, Ask, likeliest
+from hybrid_kv.targets.target import CAPABILITIES, COUNTERS, NUM_LIKELIEST, Answer, Ask, Kind, by_token
 
-name = "ours"
-size = "tiny"
 LEVELS: dict[str, dict[str, dict[str, Any]]] = {
     "prefix": {
         "off": {},
@@ -37,14 +32,8 @@ LEVELS: dict[str, dict[str, dict[str, Any]]] = {
     "dtype": {"float32": {"dtype": "float32"}, "bfloat16": {"dtype": "bfloat16"}},
     "offload": {"none": {}, "host": {"kv_offload_bytes": 2**26}},
 }
-factors = {factor: tuple(levels) for factor, levels in LEVELS.items()}
 MAX_MODEL_LEN = 2048
 ROOM = 640  # tokens that a tight pool holds: two of the longest requests, where six run
-
-
-def start(folder: str, settings: Mapping[str, str]) -> Ours:
-    """See `targets.target.Kind`."""
-    return Ours(folder, settings)
 
 
 def options_of(folder: str, settings: Mapping[str, str]) -> dict[str, Any]:
@@ -70,7 +59,7 @@ def options_of(folder: str, settings: Mapping[str, str]) -> dict[str, Any]:
 class Ours:
     """See `targets.target.Target`."""
 
-    name, version, can = name, hybrid_kv.__version__, frozenset(CAPABILITIES) - {"steps"}
+    name, version, can = "ours", hybrid_kv.__version__, frozenset(CAPABILITIES) - {"steps"}
 
     def __init__(self, folder: str, settings: Mapping[str, str]) -> None:
         self.settings: Mapping[str, str] = dict(settings)
@@ -81,52 +70,48 @@ class Ours:
 
     def ask(self, requests: Sequence[Ask], preempt_every: int = 0) -> list[Answer]:
         """See `Target.ask`."""
-        llm, logits = self._llm, _Logits()
+        llm = self._llm
         groups: dict[int, list[Request]] = {}
         errors: dict[int, str] = {}
         waiting, undisturbed = list(range(len(requests))), 0
-        with recorded(llm, logits.see):
-            while True:
-                complete = len(errors) + sum(all(one.is_finished for one in group) for group in groups.values())
-                for i in [i for i in waiting if requests[i].after <= complete]:
-                    waiting.remove(i)
-                    try:
-                        groups[i] = self._send(requests[i])
-                    except ConfigError as error:
-                        errors[i] = str(error)
-                if not llm.scheduler.has_requests:
-                    if not waiting:
-                        break
-                    continue
-                known = sum(len(request.output_token_ids) for group in groups.values() for request in group)
-                if preempt_every and known - undisturbed >= preempt_every:
-                    undisturbed = known
-                    llm.reset_prefix_cache()
-                    for request in llm.scheduler.running[::-1]:
-                        llm.scheduler.preempt(request)
-                for i, request in [(i, one) for i, group in groups.items() for one in group]:
-                    limit = requests[i].abort_after
-                    if limit is not None and len(request.output_token_ids) >= limit:
-                        llm.abort(request.request_id)
-                llm.step()
-        return [
-            self._answer(ask, groups[i], llm, logits) if i in groups else Answer((), error=errors[i])
-            for i, ask in enumerate(requests)
-        ]
+        while True:
+            complete = len(errors) + sum(all(one.is_finished for one in group) for group in groups.values())
+            for i in [i for i in waiting if requests[i].after <= complete]:
+                waiting.remove(i)
+                try:
+                    groups[i] = self._send(requests[i])
+                except ConfigError as error:
+                    errors[i] = str(error)
+            if not llm.scheduler.has_requests:
+                if not waiting:
+                    break
+                continue
+            known = sum(len(request.output_token_ids) for group in groups.values() for request in group)
+            if preempt_every and known - undisturbed >= preempt_every:
+                undisturbed = known
+                llm.reset_prefix_cache()
+                for request in llm.scheduler.running[::-1]:
+                    llm.scheduler.preempt(request)
+            for i, request in [(i, one) for i, group in groups.items() for one in group]:
+                limit = requests[i].abort_after
+                if limit is not None and len(request.output_token_ids) >= limit:
+                    llm.abort(request.request_id)
+            llm.step()
+        return [self._answer(groups[i]) if i in groups else Answer((), error=errors[i]) for i in range(len(requests))]
 
     def _send(self, ask: Ask) -> list[Request]:
         group = []
         for i in range(ask.n):
-            seed = None if ask.seed is None else ask.seed + i
             params = SamplingParams(
-                ask.max_tokens, ask.temperature, seed=seed, stop=ask.stop, cache_salt=ask.salt, ignore_eos=not ask.stop
-            )
+                ask.max_tokens, ask.temperature, seed=None if ask.seed is None else ask.seed + i, stop=ask.stop,
+                cache_salt=ask.salt, ignore_eos=not ask.stop, logprobs=NUM_LIKELIEST if ask.logprobs else None,
+            )  # fmt: skip
             request = self._llm.make_request(ask.prompt, params)
             self._llm.scheduler.add(request)
             group.append(request)
         return group
 
-    def _answer(self, ask: Ask, group: list[Request], llm: LLM, logits: _Logits) -> Answer:
+    def _answer(self, group: list[Request]) -> Answer:
         for request in group:
             self._counts["hits"] += request.hit.num_tokens
             self._counts["drafts"] += request.num_draft_tokens
@@ -136,7 +121,7 @@ class Ours:
         return Answer(
             tuple(first.output_token_ids),
             first.hit.num_tokens,
-            logits.of(llm, first) if ask.logprobs else (),
+            by_token(first.output_token_ids, first.logprobs),
             tuple(tuple(one.output_token_ids) for one in others),
         )
 
@@ -152,18 +137,4 @@ class Ours:
         """See `Target.close`."""
 
 
-class _Logits:
-    """Hidden states by request and position."""
-
-    def __init__(self) -> None:
-        self.rows: dict[str, dict[int, torch.Tensor]] = {}
-
-    def see(self, item: ScheduledRequest, hidden: torch.Tensor) -> None:
-        rows = self.rows.setdefault(item.request.request_id, {})
-        rows |= enumerate(hidden.clone(), item.num_computed_tokens)
-
-    def of(self, llm: LLM, request: Request) -> tuple[Mapping[int, float], ...]:
-        seen, start = self.rows[request.request_id], len(request.prompt_token_ids) - 1
-        hidden = torch.stack([seen[start + i] for i in range(len(request.output_token_ids))])
-        rows = llm.model.compute_logits(hidden).log_softmax(-1)
-        return tuple(map(likeliest, rows, request.output_token_ids))
+KIND = Kind("ours", {factor: tuple(levels) for factor, levels in LEVELS.items()}, Ours)

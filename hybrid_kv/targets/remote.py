@@ -13,11 +13,10 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from types import SimpleNamespace
 from typing import Any, cast
 from uuid import uuid4
 
@@ -48,23 +47,33 @@ def python_of(name: str, package: str) -> str:
     return sys.executable
 
 
-def build_of(kind: Kind, package: str, python: str) -> Kind:
+def remote_kind(name: str, package: str, factors: Mapping[str, Sequence[str]], **about: Any) -> Kind:
+    """An engine in the environment that `python_of` finds; `about` has the other attributes of `Kind`."""
+
+    def start(folder: str, settings: Mapping[str, str]) -> Remote:
+        return Remote(name, python_of(name, package), folder, settings)
+
+    def begin() -> Path:
+        return load(name, python_of(name, package))
+
+    return Kind(name, factors, start, package=package, load=begin, **about)
+
+
+def build_of(kind: Kind, python: str) -> Kind:
     """An engine in the environment of a Python that the user names.
 
     Raises:
         ConfigError: it is no Python, or its environment lacks the package.
     """
-    finds = f"import sys, importlib.util as u; sys.exit(u.find_spec({package!r}) is None)"
+    finds = f"import sys, importlib.util as u; sys.exit(u.find_spec({kind.package!r}) is None)"
     try:
         has_it = not subprocess.run([python, "-c", finds], capture_output=True, check=False).returncode
     except OSError as error:
         raise ConfigError(f"{python}: {error.strerror}; give the Python of an environment") from None
     if not has_it:
-        raise ConfigError(f"{python} has no {package}; give the Python of an environment with it")
+        raise ConfigError(f"{python} has no {kind.package}; give the Python of an environment with it")
     start, begin = partial(Remote, kind.name, python), partial(load, kind.name, python)
-    more = {name: getattr(kind, name) for name in ("inside", "known") if hasattr(kind, name)}
-    more |= {"package": package, "python": python}
-    return SimpleNamespace(name=kind.name, size=kind.size, factors=kind.factors, start=start, load=begin, **more)
+    return replace(kind, start=start, load=begin, python=python)
 
 
 class Loader:
@@ -154,7 +163,8 @@ class Remote:
     """
 
     def __init__(self, name: str, python: str, folder: str, settings: Mapping[str, str]) -> None:
-        self.name, self.settings = name, dict(settings)
+        self.name = name
+        self.settings: Mapping[str, str] = dict(settings)
         loader, self._is_asked = load(name, python), False
         self._pid, self.version, self._log, self._loader_log = 0, "", loader / uuid4().hex, loader / LOG
         self._connection: socket.socket | None = socket.socket(socket.AF_UNIX)

@@ -4,43 +4,32 @@ from __future__ import annotations
 
 import ctypes
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.environment import child_environment
 from hybrid_kv.errors import deaf_to_ctrl_c
 from hybrid_kv.targets import ours
 from hybrid_kv.targets.server import Server
+from hybrid_kv.targets.target import Kind
 
-name = "serve"
-size = "tiny"
-factors: Mapping[str, Sequence[str]] = ours.factors
 # Not only if asking shows it: salts that are mixed up look like no salts.
 PROMISED = frozenset({"salt", "cached", "n", "seed", "seed in all settings", "reset", "preempt", "logprobs"})
-START_SECONDS = 60.0
 
 
-def start(folder: str, settings: Mapping[str, str], root: Path | None = None) -> Served:
-    """See `targets.target.Kind`.
+class Served(Server):
+    """See `targets.target.Target`.
 
     Args:
         root: folder of another copy of this package, which the server runs instead.
     """
-    return Served(folder, settings, root)
 
-
-class Served(Server):
-    """See `targets.target.Target`."""
-
-    def __init__(self, folder: str, settings: Mapping[str, str], root: Path | None) -> None:
+    def __init__(self, folder: str, settings: Mapping[str, str], root: Path | None = None) -> None:
         options = [
             f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
             for name, value in ours.options_of(folder, settings).items()
@@ -68,22 +57,11 @@ class Served(Server):
                 self._log.seek(0)
                 words = [one.strip() for one in self._log if one.strip()] or ["nothing"]
                 raise ConfigError(f"hybrid-kv serve does not start; it said: {words[-1]}")
-            url = line.split(" at ")[1].split(";")[0]
-            self._until_it_listens(url)
-            super().__init__(url, settings)
+            super().__init__(line.split(" at ")[1].split(";")[0], settings)
             self.can |= PROMISED
         except BaseException:
             self.close()
             raise
-
-    def _until_it_listens(self, url: str) -> None:
-        """The line with the address comes before the first connection can be made."""
-        address = urlsplit(url)
-        end = time.monotonic() + START_SECONDS
-        while self._process.poll() is None and time.monotonic() < end:
-            with suppress(OSError), socket.create_connection((address.hostname, address.port), timeout=1):
-                return
-            time.sleep(0.02)
 
     def close(self) -> None:
         """See `Target.close`."""
@@ -102,3 +80,6 @@ def _end_with_parent() -> None:
     """A guard that is killed closes nothing; Linux then ends the server, whose port and memory would stay taken."""
     set_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
     ctypes.CDLL(None).prctl(set_signal, signal.SIGTERM)
+
+
+KIND = Kind("serve", ours.KIND.factors, Served)

@@ -6,7 +6,6 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
 import aiohttp
@@ -15,9 +14,8 @@ from pydantic import BaseModel, Field
 
 from hybrid_kv import environment
 from hybrid_kv.config import ConfigError
-from hybrid_kv.targets.dialects import COUNTERS, Dialect, dialect_of
-from hybrid_kv.targets.reply import Count, bounded, one_line, read, within
-from hybrid_kv.targets.target import Answer, Ask, Target, TargetError
+from hybrid_kv.targets.dialects import COUNTERS, Count, Dialect, bounded, dialect_of, one_line, read, within
+from hybrid_kv.targets.target import Answer, Ask, Kind, TargetError
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
@@ -44,20 +42,12 @@ class _Version(BaseModel):
     version: str
 
 
-@dataclass
-class Address:
-    """A server that is running already. See `targets.target.Kind`.
+def kind_at(url: str) -> Kind:
+    """A server that is running already; the folder of its checkpoint is for the oracle alone.
 
     It is taken to compute in the dtype that the checkpoint names, as servers do by default.
     """
-
-    name: str
-    factors: Mapping[str, Sequence[str]] = field(default_factory=lambda: {"dtype": ("auto",)})
-    size: str = "tiny"
-
-    def start(self, folder: str, settings: Mapping[str, str]) -> Target:
-        """See `targets.target.Kind`; `folder` is for the oracle alone."""
-        return Server(self.name, settings)
+    return Kind(url, {"dtype": ("auto",)}, lambda folder, settings: Server(url, settings))
 
 
 class Server:

@@ -5,14 +5,14 @@ A target says what it can do (`can`) and what it can be started with (`Kind.fact
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hybrid_kv.config import HybridKVError
 
 if TYPE_CHECKING:
-    import torch
+    from hybrid_kv.sampling import TokenLogprobs
 
 NUM_LIKELIEST = 5  # tokens whose log-probabilities are wanted beside the answer's own
 
@@ -138,10 +138,9 @@ class Target(Protocol):
         """End it and free what it holds. A closed target may be closed again."""
 
 
-def likeliest(logprobs: torch.Tensor, token: int) -> dict[int, float]:
-    """Log-probabilities [vocab_size] by token: of the likeliest, and of this one."""
-    best = logprobs.topk(NUM_LIKELIEST)
-    return dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)) | {token: float(logprobs[token])}
+def by_token(tokens: Iterable[int], logprobs: Iterable[TokenLogprobs]) -> tuple[Mapping[int, float], ...]:
+    """Log-probabilities as an `Answer` has them."""
+    return tuple({**dict(one.top), token: one.logprob} for token, one in zip(tokens, logprobs, strict=False))
 
 
 def is_plain(kind: Kind, settings: Mapping[str, str], factors: Iterable[str]) -> bool:
@@ -184,30 +183,35 @@ class Known:
     words: str = ""
 
 
-class Kind(Protocol):
-    """An engine that can be started.
+@dataclass
+class Kind:
+    """An engine that can be started; a module of `targets` has its own as `KIND`.
 
     Attributes:
         name: as `--target` has it.
         factors: levels by factor, the plainest first. Common ones: `prefix` (off, on, or modes), `spec` (none, ngram3,
             mtp1 …), `chunk` (whole, or tokens of a step), `blocks` (ample, tight).
+        start: gets the folder of a checkpoint and levels by factor; a factor that is missing has its plainest level.
+            It raises `ConfigError` if the engine is not installed, or does not know the setting or the model, and
+            `TargetError` if it does not start.
         size: of the checkpoint that is made where `--model` names a family and no size.
-        inside: how it runs an exact model, an `Inside`; one that cannot lacks it.
-        known: failures of its releases, of `Known`; it may lack them.
-        load: begins to import the engine, which takes long; one that needs no import of its own lacks it.
+        inside: how it runs an exact model; None: it cannot.
+        known: failures of its releases.
+        apart: factors that exclude the prefix cache.
+        matrix: settings of a default guard; empty: `probes.run.default_matrix` derives them from the factors.
+        package: of an engine that runs in an environment of its own; empty: it runs in this Python.
+        python: of that environment; empty: the one that `remote.python_of` finds.
+        load: begins to import the engine, where that takes long.
     """
 
     name: str
     factors: Mapping[str, Sequence[str]]
-    size: str
-
-    def start(self, folder: str, settings: Mapping[str, str]) -> Target:
-        """
-        Args:
-            folder: a checkpoint.
-            settings: levels by factor; a factor that is missing has its plainest level.
-
-        Raises:
-            ConfigError: it is not installed, or does not know the setting or the model.
-            TargetError: it does not start.
-        """
+    start: Callable[[str, Mapping[str, str]], Target]
+    size: str = "tiny"
+    inside: Inside | None = None
+    known: Sequence[Known] = ()
+    apart: Sequence[str] = ()
+    matrix: Sequence[str] = ()
+    package: str = ""
+    python: str = ""
+    load: Callable[[], object] | None = None

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from hybrid_kv.config import ConfigError
+from hybrid_kv.models.config_file import first_line
 from hybrid_kv.models.random_checkpoint import quiet
+from hybrid_kv.sampling import token_logprobs
 from hybrid_kv.targets.exact import is_exact
-from hybrid_kv.targets.target import Answer, Ask, Inside, Known, likeliest
+from hybrid_kv.targets.target import NUM_LIKELIEST, Answer, Ask, Inside, Kind, Known, by_token
 
-name = "transformers"
-size = "tiny"
-factors = {
+FACTORS = {
     "prefix": ("off", "kept"),  # kept: a caller goes on with the cache that `generate` returned
     "cache": ("dynamic", "static", "offloaded", "offloaded_static"),
     "chunk": ("whole", "17"),  # prefill_chunk_size
@@ -27,9 +27,8 @@ factors = {
     "batch": ("one", "left", "continuous"),  # one after another, padded on the left, paged
     "beams": ("1", "4"),  # of the tokens that the search took, each must have its log-probability
 }
-apart = ("batch", "beams")
-inside = Inside(
-    {factor: levels for factor, levels in factors.items() if factor != "beams"} | {"cache": ("dynamic", "static")},
+INSIDE = Inside(
+    {factor: levels for factor, levels in FACTORS.items() if factor != "beams"} | {"cache": ("dynamic", "static")},
     (
         "cache=static chunk=17",
         "prefix=kept chunk=17",
@@ -40,7 +39,7 @@ inside = Inside(
     # Drafts are for windows that can be rolled back, continuous batching for attention alone.
     {"short_conv": ("spec=lookup3,draft2", "prefix=kept spec=lookup3"), "attention": ("batch=continuous chunk=17",)},
 )
-known = (
+KNOWN = (
     Known("5.23.0", "transformers_kept_chunked", ("prefix", "spec")),
     # A kept cache serves what goes on with all of it, and only once.
     Known("5.23.0", "prefix=kept", ("prefix",), words="cached stayed 0"),
@@ -53,21 +52,17 @@ SEARCH = {"num_beams": 4, "length_penalty": 0.0}
 Kept = dict[tuple[int, ...], Any]  # caches by the tokens that they hold
 
 
-def start(folder: str, settings: Mapping[str, str]) -> Transformers:
-    """See `targets.target.Kind`."""
-    return Transformers(folder, settings)
-
-
 class Transformers:
     """See `targets.target.Target`."""
 
-    name = name
+    name = "transformers"
 
     def __init__(self, folder: str, settings: Mapping[str, str]) -> None:
         import transformers
 
-        self.version, self.settings = transformers.__version__, dict(settings)
-        self._level = {factor: settings.get(factor, levels[0]) for factor, levels in factors.items()}
+        self.version: str = transformers.__version__
+        self.settings: Mapping[str, str] = dict(settings)
+        self._level = {factor: settings.get(factor, levels[0]) for factor, levels in FACTORS.items()}
         batch = self._level["batch"]
         if batch != "one" and (self._level["prefix"], self._level["spec"]) != ("off", "none"):
             raise ConfigError(f"batch={batch}: caches are kept and drafts are made for one request; use batch=one")
@@ -107,8 +102,7 @@ class Transformers:
                 with quiet():
                     found = together([requests[i] for i in ready])
             except Exception as error:
-                text = str(error).strip().splitlines() or [""]
-                found = [Answer((), error=f"{type(error).__name__}: {text[0][:300]}")] * len(ready)
+                found = [Answer((), error=f"{type(error).__name__}: {first_line(error)}")] * len(ready)
             answers |= zip(ready, found, strict=True)
         return [answers[i] for i in range(len(requests))]
 
@@ -258,7 +252,7 @@ def _load(folder: str) -> Any:
             else:
                 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
     except (ValueError, OSError, KeyError) as error:
-        raise ConfigError(f"transformers does not load {folder}: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"transformers does not load {folder}: {first_line(error)}") from None
     model.generation_config.eos_token_id = None  # answers are as long as they may be
     return model
 
@@ -276,4 +270,8 @@ def _noisy(model: Any) -> Any:
 
 
 def _logprobs(tokens: Sequence[int], logits: Sequence[torch.Tensor]) -> tuple[Mapping[int, float], ...]:
-    return tuple(likeliest(row[0].log_softmax(-1), token) for token, row in zip(tokens, logits, strict=False))
+    rows = (token_logprobs(row, [token], NUM_LIKELIEST)[0] for token, row in zip(tokens, logits, strict=False))
+    return by_token(tokens, rows)
+
+
+KIND = Kind("transformers", FACTORS, Transformers, inside=INSIDE, known=KNOWN, apart=("batch", "beams"))

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from hybrid_kv.targets import remote
-from hybrid_kv.targets.remote import Remote, python_of
+from hybrid_kv.targets.remote import remote_kind
 from hybrid_kv.targets.target import Inside, Known
 
-name, package = "vllm", "vllm"
-size = "small"  # its kernels for CPUs refuse the tiny one's widths
 # A default guard runs them in this order: the slowest first, so that no core waits at the end; what vLLM rejects or
 # dies of at its start last.
-factors = {
+_FACTORS = {
     # on: the mode that vLLM takes by itself; all: a `mamba_cache_mode` of some versions
     "prefix": ("off", "all", "on"),
     "chunk": ("whole", "17", "100"),
@@ -25,7 +20,7 @@ factors = {
     "async": ("off", "on"),
 }
 # The exact model inside it costs seconds a setting, most of them for the start.
-inside = Inside(
+_INSIDE = Inside(
     {
         "prefix": ("off", "on"),
         "chunk": ("whole", "24", "40"),
@@ -56,8 +51,7 @@ inside = Inside(
     ),
     is_central=True,
 )
-
-known = (
+_KNOWN = (
     Known("0.32.0", "vllm_seed_in_chunks", words="CPU Generator does not use offset"),
     Known("0.32.0", "vllm_top_k_without_drafts", ("spec",), words="max(): Expected reduction dim"),
     Known("0.32.0", "vllm_temperature_of_drafts", ("spec",), probe="seeds"),
@@ -69,13 +63,5 @@ known = (
     # A state is kept at a prompt's end, but with `retain=all`.
     Known("0.32.0", "retain=last", ("prefix",), probe="together across a boundary", words="cached stayed 0"),
 )
-
-
-def start(folder: str, settings: Mapping[str, str]) -> Remote:
-    """See `targets.target.Kind`."""
-    return Remote(name, python_of(name, package), folder, settings)
-
-
-def load() -> None:
-    """See `targets.target.Kind`."""
-    remote.load(name, python_of(name, package))
+# Its kernels for CPUs refuse the widths of a tiny checkpoint.
+KIND = remote_kind("vllm", "vllm", _FACTORS, size="small", inside=_INSIDE, known=_KNOWN)

@@ -13,8 +13,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 from hybrid_kv.accuracy.guard_model import FOLDERS
 from hybrid_kv.config import ConfigError
@@ -25,7 +23,7 @@ from hybrid_kv.probes.oracle import Oracle
 from hybrid_kv.probes.registry import load_probes
 from hybrid_kv.probes.session import References, Session, calibrate
 from hybrid_kv.targets import serve
-from hybrid_kv.targets.target import TargetError
+from hybrid_kv.targets.target import Kind, TargetError
 from hybrid_kv.threads import one_thread
 from mutants.runner.guard import Catch
 
@@ -43,10 +41,9 @@ CELLS: tuple[tuple[str, dict[str, str]], ...] = (
 )
 
 
-def _copy(root: Path) -> Any:
-    """`hybrid-kv serve` of a copy of this package: a `targets.target.Kind`."""
-    own = {name: getattr(serve, name) for name in ("name", "factors", "size")}
-    return SimpleNamespace(**own, start=partial(serve.start, root=root))
+def _copy(root: Path) -> Kind:
+    """`hybrid-kv serve` of a copy of this package."""
+    return replace(serve.KIND, start=partial(serve.Served, root=root))
 
 
 @cache
@@ -98,7 +95,7 @@ def probe(root: Path) -> tuple[Catch, float]:
     return replace(found, requests=requests), time.perf_counter() - begin
 
 
-def _probe(kind: Any, model: str, settings: Mapping[str, str], references: References) -> Catch:
+def _probe(kind: Kind, model: str, settings: Mapping[str, str], references: References) -> Catch:
     folder, requests = _folder(model), 0
     judge, unit = _sound(model, tuple(settings.items()))
     try:

@@ -34,8 +34,7 @@ from hybrid_kv.probes.run import FINE, subtract_known
 from hybrid_kv.probes.session import Outcome
 from hybrid_kv.targets import remote
 from hybrid_kv.targets.exact import VOCABULARY
-from hybrid_kv.targets.kinds import kind_of
-from hybrid_kv.targets.models import model_folder
+from hybrid_kv.targets.kinds import kind_of, model_folder
 from hybrid_kv.targets.target import Kind
 from mutants.runner.mutant import inject
 

@@ -188,7 +188,7 @@ def test_a_real_run_of_lm_evals_hf_backend_agrees_with_the_engine(tmp_path: Path
     tracker.date_id = "2026-11-21T09-48-38.67"
     tracker.save_results_samples("gsm8k_synth", results["samples"]["gsm8k_synth"])
     (file,) = tmp_path.glob("samples_*.jsonl")
-    engine = run.evaluate_guard_model(1, device="cpu", max_model_len=640)
+    engine = run.evaluate(limit=1, progress=False, device="cpu", max_model_len=640)
     made = compare.compare(compare.read_answers(file), compare.answers_of(engine))
     assert (made.n, made.lost, made.gained, made.task) == (1, 0, 0, "gsm8k_synth")
     assert made.summary()["baseline"]["correct"] == 1

@@ -111,7 +111,7 @@ def test_other_questions_are_refused_before_one_is_asked(
 
 def test_hashes_known_before_are_those_of_the_run() -> None:
     hashes = tasks.question_hashes("gsm8k_synth", 2, 3)
-    result = run.evaluate_guard_model(3, seed=2, device="cpu", max_model_len=640)
+    result = run.evaluate(limit=3, progress=False, seed=2, device="cpu", max_model_len=640)
     assert hashes == {one.doc_id: (one.doc_hash, one.prompt_hash) for one in result.records}
 
 

@@ -30,7 +30,7 @@ FIELDS += ["n_tokens", "output_sha", "steps", "needs_latch", "params", "commit"]
 
 @pytest.fixture(scope="module")
 def result() -> run.AccuracyResult:
-    return run.evaluate_guard_model(LIMIT, **ENGINE)
+    return run.evaluate(limit=LIMIT, progress=False, **ENGINE)
 
 
 def test_same_scores_as_simple_evaluate(result: run.AccuracyResult) -> None:
@@ -62,12 +62,12 @@ def test_records(result: run.AccuracyResult) -> None:
     assert sum(len(records) for name, records in groups.items() if "step" in name) == LIMIT
     assert result.params | ENGINE == result.params
     # A shorter run has the same questions, with the same prompts, and gets the same answers.
-    again = run.evaluate_guard_model(2, **ENGINE)
+    again = run.evaluate(limit=2, progress=False, **ENGINE)
     assert again.records == result.records[:2]
 
 
 def test_preemptions_change_no_answer(result: run.AccuracyResult) -> None:
-    small = run.evaluate_guard_model(LIMIT, **ENGINE, num_blocks=13)
+    small = run.evaluate(limit=LIMIT, progress=False, **ENGINE, num_blocks=13)
     assert small.num_preemptions > 0
     assert small.records == result.records
 
@@ -76,13 +76,13 @@ def test_refused_questions_are_invalid_not_wrong(result: run.AccuracyResult) -> 
     task, tokenizer = tasks.load_task("gsm8k_synth", limit=LIMIT), load_tokenizer(GUARD_MODEL)
     lengths = [len(tokenizer.encode(task.fewshot_context(doc, 5))) for doc in task.test_docs()]
     limit = sorted(lengths)[LIMIT // 2]
-    partly = run.evaluate_guard_model(LIMIT, **ENGINE | {"max_model_len": limit})
+    partly = run.evaluate(limit=LIMIT, progress=False, **ENGINE | {"max_model_len": limit})
     refused = [record for record in partly.records if record.error is not None]
     assert [record.doc_id for record in refused] == [i for i, n in enumerate(lengths) if n >= limit]
     assert all(record.invalid and not record.correct and record.n_tokens == 0 for record in refused)
     assert partly.invalid_rate >= len(refused) / LIMIT
     with pytest.raises(HybridKVError, match=r"refused all 6 questions.*max_model_len is 16"):
-        run.evaluate_guard_model(LIMIT, **ENGINE | {"max_model_len": 16})
+        run.evaluate(limit=LIMIT, progress=False, **ENGINE | {"max_model_len": 16})
 
 
 def test_averages_and_rows() -> None:
@@ -123,7 +123,7 @@ def test_a_rate_of_zero_is_reported_and_none_is_not(
 
 def test_an_engine_says_whether_it_caches(result: run.AccuracyResult) -> None:
     assert result.hit_rate is None
-    caching = run.evaluate_guard_model(2, **ENGINE, mamba_cache_mode="all")
+    caching = run.evaluate(limit=2, progress=False, **ENGINE, mamba_cache_mode="all")
     assert caching.hit_rate is not None
     assert caching.records == result.records[:2]
 

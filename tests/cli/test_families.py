@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.run import run
+from tests.cli.run import printed, run
 
 
 def test_a_checkpoint_is_written_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -20,11 +20,10 @@ def test_a_checkpoint_is_written_once(capsys: pytest.CaptureFixture[str], tmp_pa
 
 
 def test_families_that_run_come_first(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "families", "--json")
-    found = json.loads(out)
-    assert code == 0 and found[0]["runs"] and not found[-1]["runs"]
-    code, out, _ = run(capsys, "families")
-    assert code == 0 and "planned only" in out and "nemotron_h" in out
+    found = json.loads(printed(capsys, "families", "--json"))
+    assert found[0]["runs"] and not found[-1]["runs"]
+    out = printed(capsys, "families")
+    assert "planned only" in out and "nemotron_h" in out
 
 
 def test_a_seed_of_more_than_64_bits_is_rejected(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

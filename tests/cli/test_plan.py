@@ -13,7 +13,7 @@ from hybrid_kv.cache.spec import FullAttentionSpec
 from hybrid_kv.cli.plan import parse_memory
 from hybrid_kv.config import ConfigError
 from hybrid_kv.models import registry
-from tests.cli.run import refused, run
+from tests.cli.run import printed, refused, run
 from tests.model_configs import CONFIGS, NEMOTRON_3_NANO
 
 
@@ -105,8 +105,7 @@ def test_without_a_pool_there_are_sizes_and_no_capacity(capsys: pytest.CaptureFi
     assert {key for key in full if plan[key] != full[key]} == unknown
     assert all(plan[key] is None for key in unknown - {"stages"})
     assert [stage["total_bytes"] for stage in plan["stages"]] == [None, None]
-    code, out, err = run(capsys, "plan", *flags)
-    assert (code, err) == (0, "")
+    out = printed(capsys, "plan", *flags)
     assert f"{plan['blocks_per_request']:,} blocks, {plan['bytes_per_request']:,} B" in out and "capacity" not in out
 
 
@@ -162,8 +161,7 @@ def test_layers_with_pages_of_their_own_are_listed_one_by_one(
     (group,) = plan["groups"]
     assert group["page_sizes_bytes"] == [16 * 2 * 4 * 8 * heads for heads in (3, 2, 3)]
     assert plan["total_bytes"] == 10 * 16 * 2 * 4 * 8 * (3 + 2 + 3)
-    code, out, err = run(capsys, "plan", str(tmp_path), "--num-blocks", "10")
-    assert (code, err) == (0, "")
+    out = printed(capsys, "plan", str(tmp_path), "--num-blocks", "10")
     assert "2,048 to 3,072 B, each layer its own" in out
 
 
@@ -180,8 +178,7 @@ def test_ranks_divide_what_one_gpu_keeps(capsys: pytest.CaptureFixture[str], con
     assert sorted(name for stage in plan["stages"] for name in stage["layers"]) == sorted(
         name for group in plan["groups"] for name in group["layers"]
     )
-    code, out, err = run(capsys, "plan", *flags)
-    assert (code, err) == (0, "")
+    out = printed(capsys, "plan", *flags)
     assert "24: 8 tensor × 3 pipeline, context 4" in out
     assert "528 tokens on each of 4 GPUs" in out
     assert " 1      10                   811,008" in out
@@ -220,6 +217,5 @@ def test_requests_of_given_lengths_are_counted(capsys: pytest.CaptureFixture[str
         "running_blocks": round(running, 2),
     }
     assert any(note.startswith("1 of 2 requests are left out") for note in plan["notes"])
-    code, out, _ = run(capsys, "plan", *flags)
-    assert code == 0
+    out = printed(capsys, "plan", *flags)
     assert "10 of 10.0 blocks at most, or 16.66 of 6.0 on average" in out

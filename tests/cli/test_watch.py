@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from hybrid_kv.cli import target as module
 from hybrid_kv.config import ConfigError
+from hybrid_kv.targets import ours
+from hybrid_kv.targets.target import Kind
 
-KIND = SimpleNamespace(name="toy", package="toy", python="python")
+KIND = Kind("toy", {}, ours.Ours, package="toy", python="python")
 
 
 def test_it_runs_again_after_a_change_and_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,8 +38,8 @@ def test_it_runs_again_after_a_change_and_after_an_error(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize(
     ("path", "kind", "said"),
-    [("absent", KIND, "absent: there is no such file"), (".", SimpleNamespace(name="ours"), "ours has no environment")],
+    [("absent", KIND, "absent: there is no such file"), (".", ours.KIND, "ours has no environment")],
 )
-def test_what_cannot_be_watched_is_rejected(path: str, kind: SimpleNamespace, said: str) -> None:
+def test_what_cannot_be_watched_is_rejected(path: str, kind: Kind, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         module.watch([Path(path)], kind, lambda: 0)

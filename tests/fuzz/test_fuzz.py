@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 from hybrid_kv.cli import main
 from hybrid_kv.kernels.block_tables import HostTables, TableLayout
-from hybrid_kv.targets.reply import MOST_BYTES
+from hybrid_kv.targets.dialects import MOST_BYTES
 from tests.fuzz import cases
 from tests.targets import hostile
 

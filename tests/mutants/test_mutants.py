@@ -214,7 +214,7 @@ def test_a_server_that_does_not_start_or_that_dies_was_found(monkeypatch: pytest
         raise TargetError("hybrid-kv serve does not start; it said: injected")
 
     monkeypatch.setattr(served, "_sound", lambda model, levels: (None, 64))
-    monkeypatch.setattr(served.serve, "start", refuse)
+    monkeypatch.setattr(served.serve, "Served", refuse)
     found, _ = served.probe(tmp_path)
     assert (found.section, found.rule) == ("probes", "start") and "injected" in found.detail
     assert found.cell.startswith("guard_model")

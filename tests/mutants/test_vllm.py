@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from hybrid_kv.probes.run import matrix_of
-from hybrid_kv.targets import vllm as kind
 from hybrid_kv.targets.exact import PATTERNS, write_exact_checkpoint
 from hybrid_kv.targets.kinds import for_model
+from hybrid_kv.targets.vllm import KIND
 from mutants.runner.vllm import FOLDER, HEALTHY, cell_of, files_of, head, overlay, patches_of, tables
 
 INSTALLED = [*Path(__file__).parents[2].glob(".venv-vllm/lib/python*/site-packages/vllm")]
@@ -36,7 +36,7 @@ def test_a_patch_is_small_and_says_where_it_shows(name: str, exact: str) -> None
     assert changed and (name == HEALTHY or len(changed) <= MOST)
     assert {*cells} <= {*head(patches_of(HEALTHY)[-1])[2]}
     for model, text in map(cell_of, cells):
-        assert model in PATTERNS and matrix_of(for_model(kind, exact), [text])
+        assert model in PATTERNS and matrix_of(for_model(KIND, exact), [text])
 
 
 def test_the_tables_of_the_readme_are_made_of_the_rows() -> None:

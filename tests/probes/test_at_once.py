@@ -71,7 +71,7 @@ def test_doubt_in_the_oracle_goes_along(folder: str, monkeypatch: pytest.MonkeyP
     at_once._ask(0, {}, [], 2, ["float32"])
     (guarded,) = asked
     assert not guarded.judge_of({}).trusted and guarded.judge_of({"dtype": "bfloat16"}).trusted
-    assert guarded.kind is ours and (guarded.seed, guarded.shortest, guarded.thorough) == (3, 2, False)
+    assert guarded.kind is ours.KIND and (guarded.seed, guarded.shortest, guarded.thorough) == (3, 2, False)
 
 
 def test_processes_start_targets_without_an_import_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 import ast
 from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 
@@ -14,9 +13,9 @@ from hybrid_kv.probes.registry import Round
 from hybrid_kv.probes.reproducer import Case, write_files
 from hybrid_kv.probes.run import default_matrix, subtract_known
 from hybrid_kv.probes.script import script_of
-from hybrid_kv.targets import vllm
+from hybrid_kv.targets import ours, vllm
 from hybrid_kv.targets.exact import PATTERNS, ExactAnswers, write_exact_checkpoint
-from hybrid_kv.targets.target import CAPABILITIES, Answer, Ask, Inside, Known
+from hybrid_kv.targets.target import CAPABILITIES, Answer, Ask, Inside, Kind, Known
 from tests.probes.toy import guard
 
 UNIT = 16
@@ -57,10 +56,10 @@ class Toy:
         pass
 
 
-def kind(bug="", known=(), **more):
+def kind(bug="", known=()):
     inside = Inside({"prefix": ("off", "on")}, ("prefix=on",))
     start = lambda folder, settings: Toy(folder, settings, bug)  # noqa: E731
-    return SimpleNamespace(name="toy", size="tiny", factors={}, inside=inside, known=known, start=start, **more)
+    return Kind("toy", {}, start, inside=inside, known=known)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +115,7 @@ def test_a_further_model_has_its_own_settings(folder, tmp_path):
 
 def test_an_engine_that_cannot_run_it_says_so(folder):
     with pytest.raises(ConfigError, match="--exact: ours cannot run an exact model"):
-        Guarded(SimpleNamespace(name="ours", factors={}), folder)
+        Guarded(ours.KIND, folder)
 
 
 def test_an_answer_is_the_oracles_or_wrong(folder):
@@ -167,4 +166,4 @@ def test_a_failure_in_vllm_becomes_a_script(tmp_path):
     assert data["kernel_block_size"] == 4 and data["changes"] == ["make_tight", "allow_async"]
     assert data["rounds"][0]["requests"][1] == {"prompt": (7,), "max_tokens": 2, "step": 4}
     assert data["options"]["enable_prefix_caching"] is True and data["expected"] == [8, 9]
-    assert set(vllm.inside.factors) >= set(settings)
+    assert set(vllm.KIND.inside.factors) >= set(settings)

@@ -9,9 +9,10 @@ from hybrid_kv.targets import ours
 from tests.probes.toy import ToyKind, guard
 
 
-def test_all_combinations_with_the_plainest_engine_first():
-    assert matrix_of(ToyKind(), ["prefix=on,off chunk=whole,no"]) == [
+def test_all_combinations_of_one_text_after_another_with_the_plainest_engine_first():
+    assert matrix_of(ToyKind(), ["prefix=on", "prefix=on,off chunk=whole,no"]) == [
         {},
+        {"prefix": "on"},
         {"prefix": "on", "chunk": "whole"},
         {"prefix": "on", "chunk": "no"},
         {"prefix": "off", "chunk": "no"},
@@ -42,15 +43,6 @@ def test_a_probe_of_drafts_runs_with_drafts_and_in_the_plainest_setting(guarded)
     cells = [{}, {"prefix": "on"}, {"spec": "ngram3"}]
     settings = [dict(one.settings) for one in guard(some, cells, ["drafts"]) if one.probe == "drafts"]
     assert settings == [{}, {"spec": "ngram3"}]
-
-
-def test_several_texts_are_met_one_after_another():
-    assert matrix_of(ToyKind(), ["prefix=on", "prefix=off,on chunk=no"]) == [
-        {},
-        {"prefix": "on"},
-        {"prefix": "off", "chunk": "no"},
-        {"prefix": "on", "chunk": "no"},
-    ]
 
 
 def test_what_excludes_the_cache_is_met_without_it():
@@ -109,7 +101,7 @@ def test_a_probe_that_is_not_there_is_refused(guarded):
 def test_this_engine_is_right_by_the_real_oracle(tmp_path, monkeypatch):
     monkeypatch.setattr(ours, "MAX_MODEL_LEN", 256)  # the longest prompts find out what a block has
     write_checkpoint("lfm2", tmp_path)
-    found = guard(Guarded(ours, str(tmp_path)), [{}, {"prefix": "align"}], ["salts"])
+    found = guard(Guarded(ours.KIND, str(tmp_path)), [{}, {"prefix": "align"}], ["salts"])
     assert {(one.probe, one.verdict) for one in found} == {("alone", "right"), ("salts isolate", "right")}
     assert found[-1].moved["cached"] > 0
 

@@ -5,9 +5,9 @@ import pytest
 from hybrid_kv.config import ConfigError
 from hybrid_kv.probes.judge import Judge, Judgement
 from hybrid_kv.probes.registry import Round, load_probes
-from hybrid_kv.probes.session import References, Session, calibrate
+from hybrid_kv.probes.session import References, calibrate
 from hybrid_kv.targets.target import CAPABILITIES, Ask, TargetError
-from tests.probes.toy import UNIT, VOCAB, Toy, ToyKind, ToyOracle
+from tests.probes.toy import UNIT, VOCAB, Toy, ToyKind, ToyOracle, run_probe, session
 
 # Who finds what, first of all probes in their order.
 FINDS = {
@@ -33,19 +33,17 @@ FINDS = {
 
 
 def outcomes(prefix="on", oracle=True, only="", **how):
-    kind = ToyKind(**how)
-    judge = Judge(ToyOracle() if oracle else None)
-    session = Session(kind, "folder", {"prefix": prefix}, judge, References(ToyKind(), "folder"))
-    calibrate(session, VOCAB)
+    made = session(ToyKind(**how), prefix, Judge(ToyOracle() if oracle else None))
+    calibrate(made, VOCAB)
     wanted = [probe for probe in load_probes() if only in ("", probe.name)]
-    return {probe.name: session.run(probe, VOCAB) for probe in wanted}, session
+    return {probe.name: made.run(probe, VOCAB) for probe in wanted}, made
 
 
 @pytest.mark.parametrize("oracle", [True, False])
 def test_a_sound_engine_is_right_everywhere(oracle):
-    found, session = outcomes(oracle=oracle)
+    found, some = outcomes(oracle=oracle)
     assert {name: one.detail for name, one in found.items() if one.verdict != "right"} == {}
-    assert session.unit == UNIT
+    assert some.unit == UNIT
     assert found["repeat"].moved["cached"] > 0 and found["preempted"].moved["preemptions"] > 0
 
 
@@ -59,8 +57,8 @@ def test_a_bug_is_found_by_the_probe_that_is_about_it(bug, oracle):
 def test_where_rounding_would_hide_a_wrong_answer_nothing_is_right(monkeypatch):
     """The toy's log-probabilities lie between 0 and -12: random tokens are within 10 of the best as a rule."""
     monkeypatch.setattr(ToyOracle, "rounding", 10 / 8)
-    found, session = outcomes()
-    assert 0.7 < session.judge.hidden < 1
+    found, some = outcomes()
+    assert 0.7 < some.judge.hidden < 1
     assert {one.verdict for one in found.values()} == {"inconclusive"}
     assert found["batch"].detail.startswith("rounding goes to 10, which ")
 
@@ -73,18 +71,18 @@ def test_draws_are_held_against_those_of_other_settings_only_where_that_is_promi
     kind = ToyKind(bug=bug, can=frozenset(CAPABILITIES) - (set() if promised else {"seed in all settings"}))
     kind.factors["spec"] = ("none", "ngram3")
     references = References(kind, "folder")
-    session = Session(kind, "folder", {"spec": "ngram3"}, Judge(ToyOracle()), references)
-    calibrate(session, VOCAB)
-    (seeds,) = [session.run(probe, VOCAB) for probe in load_probes() if probe.name == "seeds"]
+    drafting = session(kind, "off", references=references, spec="ngram3")
+    calibrate(drafting, VOCAB)
+    seeds = run_probe(drafting, "seeds")
     assert (seeds.verdict, seeds.num_answers > 0) == (verdict, True)
     assert (references._target is not None) == promised, "another engine is started only where it is plain"
 
 
 def test_no_request_is_longer_than_the_target_lets_it_be(monkeypatch):
     monkeypatch.setattr(Toy, "longest", 100)
-    _, session = outcomes()
-    requests = [ask for one in session.sent for ask in one.requests]
-    traffic = session.traffic("batch", VOCAB)
+    _, some = outcomes()
+    requests = [ask for one in some.sent for ask in one.requests]
+    traffic = some.traffic("batch", VOCAB)
     found = [traffic.ask(traffic.prompt(length), max_tokens=23).max_tokens for length in (50, 77, 78, 88)]
     assert found == [23, 23, 22, 12]
     assert all(len(ask.prompt) + ask.max_tokens <= 100 for ask in requests)
@@ -96,11 +94,9 @@ def test_what_is_off_need_not_move():
 
 
 def test_a_cache_that_never_hits_is_void():
-    kind = ToyKind()
-    session = Session(kind, "folder", {"prefix": "on"}, Judge(ToyOracle()), References(kind, "folder"))
-    session.target.caches = False
-    probe = next(probe for probe in load_probes() if probe.name == "repeat")
-    assert session.run(probe, VOCAB).verdict == "void"
+    some = session(ToyKind())
+    some.target.caches = False
+    assert run_probe(some, "repeat").verdict == "void"
 
 
 def test_what_the_target_does_not_offer_is_not_sent():
@@ -130,11 +126,11 @@ def test_what_would_take_too_long_is_not_sent(monkeypatch):
 
 def test_what_a_reset_leaves_in_a_further_tier_is_still_known():
     def known(**settings):
-        session = Session(ToyKind(), "folder", settings, Judge(ToyOracle()), References(ToyKind(), "folder"))
-        session.kind.factors = {**session.kind.factors, "offload": ("none", "host")}
-        session.play(Round((Ask((1, 2, 3)),)))
-        session.reset()
-        return session.seen.shared(Round((Ask((1, 2, 3, 4)),)), 0)
+        some = session(ToyKind(), "off", **settings)
+        some.kind.factors = {**some.kind.factors, "offload": ("none", "host")}
+        some.play(Round((Ask((1, 2, 3)),)))
+        some.reset()
+        return some.seen.shared(Round((Ask((1, 2, 3, 4)),)), 0)
 
     assert (known(), known(offload="none"), known(offload="host")) == (0, 0, 3)
 
@@ -146,11 +142,11 @@ def test_a_request_that_was_preempted_may_find_itself(monkeypatch, resumed, verd
         return [replace(one, cached_tokens=UNIT) for one in ask(toy, requests)]
 
     monkeypatch.setattr(Toy, "ask", ask)
-    session = Session(ToyKind(), "folder", {"prefix": "on"}, Judge(ToyOracle()), References(ToyKind(), "folder"))
-    session.target.counts["preemptions"] = 3
-    session.reset()
-    session.restart()  # whose counters begin at 0
-    _, (judgement,) = session.play(Round((Ask(tuple(range(1, UNIT + 2))),)))
+    some = session(ToyKind())
+    some.target.counts["preemptions"] = 3
+    some.reset()
+    some.restart()  # whose counters begin at 0
+    _, (judgement,) = some.play(Round((Ask(tuple(range(1, UNIT + 2))),)))
     assert judgement.verdict == verdict
 
 
@@ -195,11 +191,10 @@ def test_the_failure_has_all_rounds_since_the_cache_was_empty():
 
 
 def test_an_unclear_answer_is_counted_but_not_judged(monkeypatch):
-    _, session = outcomes(only="several answers")
-    probe = next(probe for probe in load_probes() if probe.name == "several answers")
-    judged = session.run(probe, VOCAB)
+    found, some = outcomes(only="several answers")
+    judged = found["several answers"]
     assert judged.num_answers == judged.num_judged == 18
     monkeypatch.setattr(Judge, "judge", lambda *_: Judgement("inconclusive", "a log-probability would decide"))
-    unclear = session.run(probe, VOCAB)
+    unclear = run_probe(some, "several answers")
     assert (unclear.verdict, unclear.num_answers, unclear.num_judged) == ("inconclusive", 18, 0)
     assert unclear.num_tokens == judged.num_tokens

@@ -3,22 +3,17 @@ from dataclasses import replace
 import pytest
 
 from hybrid_kv.config import ConfigError
-from hybrid_kv.probes.judge import Judge
-from hybrid_kv.probes.registry import load_probes
 from hybrid_kv.probes.reproducer import case_of, from_json, replay, to_json, write_files
-from hybrid_kv.probes.session import References, Session
 from hybrid_kv.probes.shrink import distinct, shrink
-from tests.probes.toy import UNIT, VOCAB, ToyKind, ToyOracle
+from tests.probes.toy import UNIT, ToyKind, run_probe, session
 
 
-def session(bug, settings=None):
-    kind = ToyKind(bug=bug)
-    return Session(kind, "folder", settings or {"prefix": "on"}, Judge(ToyOracle()), References(ToyKind(), "folder"))
+def started(bug):
+    return session(ToyKind(bug=bug))
 
 
-def failure_of(bug, probe_name):
-    probe = next(probe for probe in load_probes() if probe.name == probe_name)
-    (failure,) = session(bug).run(probe, VOCAB).failures
+def failure_of(bug, probe):
+    (failure,) = run_probe(started(bug), probe).failures
     return failure
 
 
@@ -36,19 +31,19 @@ def failure_of(bug, probe_name):
     ],
 )
 def test_nothing_that_can_be_missed_is_left(bug, probe, requests, tokens):
-    shrunk = shrink(failure_of(bug, probe), lambda: session(bug))
+    shrunk = shrink(failure_of(bug, probe), lambda: started(bug))
     assert shrunk.failure.num_requests == requests and shrunk.num_prompt_tokens <= tokens
     assert shrunk.is_minimal
 
 
 def test_what_was_found_when_the_time_is_up_still_fails():
     failure = failure_of("hit", "repeat")
-    shrunk = shrink(failure, lambda: session("hit"), seconds=0)
+    shrunk = shrink(failure, lambda: started("hit"), seconds=0)
     assert not shrunk.is_minimal and shrunk.failure == failure
 
 
 def case(bug="hit", probe="repeat"):
-    failure = shrink(failure_of(bug, probe), lambda: session(bug)).failure
+    failure = shrink(failure_of(bug, probe), lambda: started(bug)).failure
     return case_of(failure, "ours", "1.0", "qwen3_5_text", 1e-6)
 
 
@@ -56,8 +51,8 @@ def case(bug="hit", probe="repeat"):
 def test_a_file_is_played_again_and_tells_the_bug_from_its_mend(bug, probe):
     one = from_json(to_json(case(bug, probe)), "file")
     assert one == case(bug, probe)
-    assert one.is_wrong(replay(one, session(bug).target))
-    assert not one.is_wrong(replay(one, session("").target))
+    assert one.is_wrong(replay(one, started(bug).target))
+    assert not one.is_wrong(replay(one, started("").target))
 
 
 def test_the_text_has_all_requests(tmp_path):
@@ -82,5 +77,5 @@ def test_another_file_is_refused_in_one_line(text):
 
 def test_what_only_fails_in_an_engine_with_a_past_is_reduced_in_new_ones():
     """The bug comes with the 21st request, whatever the cache holds."""
-    shrunk = shrink(failure_of("churn", "again after many"), lambda: session("churn"), seconds=20)
+    shrunk = shrink(failure_of("churn", "again after many"), lambda: started("churn"), seconds=20)
     assert shrunk.failure.num_requests == 21

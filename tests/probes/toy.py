@@ -5,10 +5,13 @@ from collections import Counter
 import torch
 
 from hybrid_kv.config import ConfigError
+from hybrid_kv.probes.judge import Judge
 from hybrid_kv.probes.oracle import Oracle
+from hybrid_kv.probes.registry import load_probes
 from hybrid_kv.probes.run import Run
 from hybrid_kv.probes.run import guard as guard_all
-from hybrid_kv.targets.target import CAPABILITIES, Answer, TargetError
+from hybrid_kv.probes.session import References, Session
+from hybrid_kv.targets.target import CAPABILITIES, Answer, Kind, TargetError
 
 VOCAB, UNIT = 50, 16
 STATES = 9973
@@ -139,12 +142,9 @@ def _noise(seed, i):
     return -torch.log(-torch.log(torch.rand(VOCAB, generator=torch.Generator().manual_seed(seed * 1000 + i)).double()))
 
 
-class ToyKind:
-    name = "toy"
-
+class ToyKind(Kind):
     def __init__(self, **how):
-        self.how = how
-        self.size = "tiny"
+        self.name, self.how = "toy", how
         self.factors = {"prefix": ("off", "on"), "chunk": ("whole", "no", "broken")}
 
     def start(self, folder, settings):
@@ -155,6 +155,17 @@ class ToyKind:
         if settings.get("chunk") == "broken":
             raise TargetError("toy died at start; it said nothing")
         return Toy(settings, **self.how)
+
+
+def session(kind, prefix="on", judge=None, references=None, **settings):
+    """A session of a toy engine, held against its oracle."""
+    judge, references = judge or Judge(ToyOracle()), references or References(ToyKind(), "folder")
+    return Session(kind, "folder", {"prefix": prefix, **settings}, judge, references)
+
+
+def run_probe(session, name):
+    (probe,) = [probe for probe in load_probes() if probe.name == name]
+    return session.run(probe, VOCAB)
 
 
 def guard(guarded, matrix=None, select=(), report=lambda outcome: None, jobs=1):

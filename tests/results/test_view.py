@@ -5,9 +5,12 @@ import io
 import json
 
 import pytest
+from markdown_it import MarkdownIt
 
 from hybrid_kv.results import read_rows
+from hybrid_kv.results.view import MAX_LETTERS, plain
 from tests.cli.run import printed, refused
+from tests.dashboard.hostile import PAYLOADS
 from tests.dashboard.rows import row, write
 from tests.results.rows import RECEIPT, damaged
 
@@ -100,3 +103,16 @@ def test_bad_questions_are_one_line_and_exit_code_2(folder, tmp_path, capsys, ar
     (tmp_path / "empty.txt").touch()
     places = {"folder": folder, "other": tmp_path / "other.txt", "empty": tmp_path / "empty.txt"}
     assert message in refused(capsys, "results", *(argument.format(**places) for argument in arguments))
+
+
+@pytest.mark.parametrize("text", PAYLOADS)
+def test_a_text_is_one_code_span_in_a_cell(text):
+    tokens = MarkdownIt("commonmark").enable("table").parse(f"| a | b |\n|---|---|\n| {plain(text)} | end |\n")
+    cells = [token.children for token in tokens if token.type == "inline"][2:]
+    assert [[child.type for child in cell] for cell in cells] == [["code_inline"], ["text"]]
+    assert cells[1][0].content == "end"
+
+
+def test_a_text_is_short_and_never_empty():
+    assert plain("x" * 1000) == f"`{'x' * (MAX_LETTERS - 1)}…`"
+    assert plain(" \n ") == "–"

@@ -7,10 +7,12 @@ import pytest
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.probes.judge import ExactJudge
-from hybrid_kv.targets import mlx, remote, transformers
+from hybrid_kv.targets import remote
 from hybrid_kv.targets.exact import ExactAnswers, write_exact_checkpoint
+from hybrid_kv.targets.mlx import KIND
 from hybrid_kv.targets.remote import python_of
 from hybrid_kv.targets.target import Ask
+from hybrid_kv.targets.transformers import Transformers
 
 PROMPTS = [tuple(range(1, length)) for length in (31, 8, 2, 24)]
 # What a plant adds behind mlx's worker, before it serves.
@@ -52,7 +54,7 @@ def verdicts(target, folder):
 def test_transformers_refuses_drafts_and_pages_for_states(folder_of):
     for settings, words in (({"spec": "lookup3"}, "stateful models"), ({"batch": "continuous"}, "layer type: linear")):
         with pytest.raises(ConfigError, match=words):
-            transformers.start(folder_of("mixed"), settings)
+            Transformers(folder_of("mixed"), settings)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +77,7 @@ def test_transformers_refuses_drafts_and_pages_for_states(folder_of):
 )
 def test_a_bug_in_transformers_is_wrong(place, plant, model, settings, folder_of, monkeypatch):
     monkeypatch.setattr(place, plant(resolve_name(place)))
-    assert "wrong" in verdicts(transformers.start(folder := folder_of(model), settings), folder)
+    assert "wrong" in verdicts(Transformers(folder := folder_of(model), settings), folder)
 
 
 @pytest.fixture
@@ -94,7 +96,7 @@ def started(tmp_path, monkeypatch, request):
         assert serve in text
         worker.write_text(text.replace(serve, "".join(f"    {line}\n" for line in plant) + serve))
         monkeypatch.setattr(remote, "WORKERS", workers)
-        target = mlx.start(folder, settings)
+        target = KIND.start(folder, settings)
         request.addfinalizer(target.close)
         return target
 
@@ -116,7 +118,7 @@ def started(tmp_path, monkeypatch, request):
 )
 def test_answers_are_the_oracles(engine, model, settings, folder_of, request):
     folder = folder_of(model)
-    start = transformers.start if engine == "transformers" else request.getfixturevalue("started")
+    start = Transformers if engine == "transformers" else request.getfixturevalue("started")
     target = start(folder, settings)
     assert verdicts(target, folder) == {"right"}
     counters = target.counters()

@@ -4,7 +4,7 @@ import pytest
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.models.random_checkpoint import write_checkpoint
-from hybrid_kv.targets import mlx
+from hybrid_kv.targets.mlx import KIND
 from hybrid_kv.targets.remote import python_of
 from hybrid_kv.targets.target import Ask
 from hybrid_kv.targets.workers.mlx import Kept, as_on_the_hub
@@ -22,7 +22,7 @@ def installed():
 @pytest.fixture
 def started(request):
     def start(folder, **settings):
-        target = mlx.start(str(folder), settings)
+        target = KIND.start(str(folder), settings)
         request.addfinalizer(target.close)
         return target
 
@@ -55,7 +55,7 @@ def test_a_second_turn_goes_on_with_the_cache_of_the_first(hybrid, started, turn
 
 @pytest.fixture(scope="module")
 def plain(hybrid):
-    target = mlx.start(str(hybrid[0]), {})
+    target = KIND.start(str(hybrid[0]), {})
     yield target
     target.close()
 

@@ -1,20 +1,11 @@
-import pytest
 import torch
 
 from hybrid_kv import LLM, SamplingParams
 from hybrid_kv.engine.record import record_logits
-from hybrid_kv.models.random_checkpoint import write_checkpoint
-from hybrid_kv.targets import ours
+from hybrid_kv.targets.ours import ROOM, Ours
 from hybrid_kv.targets.target import CAPABILITIES, COUNTERS, Ask
 
 PROMPT = tuple((i * 7) % 90 + 1 for i in range(120))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    write_checkpoint("lfm2", folder)
-    return str(folder)
 
 
 def alone(folder, prompt, **params):
@@ -23,7 +14,7 @@ def alone(folder, prompt, **params):
 
 
 def test_answers_are_those_of_generate(folder):
-    target = ours.start(folder, {"prefix": "align", "spec": "ngram3", "chunk": "17", "async": "on"})
+    target = Ours(folder, {"prefix": "align", "spec": "ngram3", "chunk": "17", "async": "on"})
     requests = [Ask(PROMPT), Ask(PROMPT[:9], max_tokens=3), Ask(PROMPT[:50], temperature=1.0, seed=5)]
     answers = target.ask(requests)
     assert list(answers[0].token_ids) == alone(folder, PROMPT, max_tokens=12)
@@ -33,7 +24,7 @@ def test_answers_are_those_of_generate(folder):
 
 
 def test_a_second_time_comes_from_the_cache_until_it_is_reset(folder):
-    target = ours.start(folder, {"prefix": "align"})
+    target = Ours(folder, {"prefix": "align"})
     found = [target.ask([Ask(PROMPT, max_tokens=2)])[0].cached_tokens for _ in range(2)]
     target.reset()
     found += [target.ask([Ask(PROMPT, max_tokens=2)])[0].cached_tokens]
@@ -41,28 +32,28 @@ def test_a_second_time_comes_from_the_cache_until_it_is_reset(folder):
 
 
 def test_preempted_requests_get_the_same_answers(folder):
-    target = ours.start(folder, {})
+    target = Ours(folder, {})
     requests = [Ask(PROMPT), Ask(PROMPT[:20])]
     assert target.ask(requests, preempt_every=4) == target.ask(requests)
     assert target.counters()["preemptions"] >= 4
 
 
 def test_a_tight_pool_preempts(folder):
-    target = ours.start(folder, {"blocks": "tight"})
+    target = Ours(folder, {"blocks": "tight"})
     target.ask([Ask(PROMPT * 2, max_tokens=40) for _ in range(6)])
     assert target.counters()["preemptions"] > 0
 
 
 def test_what_a_tight_pool_drops_comes_back_from_host_memory(folder):
-    target = ours.start(folder, {"prefix": "align", "blocks": "tight", "offload": "host"})
+    target = Ours(folder, {"prefix": "align", "blocks": "tight", "offload": "host"})
     target.ask([Ask(PROMPT, max_tokens=2)])
     target.reset()
     (again,) = target.ask([Ask(PROMPT, max_tokens=2)])
-    assert again.cached_tokens > 0 and target.longest == ours.ROOM
+    assert again.cached_tokens > 0 and target.longest == ROOM
 
 
 def test_a_text_that_ends_the_answer_does_so(folder):
-    target = ours.start(folder, {})
+    target = Ours(folder, {})
     (whole,) = target.ask([Ask(PROMPT, max_tokens=6)])
     text = target._llm.tokenizer.decode(whole.token_ids[1:2])
     (cut,) = target.ask([Ask(PROMPT, max_tokens=6, stop=(text,))])
@@ -70,19 +61,19 @@ def test_a_text_that_ends_the_answer_does_so(folder):
 
 
 def test_an_aborted_request_keeps_the_tokens_it_has(folder):
-    target = ours.start(folder, {})
+    target = Ours(folder, {})
     whole, cut = target.ask([Ask(PROMPT), Ask(PROMPT, abort_after=3)])
     assert cut.token_ids == whole.token_ids[:3]
 
 
 def test_a_request_can_wait_for_others(folder):
-    target = ours.start(folder, {"prefix": "align"})
+    target = Ours(folder, {"prefix": "align"})
     first, second = target.ask([Ask(PROMPT, max_tokens=2), Ask(PROMPT, max_tokens=2, after=1)])
     assert (first.cached_tokens, first.token_ids) == (0, second.token_ids) and second.cached_tokens > 0
 
 
 def test_logprobs_are_those_of_the_whole_text(folder):
-    target = ours.start(folder, {"spec": "ngram3"})
+    target = Ours(folder, {"spec": "ngram3"})
     (answer,) = target.ask([Ask(PROMPT, logprobs=True)])
     plain, text = LLM(folder, device="cpu", dtype="float32"), [*PROMPT, *answer.token_ids]
     ((_, logits),) = record_logits(plain, [text], SamplingParams(max_tokens=1))
@@ -93,6 +84,6 @@ def test_logprobs_are_those_of_the_whole_text(folder):
 
 
 def test_a_prompt_that_does_not_fit_is_an_error_of_its_own(folder):
-    target = ours.start(folder, {})
+    target = Ours(folder, {})
     long, short = target.ask([Ask((1,) * 3000), Ask((1,))])
     assert "3000" in long.error and len(short.token_ids) == 12

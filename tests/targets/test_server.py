@@ -11,7 +11,6 @@ from contextlib import suppress
 import pytest
 
 from hybrid_kv.config import ConfigError
-from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.targets import ours, serve, server
 from hybrid_kv.targets.dialects import Completions, LlamaCpp, SGLang
 from hybrid_kv.targets.kinds import kind_of
@@ -46,24 +45,17 @@ def test_a_server_ends_with_a_guard_that_is_killed():
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    write_checkpoint("lfm2", folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
 def served(folder):
     """It looks as if it could do little; what ours promises is used all the same."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serve.Server, "_found_out", lambda self, url: ["batch", "abort"])
-        target = serve.start(folder, {"prefix": "align"})
+        target = serve.Served(folder, {"prefix": "align"})
     yield target
     target.close()
 
 
 def test_over_http_answers_are_those_of_the_engine(served, folder):
-    target = ours.start(folder, {"prefix": "align"})
+    target = ours.Ours(folder, {"prefix": "align"})
     requests = [Ask(PROMPT), Ask(PROMPT[:9], max_tokens=3, n=2), Ask(PROMPT[:50], temperature=1.0, seed=5)]
     tokens = [(one.token_ids, one.others) for one in served.ask(requests)]
     greedy = [(one.token_ids, one.others) for one in target.ask(requests)]

@@ -6,8 +6,8 @@ from hybrid_kv.config import ConfigError
 from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.probes.judge import Judge
 from hybrid_kv.probes.oracle import Oracle
-from hybrid_kv.targets import transformers
 from hybrid_kv.targets.target import Ask
+from hybrid_kv.targets.transformers import Transformers
 from tests.targets.models import PROMPTS, check_logprobs, continued
 
 
@@ -18,14 +18,14 @@ from tests.targets.models import PROMPTS, check_logprobs, continued
 )
 def test_answers_are_those_of_the_whole_text(hybrid, settings):
     folder, model = hybrid
-    answers = transformers.start(folder, settings).ask([Ask(prompt) for prompt in PROMPTS])
+    answers = Transformers(folder, settings).ask([Ask(prompt) for prompt in PROMPTS])
     assert [answer.token_ids for answer in answers] == [continued(model, prompt) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_a_second_turn_goes_on_with_the_cache_of_the_first(hybrid, cache):
     folder, model = hybrid
-    target = transformers.start(folder, {"prefix": "kept", "cache": cache})
+    target = Transformers(folder, {"prefix": "kept", "cache": cache})
     (first,) = target.ask([Ask(PROMPTS[0])])
     again = (*PROMPTS[0], *first.token_ids, 5, 6, 7)
     (second,) = target.ask([Ask(again)])
@@ -39,7 +39,7 @@ def test_a_second_turn_goes_on_with_the_cache_of_the_first(hybrid, cache):
 def test_a_second_turn_of_a_model_without_attention(tmp_path):
     """Its cache has another name."""
     model = write_checkpoint("mamba2", tmp_path)
-    target = transformers.start(str(tmp_path), {"prefix": "kept"})
+    target = Transformers(str(tmp_path), {"prefix": "kept"})
     (first,) = target.ask([Ask(PROMPTS[1])])
     again = (*PROMPTS[1], *first.token_ids, 5, 6, 7)
     (second,) = target.ask([Ask(again)])
@@ -49,7 +49,7 @@ def test_a_second_turn_of_a_model_without_attention(tmp_path):
 def judged(folder, settings):
     judge = Judge(Oracle(folder))
     judge.oracle.rounds(PROMPTS[0])
-    answers = transformers.start(folder, settings).ask([Ask(prompt) for prompt in PROMPTS])
+    answers = Transformers(folder, settings).ask([Ask(prompt) for prompt in PROMPTS])
     return answers, [judge.judge(Ask(prompt), one, None).verdict for prompt, one in zip(PROMPTS, answers, strict=True)]
 
 
@@ -65,14 +65,14 @@ def test_a_search_is_judged_by_its_log_probabilities(hybrid, monkeypatch):
 
 def test_log_probabilities_are_those_of_the_whole_text(hybrid):
     folder, model = hybrid
-    target = transformers.start(folder, {})
+    target = Transformers(folder, {})
     (answer,) = target.ask([Ask(PROMPTS[0], logprobs=True)])
     check_logprobs(model, answer)
 
 
 def test_a_seed_repeats_a_draw(hybrid):
     requests = [Ask(PROMPTS[0], temperature=1.0, seed=seed, n=2) for seed in (7, 7, 8)]
-    first, again, other = transformers.start(hybrid[0], {}).ask(requests)
+    first, again, other = Transformers(hybrid[0], {}).ask(requests)
     assert (first.token_ids, first.others) == (again.token_ids, again.others)
     assert first.token_ids not in (*first.others, other.token_ids)
 
@@ -80,16 +80,16 @@ def test_a_seed_repeats_a_draw(hybrid):
 def test_what_transformers_refuses_is_one_line(hybrid, tmp_path):
     folder, _ = hybrid
     with pytest.raises(ConfigError, match="Invalid layer type: conv"):
-        transformers.start(folder, {"batch": "continuous"})
+        Transformers(folder, {"batch": "continuous"})
     with pytest.raises(ConfigError, match="use batch=one"):
-        transformers.start(folder, {"batch": "left", "prefix": "kept"})
+        Transformers(folder, {"batch": "left", "prefix": "kept"})
     with pytest.raises(ConfigError, match="a search has no drafts"):
-        transformers.start(folder, {"beams": "4", "prefix": "kept"})
+        Transformers(folder, {"beams": "4", "prefix": "kept"})
     with pytest.raises(ConfigError, match="does not load"):
-        transformers.start(str(tmp_path), {})
+        Transformers(str(tmp_path), {})
 
 
 def test_an_error_of_one_request_is_its_answer(hybrid):
-    bad, good = transformers.start(hybrid[0], {}).ask([Ask((5, 100_000)), Ask(PROMPTS[1])])
+    bad, good = Transformers(hybrid[0], {}).ask([Ask((5, 100_000)), Ask(PROMPTS[1])])
     assert bad.error.startswith("IndexError") and not bad.token_ids
     assert good.token_ids == continued(hybrid[1], PROMPTS[1])

@@ -27,8 +27,8 @@ PROMPT = tuple(1 + i * i % 89 for i in range(40))
 
 def test_every_level_is_known_to_the_worker() -> None:
     plain = arguments({})
-    assert plain == arguments({factor: levels[0] for factor, levels in vllm.factors.items()})
-    for factor, levels in [*vllm.factors.items(), *vllm.inside.factors.items()]:
+    assert plain == arguments({factor: levels[0] for factor, levels in vllm.KIND.factors.items()})
+    for factor, levels in [*vllm.KIND.factors.items(), *vllm.KIND.inside.factors.items()]:
         for level in levels[1:]:
             assert (arguments({factor: level}) != plain) == (factor not in ("kernel", "sanitize")), f"{factor}={level}"
 
@@ -50,7 +50,7 @@ def test_an_unknown_setting_is_refused(setting: tuple[str, str]) -> None:
 
 def started(**settings: str) -> Remote:
     installed()
-    return vllm.start(str(FOLDER), settings)
+    return vllm.KIND.start(str(FOLDER), settings)
 
 
 def installed() -> str:
@@ -111,7 +111,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Remote, Ex
     folder = str(tmp_path_factory.mktemp("exact"))
     write_exact_checkpoint("mixed", folder)
     installed()
-    target = vllm.start(folder, {"prefix": "on", "chunk": "40"})
+    target = vllm.KIND.start(folder, {"prefix": "on", "chunk": "40"})
     yield target, ExactAnswers(folder)
     target.close()
 
@@ -134,7 +134,7 @@ def test_drafts_of_its_head_are_right_at_times_and_change_no_token(
     write_exact_checkpoint("mixed", tmp_path)
     monkeypatch.setattr(remote, "_loaders", {})
     remote.renew_loader("vllm", installed())  # as `--watch` does
-    target, answers = vllm.start(str(tmp_path), {"spec": "mtp3", "async": "on"}), ExactAnswers(tmp_path)
+    target, answers = vllm.KIND.start(str(tmp_path), {"spec": "mtp3", "async": "on"}), ExactAnswers(tmp_path)
     try:
         requests = [Ask(PROMPT[i % 3 :], max_tokens=20 + i, step=3 * i) for i in range(6)]
         found, counters = target.ask(requests), target.counters()
@@ -165,7 +165,7 @@ def test_the_sanitizer_names_the_first_wrong_read(kernel: str, said: str, tmp_pa
     write_exact_checkpoint("mixed", tmp_path)
     installed()
     settings = {"prefix": "on", "chunk": "40", "kernel": kernel, "sanitize": "on"}
-    with closing(vllm.start(str(tmp_path), settings)) as target:
+    with closing(vllm.KIND.start(str(tmp_path), settings)) as target:
         target.ask([Ask(PROMPT[i % 3 :], max_tokens=20 + i, step=3 * i) for i in range(6)])
         found = target.wrong_read()
     assert said in found and bool(said) == bool(found)

@@ -12,8 +12,8 @@ from hybrid_kv.targets.exact import ExactAnswers, write_exact_checkpoint
 from hybrid_kv.targets.remote import Remote
 from hybrid_kv.targets.target import Ask
 from hybrid_kv.targets.workers.vllm_releases import DRIFTS, drifts_of
+from tests.targets.test_vllm import PROMPT
 
-PROMPT = tuple(1 + i * i % 89 for i in range(40))
 RELEASES = ("0.22", "0.24", "0.28", "0.33")
 
 

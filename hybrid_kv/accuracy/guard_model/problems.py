@@ -237,7 +237,6 @@ def sample_problem(
     latch: int | None,
     split: Split = "train",
     needs_latch: bool | None = None,
-    steps: int | None = None,
     may_set_latch: bool = True,
 ) -> Problem:
     """Draw one problem.
@@ -246,15 +245,13 @@ def sample_problem(
         latch: the box size in force so far, None before the first.
         split: which side of the held-out numbers to draw from.
         needs_latch: True or False to force a latch or a self-contained problem, None for the mix.
-        steps: number of solution lines (1 to 4), None for the mix.
         may_set_latch: whether the problem may state a box size itself.
     """
     if needs_latch and latch is None:
         raise ValueError("a latch problem needs a box size stated earlier")
     while True:
-        n = steps or rng.choice(STEP_CHOICES)
         try:
-            d, question = _write(rng, latch, n, needs_latch)
+            d, question = _write(rng, latch, rng.choice(STEP_CHOICES), needs_latch)
         except _Rejected:
             continue
         numbers = tuple(d.numbers)

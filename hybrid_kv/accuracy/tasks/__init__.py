@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.files import read_text
+from hybrid_kv.models.config_file import first_line
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
 
 TASKS = ("gsm8k_synth", "gsm8k")
 GSM8K_FILES = ("train.jsonl", "test.jsonl")
+# What lm-eval's filters give when they find nothing, and what a rejected request gets: the engine's own message has
+# numbers, which `flexible-extract` would take for the answer.
+NO_ANSWER = "[invalid]"
 FEWSHOT_SEED = 1234  # lm-eval's default: seed 0 gives the prompts that `lm_eval --tasks gsm8k` gives
 
 
@@ -82,9 +86,8 @@ def load_task(
         except Exception as error:  # datasets and the hub's client raise many unrelated types for "cannot be had"
             if task == "gsm8k_synth":
                 raise
-            first = (str(error).splitlines() or [type(error).__name__])[0]
             where = f"from {gsm8k_dir}" if gsm8k_dir is not None else "from the hub; offline, give --gsm8k-dir"
-            raise ConfigError(f"gsm8k cannot be loaded {where} ({first[:160]})") from None
+            raise ConfigError(f"gsm8k cannot be loaded {where} ({first_line(error)})") from None
     shots = loaded.config.num_fewshot
     if gsm8k_dir is not None and (there := len(loaded.training_docs())) < shots:
         raise ConfigError(f"{gsm8k_dir}: train.jsonl has {there} questions, a prompt shows {shots} of them")

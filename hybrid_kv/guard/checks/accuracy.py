@@ -28,11 +28,11 @@ def check_accuracy(run: Run) -> Iterator[CheckResult]:
 def _check(model: Trained, limit: int) -> Iterator[CheckResult]:
     from scipy.stats import binom
 
-    from hybrid_kv.accuracy.run import evaluate_guard_model
+    from hybrid_kv.accuracy.run import evaluate
 
     # Written by `hybrid-kv accuracy --model NAME --limit 500 --out FOLDER/recorded.json`.
     recorded = json.loads((model.folder / "recorded.json").read_text())
-    result = evaluate_guard_model(limit, recorded["params"]["seed"], model=model.folder.name)
+    result = evaluate(model.folder, limit=limit, seed=recorded["params"]["seed"], progress=False)
     correct = sum(record.correct for record in result.records)
     invalid = sum(record.invalid for record in result.records)
     floor = int(binom.ppf(0.001, limit, recorded["accuracy_ci"][0]))
