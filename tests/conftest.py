@@ -10,6 +10,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
+# Nothing that a module makes while it is imported is garbage; see `pytest_collection_finish`.
+gc.disable()
 # Tensors this small are slower on several threads, five times so where the workers of a run share the cores.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
@@ -45,5 +47,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     # What the tests import is a million objects, which every full collection of garbage would walk again.
-    gc.collect()
     gc.freeze()
+    gc.enable()

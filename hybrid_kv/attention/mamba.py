@@ -147,6 +147,7 @@ class MambaMetadataBuilder:
         self,
         common: CommonAttentionMetadata,
         block_table: torch.Tensor,
+        current_blocks: Ints,
         prev_step: Ints,
         window_rows: Ints,
         rollback: Staged[RollbackStep] = ((), lambda: NO_DECODES),
@@ -157,13 +158,13 @@ class MambaMetadataBuilder:
         Args:
             block_table: [num_reqs_padded, width] int32, contiguous, read on the device; padding rows hold the null
                 block.
-            prev_step: [num_reqs_padded], the previous step's current state blocks.
+            current_blocks, prev_step: [num_reqs_padded], the current state blocks of this step and of the previous
+                one.
             window_rows: [num_reqs_padded], where the window begins there; 0 for padding.
             rollback: what the scheme's `prepare` gave.
             num_gathers: changes whenever `block_table` may (`BlockTables.num_gathers`); None: it may have.
         """
         num_rows, split = common.num_reqs_padded, common.num_decodes
-        current_blocks = last_scheduled_block_idx(self.spec, common.num_computed_tokens, common.query_lens)
         key: tuple[object, ...] | None = None
         if num_gathers is not None and not rollback[0] and not common.num_prefills:
             known = common.query_lens, current_blocks, prev_step, window_rows
@@ -269,7 +270,9 @@ class BoundaryCopies(NamedTuple):
     logical_blocks: Any  # the boundary's own
 
 
-def boundary_copies(spec: MambaSpec | None, num_computed_tokens: Ints, query_lens: Ints) -> BoundaryCopies:
+def boundary_copies(
+    spec: MambaSpec | None, num_computed_tokens: Ints, query_lens: Ints, current_blocks: Ints
+) -> BoundaryCopies:
     """What `postprocess_mamba` must copy after the decodes of a step if it accepts all of their drafts.
 
     A step of at most 1 + K <= `block_size` tokens passes at most one boundary, the end of block
@@ -277,12 +280,11 @@ def boundary_copies(spec: MambaSpec | None, num_computed_tokens: Ints, query_len
 
     Args:
         spec: of the Mamba layers, if there are any.
-        num_computed_tokens, query_lens: [num_decodes].
+        num_computed_tokens, query_lens, current_blocks: [num_decodes].
     """
     if spec is None or not spec.mode.keeps_states:
         none = np.empty(0, dtype=np.int64)
         return BoundaryCopies(none, none, none, none)
-    current_blocks = last_scheduled_block_idx(spec, num_computed_tokens, query_lens)
     logical_blocks = num_computed_tokens // spec.block_size
     drafts = (logical_blocks + 1) * spec.block_size - 1 - num_computed_tokens
     rows = np.flatnonzero((drafts < query_lens) & (current_blocks + drafts != logical_blocks))

@@ -89,6 +89,7 @@ class Step(NamedTuple):
 
     Attributes:
         rows: [num_reqs], of the engine.
+        current_blocks: [num_reqs_padded], the current state blocks of the Mamba layers; zeros without any.
         copies: of boundary states, due if all drafts are accepted; `moved_copies`, if there are any: on the device.
         drafting: what the drafter staged, if there is one.
     """
@@ -98,6 +99,7 @@ class Step(NamedTuple):
     sampling: Sampling
     rows: Ints
     common: CommonAttentionMetadata
+    current_blocks: Ints
     copies: BoundaryCopies
     moved_copies: Sequence[torch.Tensor]
     drafting: Any
@@ -350,10 +352,10 @@ class ModelRunner:
         if (spec := self._mamba_spec) is None:
             return
         num_reqs, copies = len(step.rows), step.copies
-        computed, lengths = step.common.num_computed_tokens[:num_reqs], step.common.query_lens[:num_reqs]
+        computed = step.common.num_computed_tokens[:num_reqs]
         accepted = np.array(num_accepted, dtype=np.int64)
         window_rows = accepted - 1
-        current_blocks = last_scheduled_block_idx(spec, computed, lengths)
+        current_blocks = step.current_blocks[:num_reqs].copy()
         if len(copies.rows):
             # Where the accepted tokens end on the boundary, the next step starts from the copy: it cost the window of
             # an current state block in the same block its first rows.
@@ -424,11 +426,10 @@ class ModelRunner:
             num_computed_tokens=computed,
             positions=self.positions[:num_tokens_padded],
         )
-        current_blocks, window_rows, gained = np.zeros((3, num_reqs_padded), dtype=np.int64)
-        current_blocks[:num_reqs], window_rows[:num_reqs] = (
-            self.cursors.current_block[rows],
-            self.cursors.window_row[rows],
-        )
+        current_blocks, prev_step, window_rows, gained = np.zeros((4, num_reqs_padded), dtype=np.int64)
+        if self._mamba_spec is not None:
+            current_blocks = last_scheduled_block_idx(self._mamba_spec, computed, query_lens)
+        prev_step[:num_reqs], window_rows[:num_reqs] = self.cursors.current_block[rows], self.cursors.window_row[rows]
         gained[:num_reqs] = self.cursors.num_gained(rows, computed[:num_reqs])
         padded_rows = np.full(num_reqs_padded, -1)
         padded_rows[:num_reqs] = rows
@@ -440,7 +441,8 @@ class ModelRunner:
             (self.positions[:num_tokens], positions),
         )
         update = self.block_tables.stage(rows, query_lens[:num_reqs], torch.from_numpy(positions), *padded)
-        copies = boundary_copies(self._mamba_spec, computed[:num_decodes], query_lens[:num_decodes])
+        decodes = computed[:num_decodes], query_lens[:num_decodes], current_blocks[:num_decodes]
+        copies = boundary_copies(self._mamba_spec, *decodes)
         moved = move(*copies) if len(copies.rows) else move()
         drafting = move() if self._drafter is None else self._drafter.stage(batch, token_rows, positions)
         staged: list[Staged[Any]] = [stage_sampling(batch), moved, drafting, inputs, update, common.stage_rows()]
@@ -448,7 +450,9 @@ class ModelRunner:
             table = tables[group_id]
             rollback = builder.rollback.prepare(padded_rows, owned_anew, gained, common, table)
             staged.append(
-                builder.build(common, table, current_blocks, window_rows, rollback, self.block_tables.num_gathers)
+                builder.build(
+                    common, table, current_blocks, prev_step, window_rows, rollback, self.block_tables.num_gathers
+                )
             )
         sampling, moved_copies, drafts, _, _, _, *built = now(self.device, together(*staged))
         states = dict(zip(self.builders, built, strict=True))
@@ -459,4 +463,4 @@ class ModelRunner:
             )
             metadata.update(dict.fromkeys(group.layer_names, own))
         context = ForwardContext(metadata, self.views, self.row_memory, self.kernels)
-        return Step(context, num_tokens_padded, sampling, rows, common, copies, moved_copies, drafts)
+        return Step(context, num_tokens_padded, sampling, rows, common, current_blocks, copies, moved_copies, drafts)

@@ -39,7 +39,8 @@ def stage_verify(
 ) -> Staged[list[Any]]:
     """What `verify` takes beside logits, whose row j of request r predicts the token at `first_positions[r] + j`."""
     if not any(draft_token_ids):
-        return together(stage_draws(params, seeds, first_positions), move())
+        arrays, make = stage_draws(params, seeds, first_positions)
+        return arrays, lambda *moved: [make(*moved), ()]
     counts = [1 + len(drafts) for drafts in draft_token_ids]
     owners = [request for request, count in enumerate(counts) for _ in range(count)]
     positions = [first + j for first, count in zip(first_positions, counts, strict=True) for j in range(count)]

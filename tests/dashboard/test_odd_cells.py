@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.figures import BLOCKS
@@ -55,7 +55,6 @@ def odd_rows(draw: st.DrawFn) -> list[dict[str, Any]]:
     return rows
 
 
-@settings(max_examples=100, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(odd_rows())
 def test_odd_cells_are_drawn_or_refused(rows: list[dict[str, Any]]) -> None:
     with TemporaryDirectory() as folder:

@@ -13,6 +13,7 @@ from hybrid_kv import LLM
 from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec, StatePart
 from hybrid_kv.engine.record import record_logits
 from hybrid_kv.models.attention import PagedAttention
+from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import ForwardContext, Linear, empty
 from hybrid_kv.models.mixers.conv import Projected, RecurrentMixer, Tensors
 from hybrid_kv.sampling import SamplingParams
@@ -92,9 +93,11 @@ class FourPartsModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, HIDDEN)
-        self.mixers = nn.ModuleList([FourParts("0"), Attention("1", HIDDEN, 1, 1, HIDDEN), FourParts("2")])
+        file = ConfigFile({"hidden_size": HIDDEN, "num_attention_heads": 1}, "config.json")
+        attention = FullAttentionSpec(1, 1, HIDDEN, F64)
+        self.mixers = nn.ModuleList([FourParts("0"), Attention(file, "1", attention), FourParts("2")])
         state = MambaSpec(1, PARTS)
-        self.layer_specs: dict[str, KVCacheSpec] = {"0": state, "1": FullAttentionSpec(1, 1, HIDDEN, F64), "2": state}
+        self.layer_specs: dict[str, KVCacheSpec] = {"0": state, "1": attention, "2": state}
         self.double()
         generator = torch.Generator().manual_seed(0)
         for weight in self.parameters():
