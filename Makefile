@@ -22,7 +22,7 @@ guard-quick: $(STAMP)
 	$(BIN)/hybrid-kv guard --quick
 
 test: $(STAMP)
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
 fuzz: $(STAMP)
 	$(BIN)/python -m pytest -q --hypothesis-profile=nightly tests/fuzz

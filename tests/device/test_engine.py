@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from bench.device import METRICS, OFFLOAD, QUICK, UNITS, Step, missed, play, played, steps
+from bench.device import METRICS, OFFLOAD, QUICK, UNITS, Step, missed, played, steps
 from hybrid_kv.accuracy.guard_model import FOLDERS
 from hybrid_kv.attention.mamba import MambaMetadataBuilder
 from hybrid_kv.device import DeviceError, pretend_gpu
@@ -34,10 +34,9 @@ def test_tokens_are_those_of_the_cpu(family, mode):
     assert gpu.counts()["launch"] > 1000
 
 
-def test_every_kind_of_step_is_counted_and_the_counts_are_those_of_any_run():
+def test_every_kind_of_step_is_counted():
     config = ("torch", "align", "slots", 0)
     assert {step.kind for step in played(*config)} == {*QUICK["step"]}
-    assert [step.counts for step in play(*config)] == [step.counts for step in played(*config)]
     for kind in QUICK["step"]:
         counts = steps(0, *config, kind)
         assert (set(counts) == set(UNITS)) == (kind == "decode") and counts["launches"].value > 0

@@ -3,8 +3,6 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import NemotronHConfig
-from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHAttention, NemotronHMoE
 
 from tests.models.paged_head import check_head, dense_mask
 from tests.models.parity import checkpoint
@@ -20,6 +18,10 @@ class DenseHead:
     """transformers' attention and mixture in the places that the checkpoint's names give them."""
 
     def __init__(self, folder):
+        # Not above: every worker of a run imports every test, and these take seconds.
+        from transformers import NemotronHConfig
+        from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHAttention, NemotronHMoE
+
         config = NemotronHConfig.from_pretrained(folder)
         config._attn_implementation = "eager"
         self.tensors = load_file(folder / "model.safetensors")

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx2
-import openai
 import pytest
 
 from hybrid_kv import LLM
@@ -33,6 +32,8 @@ class Served:
     """A server that runs in a thread, and clients of it."""
 
     def __init__(self, server: Server, port: int, key: str | None) -> None:
+        import openai  # not above: every worker of a run reads this file, and it takes seconds
+
         self.server, self.engine, self.metrics = server, server.engine, server.metrics
         self.llm = server.engine.llm
         self.url = f"http://127.0.0.1:{port}"

@@ -49,10 +49,10 @@ def decide(rng, design, effects, draw):
 @pytest.mark.parametrize("draw", [normal, heavy, wild])
 def test_a_suite_of_equal_code_raises_almost_no_alarm(draw):
     rng, design = np.random.default_rng(11), Design(alpha=0.05)  # a rate that a simulation can see
-    runs = [decide(rng, design, [0.0] * 20, draw) for _ in range(60)]
+    runs = [decide(rng, design, [0.0] * 20, draw) for _ in range(40)]
     assert np.mean([len(measured.repeat) for _, measured, _ in runs]) > 1  # there were suspects
     false = sum(any(one.verdict in ("slower", "faster") for one in outcomes.values()) for outcomes, _, _ in runs)
-    assert clopper_pearson(false, 60, level=0.99)[0] <= design.alpha
+    assert clopper_pearson(false, 40, level=0.99)[0] <= design.alpha
 
 
 @pytest.mark.parametrize(("effect", "expected"), [(0.05, "slower"), (-0.05, "faster")])
