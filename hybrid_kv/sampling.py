@@ -170,19 +170,21 @@ class Draws(NamedTuple):
 
 
 def stage_draws(
-    params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]
+    params: Sequence[SamplingParams], seeds: Sequence[int], first_positions: Sequence[int], counts: Sequence[int] = (1,)
 ) -> Staged[Draws | None]:
-    """How to sample a row of logits for each of these; None if all are greedy."""
+    """How to sample so many rows of logits for each of these, from its first position on; None if all are greedy."""
     if all(p.is_greedy for p in params):
         return (), lambda: None
-    arrays = (
+    each = (
         np.array([1.0 if p.is_greedy else p.temperature for p in params], dtype=np.float64),
         np.array([p.top_k for p in params], dtype=np.int64),
         np.array([p.top_p for p in params], dtype=np.float64),
         np.array(seeds, dtype=np.int64),
-        np.array(positions, dtype=np.int64),
+        np.array(first_positions, dtype=np.int64),
         np.array([not p.is_greedy for p in params]),
     )
+    arrays = [array.repeat(counts) for array in each]
+    arrays[4] += np.concatenate([np.arange(count) for count in np.broadcast_to(counts, len(params))])
     filters = any(p.top_k > 0 or p.top_p < 1 for p in params)
     return arrays, lambda *moved: Draws(filters, *moved)
 

@@ -449,11 +449,8 @@ class ModelRunner:
         for group_id, builder in self.builders.items():
             table = tables[group_id]
             rollback = builder.rollback.prepare(padded_rows, owned_anew, gained, common, table)
-            staged.append(
-                builder.build(
-                    common, table, current_blocks, prev_step, window_rows, rollback, self.block_tables.num_gathers
-                )
-            )
+            where = current_blocks, prev_step, window_rows
+            staged.append(builder.build(common, table, *where, rollback, self.block_tables.num_gathers))
         sampling, moved_copies, drafts, _, _, _, *built = now(self.device, together(*staged))
         states = dict(zip(self.builders, built, strict=True))
         metadata: dict[str, Any] = {}

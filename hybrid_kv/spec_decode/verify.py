@@ -42,9 +42,7 @@ def stage_verify(
         arrays, make = stage_draws(params, seeds, first_positions)
         return arrays, lambda *moved: [make(*moved), ()]
     counts = [1 + len(drafts) for drafts in draft_token_ids]
-    owners = [request for request, count in enumerate(counts) for _ in range(count)]
-    positions = [first + j for first, count in zip(first_positions, counts, strict=True) for j in range(count)]
-    draws = stage_draws([params[r] for r in owners], [seeds[r] for r in owners], positions)
+    draws = stage_draws(params, seeds, first_positions, counts)
     longest, ends = max(counts), np.cumsum(counts)[:, None]
     padded = np.array([[*drafts, *[-1] * (longest - len(drafts))] for drafts in draft_token_ids])
     rows = np.minimum(np.arange(longest) + ends - np.array(counts)[:, None], ends - 1)

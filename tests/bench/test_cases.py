@@ -231,8 +231,8 @@ def flipped_blocks(function):
 
 
 def no_window(function):
-    return lambda self, common, table, prev, rows, *rest: function(
-        self, common, table, prev, np.zeros_like(rows), *rest
+    return lambda self, common, table, current, prev, rows, *rest: function(
+        self, common, table, current, prev, np.zeros_like(rows), *rest
     )
 
 
