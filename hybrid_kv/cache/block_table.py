@@ -167,8 +167,7 @@ class BlockTables:
         """Bring tables, input tables and slots up to date for a step.
 
         Padding rows point at the null block, padding tokens at `PAD_SLOT`. Logical blocks beyond a row's own blocks
-        hold stale
-        ids: a reader is bounded by the row's number of tokens.
+        hold stale ids: a reader is bounded by the row's number of tokens.
 
         Args:
             rows, query_lens: [num_reqs], row and number of tokens (at least 1) of each batch position.

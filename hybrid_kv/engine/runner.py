@@ -358,7 +358,7 @@ class ModelRunner:
         current_blocks = step.current_blocks[:num_reqs].copy()
         if len(copies.rows):
             # Where the accepted tokens end on the boundary, the next step starts from the copy: it cost the window of
-            # an current state block in the same block its first rows.
+            # a current state block in the same block its first rows.
             ended = copies.rows[copies.drafts + 1 == accepted[copies.rows]]
             current_blocks[ended] = computed[ended] // spec.block_size
             window_rows[ended] = 0

@@ -18,7 +18,7 @@ class StateCursor:
     """For all rows of the engine, arrays [num_rows] int64.
 
     Attributes:
-        current state block: logical block of the last step's running state, or of the boundary state that the next step
+        current_block: logical block of the last step's running state, or of the boundary state that the next step
             starts from. It cannot be had from `num_computed_tokens`, which does not tell how many drafts were
             scheduled.
         window_row: where the next step's window begins in that logical block: as many rows in as drafts were accepted,

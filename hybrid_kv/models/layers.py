@@ -87,9 +87,7 @@ def _unit_rows(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
 
 
 class Leaf(nn.Module):
-    """A layer of weights alone, which is called without torch's hooks: a step calls so many of them that these cost 3 %
-    of it on a CPU.
-    """
+    """A layer of weights alone, called without a look for torch's hooks: a decode step makes many such calls."""
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.forward(*inputs)
