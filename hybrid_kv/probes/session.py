@@ -13,7 +13,8 @@ from statistics import fmean
 from typing import Any
 
 from hybrid_kv.config import ConfigError
-from hybrid_kv.probes.judge import Judge, Judgement, first_difference
+from hybrid_kv.guard.step import common_prefix
+from hybrid_kv.probes.judge import Judge, Judgement
 from hybrid_kv.probes.registry import Probe, Round, Traffic, Verdict
 from hybrid_kv.targets.target import Answer, Ask, Kind, Target, TargetError, is_plain
 
@@ -90,12 +91,7 @@ class Seen:
         finds_itself = finds_itself or one.preempt_every > 0 or ask.n > 1
         beside = [other for i, other in enumerate(one.requests) if i != index or finds_itself]
         texts = [other.prompt for other in beside if other.salt == ask.salt]
-        return max((_common(text, ask.prompt) for text in (*texts, *self._texts.get(ask.salt, ()))), default=0)
-
-
-def _common(text: Sequence[int], prompt: Sequence[int]) -> int:
-    first = first_difference(text, prompt)
-    return min(len(text), len(prompt)) if first is None else first
+        return max((common_prefix(text, ask.prompt) for text in (*texts, *self._texts.get(ask.salt, ()))), default=0)
 
 
 def plainly(ask: Ask) -> Ask:
