@@ -61,6 +61,7 @@ def test_a_console_block_is_what_its_command_prints(
         command = command[:-1] + more
     assert command.startswith("$ hybrid-kv "), "a block without its output is `sh`"
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("hybrid_kv.guard.workers.MOST_WORKERS", 1)  # Another process would import for seconds.
     words = shlex.split(command.split("  #")[0].removeprefix("$ hybrid-kv "))
     code, out, err = cli.run(capsys, *words)
     assert code == 0, err

@@ -22,9 +22,9 @@ def rehearse(out, *arguments):
     return subprocess.run(command, cwd=out.parent, env={**os.environ, "N": "7"}, capture_output=True, text=True)
 
 
-def test_a_full_disk_ends_as_the_workflow_promises(tmp_path):
+def test_a_step_that_fails_ends_as_the_workflow_promises(tmp_path):
     """The other faults are for `make rehearse`."""
-    done = rehearse(tmp_path / "out", "--fault", "disk")
+    done = rehearse(tmp_path / "out", "--fault", "step")
     assert done.returncode == 0 and done.stdout.endswith("\nas promised\n"), done.stdout + done.stderr
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Annotated
 
 import typer
@@ -54,12 +55,16 @@ app.command()(red.red)
 app.command()(doctor.doctor)
 
 
+# Reading the signatures of all commands takes longer than most tests of one.
+_click = cache(typer.main.get_command)
+
+
 def main(args: list[str] | None = None) -> None:
     """Run the command line."""
 
     def command() -> int:
         try:
-            return app(args=args, prog_name="hybrid-kv", standalone_mode=False) or 0
+            return _click(app)(args=args, prog_name="hybrid-kv", standalone_mode=False) or 0
         except typer.Abort:  # Ctrl-C, in older versions of typer.
             return INTERRUPTED
 

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.figures import BLOCKS
@@ -56,6 +56,7 @@ def odd_rows(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 
 @given(odd_rows())
+@settings(max_examples=settings().max_examples // 2)  # Each draws all sections.
 def test_odd_cells_are_drawn_or_refused(rows: list[dict[str, Any]]) -> None:
     with TemporaryDirectory() as folder:
         try:

@@ -57,7 +57,7 @@ def alone(request):
     return mode, [proposals for (proposals,), _ in each], [tokens for _, (tokens,) in each]
 
 
-@pytest.mark.parametrize(("max_num_seqs", "budget"), [(5, 256), (5, 20), (3, 12), (2, 64)])
+@pytest.mark.parametrize(("max_num_seqs", "budget"), [(5, 256), (5, 20), (3, 12)])
 def test_a_request_gets_the_drafts_that_it_gets_alone(alone, max_num_seqs, budget):
     """Some prompts wait, some run in chunks beside verify steps, rows change owners."""
     mode, expected, tokens = alone
@@ -105,8 +105,7 @@ def test_the_sanitizer_knows_where_the_head_may_write(monkeypatch, change, rule)
     assert caught.value.rule in rule.split()
 
 
-@pytest.mark.parametrize("mode", ["none", "align", "all"])
-@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize(("mode", "async_scheduling"), [("none", True), ("align", False), ("all", True)])
 def test_the_sanitizer_has_nothing_against_a_head_that_is_right(mode, async_scheduling):
     prompts = [*PROMPTS, *PROMPTS]
     options = {"mamba_cache_mode": mode, "max_num_seqs": 3, "max_num_batched_tokens": 20, "sanitize": True}

@@ -11,7 +11,6 @@ import pytest
 
 from hybrid_kv import cli
 from hybrid_kv.guard import report
-from hybrid_kv.guard.checks import accuracy, guard_model
 from hybrid_kv.guard.registry import CHECKS, CheckResult, Run, load_checks
 from hybrid_kv.results import Row, metric_key, read_rows
 
@@ -42,12 +41,16 @@ def run(*arguments: str) -> int:
 def test_a_clean_run_exits_0_and_writes_a_row_per_check(
     small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clean = CheckResult("wrong tokens, exact model", 0, "requests", "0", 20, section="exact model")
-    change(monkeypatch, "exact model", quick=20, function=lambda run: [clean])  # it would be void
-    for section, count in {"costs": 3, "guard model": 4, "accuracy": 4}.items():
-        change(monkeypatch, section, quick=count)
-    monkeypatch.setattr(guard_model, "LOGIT_CELLS", guard_model.LOGIT_CELLS[:2])
-    monkeypatch.setattr(accuracy, "LEAST", 4)
+    clean = {
+        "exact model": CheckResult("wrong tokens, exact model", 0, "requests", "0", 20),
+        "guard model": CheckResult(
+            "largest logit difference", 1e-13, "logit", "1e-09", 9, metrics={"cached_tokens": 3}
+        ),
+        "accuracy": CheckResult("share of right answers", 0.9, "share", ">= 0.8", 9, interval=(0.8, 1.0)),
+    }
+    for section, result in clean.items():
+        found = replace(result, section=section, seconds=0.5)
+        change(monkeypatch, section, quick=1, function=lambda run, found=found: [found])
     out = tmp_path / "out.json"
     assert run("--results", str(tmp_path / "results"), "--out", str(out)) == 0
     document = json.loads(out.read_text())

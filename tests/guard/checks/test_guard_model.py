@@ -19,9 +19,8 @@ def questions() -> Questions:
     return Questions(MODEL, seed=7, count=2)
 
 
-@pytest.mark.parametrize("cell", LOGIT_CELLS[:2])
-def test_a_sound_engine_passes(questions: Questions, cell: dict[str, object]) -> None:
-    found = questions.run(cell, "cpu")
+def test_a_sound_engine_passes(questions: Questions) -> None:
+    found = questions.run(LOGIT_CELLS[1], "cpu")
     result = result_of(found, MODEL, 0)
     assert result.passed and 0 < result.value < 1e-11 and not found.num_wrong and found.num_tokens > 200
     assert result.name.endswith(", qwen3.5 moe") and result.params["model"] == "guard_model_qwen3_5"

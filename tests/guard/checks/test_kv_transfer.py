@@ -11,13 +11,6 @@ from hybrid_kv.guard.checks.kv_transfer import check_kv_transfer
 from hybrid_kv.guard.registry import CHECKS, Run
 
 
-def test_every_pair_of_engines_gives_the_right_tokens() -> None:
-    continued, heads = check_kv_transfer(Run(CHECKS["kv transfer"].amounts["quick"]))
-    assert continued.passed, continued.detail
-    assert heads.passed and heads.n > 20, heads.detail
-    assert min(continued.metrics[what.replace(" ", "_")] for what in kv_transfer.SEEN) > 0
-
-
 def test_a_state_whose_history_is_left_behind_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelRunner, "flush_all", lambda self, request: None)
     (continued,) = check_kv_transfer(Run(CHECKS["kv transfer"].amounts["quick"], fail_fast=True))
