@@ -8,7 +8,7 @@ import importlib.util
 import sys
 from dataclasses import replace
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -326,6 +326,16 @@ def test_flashinfer_is_called_as_it_requires_and_planned_once(fakes, step, monke
     monkeypatch.setattr(BatchPrefillWithPagedKVCacheWrapper, "plans", 0)
     check(Attention(step), partial(attend, compute_of("flashinfer")))
     assert BatchPrefillWithPagedKVCacheWrapper.plans == 1
+
+
+@pytest.mark.usefixtures("fakes")
+def test_flashinfer_plans_again_for_layers_of_other_sizes(monkeypatch):
+    compute, part, query = compute_of("flashinfer"), SimpleNamespace(plans={}), torch.zeros(3, 4, 8)
+    monkeypatch.setattr(compute, "_plan", lambda query, cache, *_: SimpleNamespace(run=lambda *_: cache.shape[2]))
+    for heads in (1, 2, 1):
+        cache = torch.zeros(5, 16, heads, 8)
+        assert compute.attend(query, (cache, cache), part, 0.5) == heads
+    assert len(part.plans) == 2
 
 
 @pytest.mark.parametrize(("name", "package"), [("flash_attn", "vllm"), ("flashinfer", "flashinfer")])
