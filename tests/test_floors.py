@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -44,9 +45,14 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(path.read_text()))]
+
+
 def imports(path: Path) -> Iterator[str]:
     """every module of the package that a file imports, nested and for typing alone too."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -57,6 +63,7 @@ def imports(path: Path) -> Iterator[str]:
         yield from (name.removeprefix("hybrid_kv.") for name in names if name.startswith("hybrid_kv."))
 
 
+@cache
 def graph() -> dict[str, set[str]]:
     """Each module and those that it imports; of `from a import b`, b if that is a module, else a."""
     known = modules()
@@ -130,7 +137,7 @@ def branches(path: Path, names: set[str], values: set[str]) -> list[str]:
         return any(isinstance(part, ast.Constant) and part.value in values for part in parts)
 
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
             if any(map(named, sides)) and any(map(valued, sides)):

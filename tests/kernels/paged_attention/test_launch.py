@@ -241,7 +241,9 @@ class Store(Operation):
 TWO = Shape(slots=(5, 1), heads=3, size=3, block_size=4, gap=5, dtype=torch.float32, seed=0)
 SLOTS = st.lists(st.integers(-2, 20), min_size=1, max_size=6, unique_by=lambda s: s if s >= 0 else object()).map(tuple)
 test_storing_writes_the_slots_and_nothing_else, test_the_torch_way_writes_the_same = equality(
-    Store, shapes(TWO, slots=SLOTS, heads=[1, 2, 3], size=[1, 3, 8], block_size=[1, 3, 16], gap=[0, 5], dtype=FLOATS)
+    Store,
+    shapes(TWO, slots=SLOTS, heads=[1, 2, 3], size=[1, 3, 8], block_size=[1, 3, 16], gap=[0, 5], dtype=FLOATS),
+    TWO,
 )
 
 
