@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -44,6 +46,16 @@ def test_each_mutant_changes_the_code_as_it_is_under_settings_of_our_target(know
     assert known.references and known.mechanism.endswith(".")
     for factor, level in known.settings.items():
         assert factor == "model" or level in LEVELS[factor]
+
+
+def test_no_mutant_uses_a_name_that_is_gone(tmp_path: Path) -> None:
+    """It would be caught at once, and whatever it stands for would not be tried."""
+    for known in read_mutants():
+        for file, text in known.changed().items():
+            (tmp_path / f"{known.id}_{file.replace('/', '_')}").write_text(text, encoding="utf-8")
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--select", "F821", tmp_path]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout
 
 
 def test_a_bug_is_injected_or_has_a_reason_why_not() -> None:
