@@ -46,7 +46,7 @@ BENCH = ("bench", "--quick", "--suite")
 RUNS = {
     # The rows of the design that have both.
     "mode and scheme": (*GUARD, "1", "--only", "mode=prompts only", "--only", "scheme=eager"),
-    "layout": (*GUARD, "1", "--only", "layers=Q*", "--only", "mode=all"),
+    "layout": (*GUARD, "1", "--only", "layers=Q*"),
     "family": (*GUARD, "1", "--only", "family=tiny_mamba"),
     # Two sections, so that each runs in a process of its own.
     "check": (*GUARD, "2", "-k", "pool", "-k", "eviction"),
@@ -75,11 +75,11 @@ def example(page: str) -> str:
     return (ROOT / "docs" / page).read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
 
 
-def drawn(checks: list[dict[str, Any]], at_least: int) -> dict[str, int]:
+def drawn(checks: list[dict[str, Any]]) -> dict[str, int]:
     """How often each pattern happened in exact traffic that had a toy in every engine, in all pairs of it."""
     unlike, settings = checks
-    assert unlike["name"] == "wrong tokens, exact model" and unlike["n"] > at_least
-    assert settings["name"] == "pairs and triples of settings covered" and settings["value"] >= 1
+    assert unlike["name"] == "wrong tokens, exact model" and unlike["n"] > 80
+    assert settings["name"] == "pairs and triples of settings covered" and settings["value"] > 7
     return dict(settings["metrics"]["seen"])
 
 
@@ -195,14 +195,14 @@ def ran(folder: Path) -> dict[str, Ran]:
 
 
 def test_a_mode_and_a_rollback_scheme_are_one_file_and_one_line_each(ran: dict[str, Ran]) -> None:
-    seen = drawn(ran["mode and scheme"].checks, at_least=80)
+    seen = drawn(ran["mode and scheme"].checks)
     assert seen["hit_prompts only"] and seen["accepted_draft"] and seen["rejected_draft"]
     assert seen["preemption"] and seen["sanitized"]
 
 
 def test_a_layout_of_states_is_one_file_and_one_line(ran: dict[str, Ran]) -> None:
-    seen = drawn(ran["layout"].checks, at_least=10)
-    assert seen["hit_all"] and seen["accepted_draft"] and seen["offload_hit"]
+    seen = drawn(ran["layout"].checks)
+    assert seen["hit_align"] and seen["hit_all"] and seen["accepted_draft"] and seen["offload_hit"]
 
 
 def test_a_family_is_one_file_and_one_line(ran: dict[str, Ran]) -> None:
