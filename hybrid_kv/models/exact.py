@@ -119,9 +119,9 @@ class ExactMamba:
         indices, split = metadata.state_indices.numpy(), metadata.num_decodes
         size = len(self.conv[0]) - 1
         window_rows = np.arange(size)
-        parts = [rows.lengths.numpy() for rows in (metadata.decode_rows, metadata.prefill_rows) if rows is not None]
-        lengths = np.concatenate(parts)
-        steps = np.arange(lengths.max())
+        parts = [rows for rows in (metadata.decode_rows, metadata.prefill_rows) if rows is not None]
+        lengths = np.concatenate([rows.lengths.numpy() for rows in parts])
+        steps = np.arange(max(rows.max_len for rows in parts))
         # Padding repeats the row's last token.
         tokens = (lengths.cumsum() - lengths)[:, None] + np.minimum(steps, lengths[:, None] - 1)
 
@@ -138,8 +138,8 @@ class ExactMamba:
         inputs = [np.concatenate([old, new[tokens]], axis=1) for old, new in zip(before, self.inputs(x), strict=True)]
         c = self.convolve([both[:, taps] for both in inputs])
         outputs = []
-        if split:
-            width = int(lengths[:split].max())
+        if metadata.decode_rows is not None:
+            width = metadata.decode_rows.max_len
             decodes = c[:split, :width], lengths[:split]
             if (history := metadata.rollback.history) is not None and states:
                 ring = context.row_memory[self.name].x.numpy()[:, 0]
@@ -220,6 +220,14 @@ class ExactAttention:
         self.qkv = _draw(generator, 3, config.width)
         self.write_mark = _draw(generator, config.width)
         self.read_mark = _draw(generator, config.width)
+        self._weights = np.empty((0, config.width), dtype=np.int64)  # of as many positions as were wanted so far
+
+    def weights(self, count: int) -> Residues:
+        """[count, width], one of each position."""
+        if len(self._weights) < count:
+            order = (np.arange(2 * count)[:, None] + 1) * self.read_mark % PRIME
+            self._weights = order * order % PRIME
+        return self._weights[:count]
 
     def project(self, x: Residues, positions: Residues) -> Residues:
         """q, k, v [3, num_tokens, width]; k carries its position."""
@@ -230,12 +238,10 @@ class ExactAttention:
 
     def attend(self, query: Residues, key: Residues, value: Residues, positions: Residues) -> Residues:
         """query [rows, len, width]; key, value [rows, keys, width]; positions [rows, len]."""
-        places = np.arange(key.shape[1])
-        order = (places[:, None] + 1) * self.read_mark % PRIME
-        weighted = value * (order * order % PRIME) % PRIME
+        weighted = value * self.weights(key.shape[1]) % PRIME
         score = (query[:, :, None] + key[:, None]) % PRIME
         mixed = score * score % PRIME * weighted[:, None] % PRIME
-        visible = places <= positions[..., None]
+        visible = np.arange(key.shape[1]) <= positions[..., None]
         # A product of matrices: with few values behind it, numpy's sum over an axis takes six times as long.
         return (visible[..., None, :] @ mixed)[..., 0, :] % PRIME
 
