@@ -25,10 +25,7 @@ BY_TESTS = "tests"  # the name of this way to kill a mutant
 # mutant is for the guard alone.
 TESTS: dict[str, tuple[str, ...]] = {
     "kernels/common/compiled.py": ("tests/kernels/common", "tests/kernels/block_tables/test_host.py"),
-    "kernels/common/spans.py": (
-        "tests/kernels/common/test_spans.py", "tests/kernels/ssd/test_prefill.py",
-        "tests/kernels/causal_conv1d/test_prefill.py",
-    ),
+    "kernels/common/spans.py": ("tests/kernels/common/test_spans.py", "tests/kernels/ssd/test_prefill.py"),
     "kernels/common/*": (
         "tests/kernels/common", "tests/kernels/gated_norm", "tests/kernels/causal_conv1d",
         "tests/kernels/test_recurrences.py",
