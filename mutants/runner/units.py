@@ -51,6 +51,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "cache/request_blocks.py": ("tests/cache/test_manager.py", "tests/cache/test_block_table.py"),
     "cache/observe.py": (),
     "cache/[!_]*": ("tests/cache/test_{name}.py",),
+    "attention/rollback.py": (
+        "tests/attention", "tests/engine/test_runner.py", "tests/cache/test_spec.py", "tests/cache/test_layout.py",
+        "tests/engine/test_limits.py",
+    ),
     "attention/*": ("tests/attention", "tests/engine/test_runner.py"),
     "engine/scheduler.py": ("tests/engine/test_scheduler.py",),
     "engine/runner.py": ("tests/engine/test_runner.py",),

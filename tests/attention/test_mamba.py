@@ -104,6 +104,7 @@ def test_every_row_reads_and_writes_its_own_logical_blocks(step, launches):
     metadata = build(
         subject, builder, [n for n, _ in batch], [q for _, q in batch], len(decodes), prev, accepted, padding
     )
+    assert (metadata.spans is not None) == (launches and bool(prefills))
     k, none = subject.num_speculative_blocks, subject.mamba_cache_mode == "none"
     windows, sources, states, boundaries = [], [], [], []
     for i, (n, q) in enumerate(batch):
@@ -165,9 +166,10 @@ def test_windows_are_where_accepted_drafts_left_them(size, more, num_blocks, pla
     conv_state = torch.arange(num_blocks * (size + more) * 2.0).view(num_blocks, size + more, 2)
     blocks, firsts = ([place[i] % most for place in places] for i, most in enumerate((num_blocks, more + 1)))
     held = SimpleNamespace(window_indices=torch.tensor(blocks), window_rows=torch.tensor(firsts), plans={})
-    expected = [conv_state[block, first : first + size] for block, first in zip(blocks, firsts, strict=True)]
-    for _ in range(2):  # the second time from what the first one has noted
-        assert torch.equal(MambaMetadata.windows(held, conv_state, size), torch.stack(expected))
+    # The second time from what the first one has noted, which is of no use to a state with other channels.
+    for state in (conv_state, conv_state, conv_state.flatten(1)[:, : size + more, None]):
+        expected = [state[block, first : first + size] for block, first in zip(blocks, firsts, strict=True)]
+        assert torch.equal(MambaMetadata.windows(held, state, size), torch.stack(expected))
 
 
 def test_metadata_is_built_again_when_something_changes_and_only_then():

@@ -255,7 +255,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
     plans = 0
 
     def __init__(self, float_workspace_buffer, kv_layout="NHD"):
-        assert float_workspace_buffer.dtype == torch.uint8 and kv_layout == "NHD"
+        assert float_workspace_buffer.dtype == torch.uint8 and len(float_workspace_buffer) == 128 << 20
+        assert kv_layout == "NHD"
 
     def plan(
         self,
@@ -322,7 +323,6 @@ def test_flash_attn_is_called_as_it_requires(fakes, step):
 
 @steps
 def test_flashinfer_is_called_as_it_requires_and_planned_once(fakes, step, monkeypatch):
-    monkeypatch.setattr(paged, "FLASHINFER_WORKSPACE_BYTES", 16)
     monkeypatch.setattr(BatchPrefillWithPagedKVCacheWrapper, "plans", 0)
     check(Attention(step), partial(attend, compute_of("flashinfer")))
     assert BatchPrefillWithPagedKVCacheWrapper.plans == 1
@@ -330,12 +330,12 @@ def test_flashinfer_is_called_as_it_requires_and_planned_once(fakes, step, monke
 
 @pytest.mark.usefixtures("fakes")
 def test_flashinfer_plans_again_for_layers_of_other_sizes(monkeypatch):
-    compute, part, query = compute_of("flashinfer"), SimpleNamespace(plans={}), torch.zeros(3, 4, 8)
+    compute, part = compute_of("flashinfer"), SimpleNamespace(plans={})
     monkeypatch.setattr(compute, "_plan", lambda query, cache, *_: SimpleNamespace(run=lambda *_: cache.shape[2]))
-    for heads in (1, 2, 1):
+    for heads, queries in ((1, 4), (2, 4), (1, 4), (1, 2)):
         cache = torch.zeros(5, 16, heads, 8)
-        assert compute.attend(query, (cache, cache), part, 0.5) == heads
-    assert len(part.plans) == 2
+        assert compute.attend(torch.zeros(3, queries, 8), (cache, cache), part, 0.5) == heads
+    assert len(part.plans) == 3
 
 
 @pytest.mark.parametrize(("name", "package"), [("flash_attn", "vllm"), ("flashinfer", "flashinfer")])

@@ -214,8 +214,13 @@ def test_a_step_writes_what_changed():
     assert written(tables, [decodes[1], *decodes[2:5]], 6) == ([0, 0], 8)
 
 
-def test_num_gathers_changes_when_an_input_table_may_and_only_then():
-    tables = make()
+@pytest.mark.parametrize("kind", [BlockTables, LaunchedBlockTables])
+def test_num_gathers_changes_when_an_input_table_may_and_only_then(kind):
+    interpreted(check_gathers, kind)
+
+
+def check_gathers(kind):
+    tables = make(kind=kind)
     for row in (0, 1):
         stage(tables, row, [[10 + row], [20 + row], [30 + row]], overwrite=True)
 
@@ -243,7 +248,7 @@ def test_host_and_launch_take_the_same_step(kind):
 
 def check_a_step(kind):
     tables = make(kind=kind)
-    for row in (0, 1):
+    for row in (0, 1, 2, 3, 4, 0, 1):  # more than are staged at once
         stage(tables, row, [[10 + row], [20 + row], [30 + row]], overwrite=True)
     found, slots = update(tables, [(1, 3, 2), (0, 5, 1)], 3)
     assert [table[:, 0].tolist() for table in found] == [[11, 10, 0], [21 * 34, 20 * 34, 0], [31 * 4, 30 * 4, 0]]
@@ -283,8 +288,8 @@ def test_too_many_blocks_for_the_row_raise():
     tables = make(rows=2, widths=[2, 3], bpk=[1, 2])
     stage(tables, 0, [[1, 2], [3]], overwrite=True)
     update(tables, [(0, 0, 1)])
-    stage(tables, 1, [[5], [6]], overwrite=True)
-    stage(tables, 0, [[9], []])
+    stage(tables, 1, [[5, 4], [6, 7, 8]], overwrite=True)
+    stage(tables, 0, [[9], [10, 11, 12, 13]])
     with pytest.raises(IndexError, match="group 0 row 0: 3 blocks exceed the width 2"):
         update(tables, [(0, 0, 1)])
     assert tables.num_blocks.tolist() == [[2, 1], [0, 0]]  # a rejected step leaves nothing behind
@@ -313,3 +318,4 @@ def test_impossible_shapes_are_rejected():
         BlockTables([24], [16], 1, 1, [1], CPU)
     with pytest.raises(ValueError, match="one entry per group"):
         BlockTables([16], [16], 1, 1, [1, 2], CPU)
+    assert BlockTables([16], [16], 1, 1, [1], torch.device("meta")).tables[0].is_meta

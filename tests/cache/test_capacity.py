@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hybrid_kv.attention.rollback import RecomputeSpec
@@ -88,6 +88,7 @@ class Served:
     sizes=st.tuples(st.sampled_from([4, 8, 12]), st.sampled_from([4, 8])),
     lengths=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=4),
 )
+@example(mode="align", k=0, ranks=1, sizes=(4, 1), lengths=[(1, 5)])
 def test_blocks_of_all_steps_are_those_that_a_manager_gives(
     mode: str, k: int, ranks: int, sizes: tuple[int, int], lengths: list[tuple[int, int]]
 ) -> None:

@@ -124,8 +124,8 @@ def test_vllm_50443_a_block_costs_the_sum_of_its_layers_pages_once() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float16])
 def test_raw_buffers_may_have_any_dtype_and_room_to_spare(dtype: torch.dtype) -> None:
-    config = hybrid()
-    raw = [torch.arange(4096).to(torch.uint8).view(dtype) for _ in range(2)]
+    config = KVCacheConfig(6, (KVCacheGroupSpec(("a0",), attention()),))
+    raw = [torch.arange(4096).to(torch.uint8).view(dtype)]
     store, _ = make(config, raw)
     store.store([(key(1), 5)])
     assert fetched(store, key(1)) == [content(config, [buffer.view(torch.uint8) for buffer in raw], 0, 5)]

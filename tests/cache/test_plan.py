@@ -130,7 +130,7 @@ class Drawn:
     platform: Annotated[str, st.sampled_from(["cuda", "xpu", "cpu"])]
     num_states: Annotated[int, st.integers(0, 8)]
     num_attention: Annotated[int, st.integers(1, 8)]
-    width: Annotated[int, st.integers(1, 80).map(lambda n: 2 * n)]
+    width: Annotated[int, (st.sampled_from([2, 8]) | st.integers(1, 80)).map(lambda n: 2 * n)]
     is_delta: bool
     ring: Annotated[int | None, st.none() | st.integers(20, 40)]
     k: Annotated[int, st.integers(0, 3)]
@@ -428,7 +428,8 @@ def test_a_plan_needs_a_size_and_context_parallel_ranks_attention() -> None:
         plan_cache({"m": STATE}, CacheConfig(), *arguments[1:])
     with pytest.raises(ConfigError, match="--decode-context-parallel-size 2: the model has no attention"):
         plan_cache({"m": STATE}, *arguments, context_parallel=2)
-    plan_cache({"m": STATE}, *arguments)
+    one_token = CacheConfig(num_blocks=2, mamba_block_size=1, mamba_cache_mode="all")
+    plan_cache({"m": STATE}, one_token, *arguments[1:])
 
 
 def test_narrower_attention_layers_get_longer_blocks_of_the_same_page() -> None:

@@ -140,7 +140,7 @@ def test_bytes_of_layers_whose_pages_differ() -> None:
     config = KVCacheConfig(10, (KVCacheGroupSpec(("a", "b"), shared),))
     assert config.groups[0].layer_specs == (small, large)
     assert config.buffer_page_sizes == (128, 256)
-    assert config.total_bytes == 10 * (128 + 256)
+    assert config.total_bytes == 10 * config.page_size_bytes == 10 * (128 + 256)
     twice = KVCacheConfig(10, (*config.groups, KVCacheGroupSpec(("c",), small)))
     assert twice.total_bytes == config.total_bytes
     with pytest.raises(ConfigError, match="layer 0 of one group has pages of 128 B and of another 256 B"):

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -226,7 +227,7 @@ def test_the_size_of_chunks_changes_no_bit_of_a_state_of_mamba1(data, chunk_size
     assert torch.equal(one.scan(operands, state, chunk_size, row, offsets)[1], expected)
 
 
-@pytest.mark.parametrize("max_threads", [0, torch.get_num_threads()])
+@pytest.mark.parametrize("max_threads", [0, torch.get_num_threads(), 999])
 def test_the_compiled_loop_runs_on_few_cores_of_a_cpu(max_threads):
     with patch.object(host, "MAX_THREADS", max_threads):
         assert host.scan_loop(torch.empty(1, dtype=torch.bfloat16)) is None
@@ -234,6 +235,15 @@ def test_the_compiled_loop_runs_on_few_cores_of_a_cpu(max_threads):
         with host.in_chunks():
             assert host.scan_loop(torch.empty(1)) is None
         assert (host.scan_loop(torch.empty(1)) is None) == (max_threads == 0)
+
+
+def test_the_compiled_loop_reads_nothing_behind_the_states_that_are_wanted():
+    if loop := host.scan_loop(torch.empty(1)):
+        x, one = np.ones((1, 1, 1, 1), dtype=np.float32), np.ones(2, dtype=np.int64)
+        wanted = np.zeros((2, 1, 1, 1), dtype=np.float32)
+        # Behind the one offset and the ends of the one row others lie, which are of no row.
+        loop(x, x[0], x[0, 0, 0], x, x, x[0, 0, 0], x, np.arange(3)[:2], one[:1], x.copy(), wanted[:1])
+        assert wanted[0] and not wanted[1]
 
 
 def test_jamba_of_transformers_computes_the_same():

@@ -10,7 +10,7 @@ import torch
 
 from hybrid_kv.kernels.slot_mapping import PAD_SLOT
 
-_UNKNOWN = 2**62  # a key that no row has; not -1, which says that null blocks are there already
+_UNKNOWN = torch.iinfo(torch.int64).max  # a key that no row has; not -1, which says that null blocks are there already
 
 
 @dataclass(frozen=True)

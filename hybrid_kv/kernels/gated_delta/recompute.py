@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 ROWS = 64  # of a state in one program
-NUM_WARPS = 4
 REGISTERS = {False: 168, True: 232}  # with decays per channel; three programs on an SM, or two
 
 
@@ -331,7 +330,7 @@ def _launch(
         HISTORY=max(16, next_power_of_2(ring_len - step.max_query_len)),
         TOKENS=max(lanes // 4, next_power_of_2(step.max_query_len)),
         CHUNK=min(32, block_k),
-        num_warps=NUM_WARPS,
+        num_warps=4,
         num_stages=1,
         **(register_limit(REGISTERS[per_channel], lanes) if update else {}),
     )

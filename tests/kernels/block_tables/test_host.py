@@ -53,7 +53,7 @@ def test_a_request_that_comes_back_to_its_place_brings_only_its_new_blocks() -> 
     assert tables.input_tables[0].tolist() == [[-7] * 6, [-7, -7, 10, 11, -7, -7]]
     assert (tables.input_tables[1] == -7).all()
     assert not tables.place(np.array([0, 1]), 2)
-    assert tables.place(np.array([0]), 1) and tables.place(np.array([0, 1]), 2)
+    assert tables.place(np.array([0]), 1) and tables.place(np.array([0, 1]), 2) and tables.place(np.array([0]), 2)
 
 
 @pytest.mark.parametrize("owners", range(4))
@@ -81,7 +81,7 @@ def staged(rows, counts, ids, overwrite=True):
         ([3], [[1, 1]], [5, 6], IndexError, "row 3: the tables have rows 0 to 1"),
         ([-1], [[1, 1]], [5, 6], IndexError, "row -1: the tables have rows 0 to 1"),
         ([0, 0], [[1, 0], [0, 1]], [5, 6], ValueError, r"staged twice in one step: \[0, 0\]"),
-        ([0, 1], [[1, 0], [0, 6]], [5] * 7, IndexError, "group 1 row 1: 6 blocks exceed the width 5"),
+        ([0, 1], [[3, 0], [0, 6]], [5] * 9, IndexError, "group 1 row 1: 6 blocks exceed the width 5"),
         ([1], [[1, 1]], [5], ValueError, "1 block ids were staged for 2 columns"),
         ([1], [[1, 1]], [5] * 3, ValueError, "3 block ids were staged for 2 columns"),
     ],
@@ -96,7 +96,7 @@ def test_what_cannot_be_appended_is_refused_and_nothing_is_written(make, rows, c
 @pytest.mark.parametrize("make", [HostTables, as_python])
 def test_a_batch_beyond_the_tables_is_refused(make) -> None:
     tables, one = make(LAYOUTS, 2, 8), np.ones(1, dtype=np.int64)
-    for row in (-1, 2):
+    for row in (-1, 2, 3):
         with pytest.raises(IndexError, match="a row of a batch that the tables do not have"):
             tables.place(np.array([row]), 1)
     with pytest.raises(IndexError, match="more rows in a batch than in the tables"):

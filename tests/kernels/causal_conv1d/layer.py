@@ -31,7 +31,7 @@ class Layer:
         pool = Pool(num_blocks, (height, shape.channels), shape.gap, shape.state_dtype, device)
         self.arguments = {
             "conv_state": pool.blocks,
-            "x": x.to(device, shape.dtype),
+            "x": x.to(device, shape.dtype)[: tokens + 2 * shape.bias],
             "weight": weight.t() if shape.tap_major else weight,
             "bias": torch.randn(shape.channels, generator=g).to(device, shape.dtype) if shape.bias else None,
         }

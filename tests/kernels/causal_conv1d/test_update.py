@@ -39,7 +39,7 @@ class Update(Operation, Layer):
         Layer.__init__(self, shape, self.num_tokens, 1 + 3 * rows, shape.kernel - 2 + shape.columns, g, device)
         ids = (1 + torch.randperm(3 * rows, generator=g)).view(rows, 3)
         # This kernel reads and writes the first column alone.
-        sources, targets = ids[:, 0].clone(), ids[:, 1:2].repeat(1, shape.columns)
+        sources, targets = ids[:, 0].clone(), ids[:, 1:2].repeat(1, 1 + shape.columns)[:, 1:]
         targets[:, 1:] = ids[:, 2:]
         for row, (_, accepted, padding, alias) in enumerate(shape.rows):
             if padding:
@@ -92,7 +92,11 @@ def cases(draw):
     return draw(shapes(BASE.but(rows=rows, columns=columns), kernel=[2, 3, 4, 5], **LAYOUTS))
 
 
-test_equals_the_definition, test_the_reference_equals_the_definition = equality(Update, cases())
+# Two programs side by side, and windows that begin behind the first row.
+WIDE = BASE.but(rows=((2, 2, False, False), (3, 3, False, True), (0, 1, False, False)), columns=3, channels=300)
+test_equals_the_definition, test_the_reference_equals_the_definition = equality(
+    Update, cases(), WIDE.but(tap_major=False)
+)
 
 
 def test_offsets_pass_int32():

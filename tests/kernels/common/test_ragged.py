@@ -12,7 +12,9 @@ LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 
 @given(LENGTHS, st.integers(1, 3))
 def test_padded_holds_each_row_and_flat_undoes_it(lengths, channels):
-    ragged = Ragged(torch.tensor(lengths), CPU)
+    arrays, make = Ragged.stage(torch.tensor(lengths), CPU)
+    assert bool(arrays) == (len(set(lengths)) > 1)
+    ragged = make(*map(torch.from_numpy, arrays))
     tokens = torch.arange(1, 1 + sum(lengths) * channels, dtype=torch.float32).view(-1, channels)
     padded = ragged.padded(tokens)
     assert padded.shape == (len(lengths), max(lengths), channels)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hybrid_kv.kernels.common.spans import TILE, Boundaries, Spans
+from hybrid_kv.kernels.common.spans import Boundaries, Spans
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def test_equals_a_walk_over_the_tokens(drawn, chunk_size, seed):
             # A chunk begins with the row, behind a boundary, and when it would become too long.
             if position == 0 or position in row.boundaries or token - chunks[-1][0] == chunk_size:
                 chunks.append([token, token])
-            if position % TILE == 0:
+            if position % 16 == 0:
                 tiles.append([index, first, token, token])
             token += 1
             chunks[-1][1] = tiles[-1][3] = token

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from hybrid_kv.device import DeviceError, pretend_gpu
-from hybrid_kv.kernels.common.upload import upload
+from hybrid_kv.kernels.common.upload import download, fill, move, now, together, upload
 
 ARRAYS = (
     np.arange(6).reshape(2, 3)[:, ::2],
@@ -48,6 +48,16 @@ def test_memory_that_is_not_its_own_would_be_noticed():
         source.numpy()[0] = 7
         with pytest.raises(DeviceError, match="changed before its copy was done"):
             torch.cuda.synchronize()
+
+
+def test_what_is_staged_together_is_made_in_its_order_of_one_upload():
+    with pretend_gpu() as gpu:
+        pair, made, (last,) = now(torch.device("cuda:0"), together(move(*ARRAYS[:2]), ((), lambda: 7), move(ARRAYS[4])))
+        assert [part.tolist() for part in (*pair, last)] == [[[0, 2], [3, 5]], [], [0, 1, 2]] and made == 7
+        assert now(torch.device("cuda:0"), ((), lambda: 7)) == 7 and gpu.counts()["upload"] == 1
+        since, _ = len(gpu.events), now(torch.device("cuda:0"), fill((pair[0], ARRAYS[0] + 1)))
+        assert download(pair[0], None, pair[0][1]) == [[[1, 3], [4, 6]], None, [4, 6]]
+        assert gpu.counts(since)["download"] == 1 and download(None) == [None]
 
 
 def test_on_a_cpu_nothing_is_copied():

@@ -67,7 +67,7 @@ SEVERAL = Shape(
 )  # fmt: skip
 BY_CHANNEL = SEVERAL.but(per_channel=True, key=20, beta_scale=2.0)
 NARROW = SEVERAL.but(key_heads=1, dtype=torch.bfloat16)
-NOTHING, UNREAD = SEVERAL.but(rows=()), SEVERAL.but(rows=(Row(5, (), "null"), Row(3, (), "negative")))
+NOTHING, UNREAD = SEVERAL.but(rows=()), SEVERAL.but(rows=(Row(5, (2,), "null", keep=False), Row(3, (), "negative")))
 CASES = shapes(
     SEVERAL,
     rows=st.lists(rows([0, 1, 2, 15, 16, 17, 33, 40]), max_size=3).map(tuple),

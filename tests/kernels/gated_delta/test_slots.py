@@ -57,7 +57,7 @@ class Slots(VerifyStep, Layer):
 
 
 BASE = Shape(
-    rows=((2, False, -1), (3, False, 1)), columns=3, key_heads=2, shared=2, value=9, key=16, per_channel=False,
+    rows=((1, False, -1), (3, False, 1)), columns=3, key_heads=2, shared=2, value=9, key=16, per_channel=False,
     beta_scale=1.0, gap=3, initial=1.0, dtype=torch.float32, state_dtype=torch.float32, index_dtype=torch.int64,
     lanes=32, tile=128, seed=0,
 )  # fmt: skip
@@ -134,8 +134,8 @@ test_rejects_what_the_kernel_would_misread = rejected_operations(
     special=[
         ("k", lambda t: t[:, :0], "0 heads of k do not divide 2 heads of v"),
         ("k", lambda t: torch.cat([t, t[:, :1]], 1), "3 heads of k do not divide 2 heads of v"),
-        ("dt", lambda t: t[:, 0], r"dt has shape \(7,\); it must have 2 dimensions, or 3 per channel"),
-        ("dt", lambda t: t[:, :, None], r"dt has shape \(7, 2, 1\); it must be \(7, 2, 3\)"),
+        ("dt", lambda t: t[:, 0], r"dt has shape \(6,\); it must have 2 dimensions, or 3 per channel"),
+        ("dt", lambda t: t[:, :, None], r"dt has shape \(6, 2, 1\); it must be \(6, 2, 3\)"),
         ("dt_bias", lambda t: t[:, None], r"dt_bias has shape \(2, 1\); it must be \(2,\)"),
         ("cu_seqlens", lambda t: t[1:], r"cu_seqlens has shape \(2,\); it must be \(3,\)"),
         ("v", lambda t: t[0], r"v has shape \(2, 9\); it must have 3 dimensions"),

@@ -61,7 +61,9 @@ CASES = shapes(
     BASE, tokens=[0, 1, 2, 3, 4], groups=[1, 2, 3, 4], size=[1, 2, 7, 16, 100, 512], eps=[1e-6, 1e-5, 1e-2],
     scale=[1e-4, 1.0, 30.0], gap=GAPS, dtype=FLOATS, gate_dtype=FLOATS,
 )  # fmt: skip
-test_equals_the_formula, test_the_reference_equals_the_formula = equality(GatedNorm, CASES)
+test_equals_the_formula, test_the_reference_equals_the_formula = equality(
+    GatedNorm, CASES, BASE.but(size=5, groups=3, tokens=4)
+)
 
 
 @given(CASES)
@@ -92,7 +94,7 @@ test_rejects_what_the_kernel_would_misread = rejected_operations(
         ("x", lambda t: t[:, :5], "2 groups do not divide 5 channels"),
         ("groups", lambda _: 0, "0 groups do not divide 6 channels"),
         ("gate", lambda t: t.repeat(2, 1), r"gate has shape \(4, 6\); it must be \(2, 6\)"),
-        ("weight", lambda t: t.double(), "weight is torch.float64"),
+        ("x", lambda t: t[None], r"x has shape \(1, 2, 6\); it must have 2 dimensions"),
     ],
 )
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from bench.static.compile import compile_case
 from bench.static.launches import aot_cases
+from hybrid_kv.device import pretend_gpu
 from hybrid_kv.kernels.paged_attention import (
     attend_tokens,
     attention_mask,
@@ -25,7 +26,7 @@ from hybrid_kv.kernels.paged_attention import (
     write_kv,
 )
 from hybrid_kv.kernels.paged_attention import launch as module
-from hybrid_kv.kernels.paged_attention.reference import FOLDED_QUERIES
+from hybrid_kv.kernels.paged_attention.reference import FOLDED_QUERIES, sees_nothing
 from tests.kernels import definitions
 from tests.kernels.harness import (
     FLOATS,
@@ -65,6 +66,13 @@ def test_behind_a_rows_last_token_that_token_is_read_again():
 def test_in_the_place_of_tokens_on_a_grid_the_last_one_is_read():
     cache, table = torch.zeros(4, 2, 1, 3), torch.tensor([[3, 1]], dtype=torch.int32)
     assert token_index(cache, table, torch.tensor([3]), 4, grid=2).tolist() == [3, 7, 3, 3]
+    assert [sees_nothing(torch.arange(3), grid).tolist() for grid in (1, 2)] == [[True] * 3, [True, False, False]]
+
+
+def test_a_gpu_finds_the_cells_of_slots_without_a_wait():
+    with pretend_gpu():
+        kept, cells = slot_cells(torch.tensor([5, -1, 11]).to("cuda:0"), 4)
+        assert kept is None and [part.tolist() for part in cells] == [[1, 0, 2], [1, 0, 3]]
 
 
 @given(
@@ -110,7 +118,7 @@ class Attention(Operation):
         pool = Pool(blocks, (2, shape.block_size, shape.kv_heads, size), shape.gap, shape.dtype, device)
         caches = pool.blocks[:, int(shape.is_swapped)], pool.blocks[:, 1 - int(shape.is_swapped)]
         ids = 1 + torch.randperm(len(shape.rows) * width, generator=g).view(len(shape.rows), width)
-        table = torch.full((len(shape.rows), width + shape.stale), blocks - 1)
+        table = torch.full((len(shape.rows), width + shape.stale + 1), blocks - 1)[:, :-1]
         self.stored = []
         for row, (_, _, padding) in enumerate(shape.rows):
             total, used = self.totals[row], -(-self.totals[row] // shape.block_size)
@@ -164,7 +172,7 @@ CASES = shapes(
 )  # fmt: skip
 test_equals_the_definition, _ = equality(
     Attention, CASES, MIXED, MIXED.but(grid=4, dtype=torch.float16),
-    MIXED.but(per_kv=5, max_rows=32, dtype=torch.bfloat16, is_swapped=True),
+    MIXED.but(per_kv=5, max_rows=32, dtype=torch.bfloat16, is_swapped=True, index_dtype=torch.int64),
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ Checkpoints of fewer bits: what one flush makes of the stored one, within half a
 """
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import numpy as np
@@ -37,7 +37,7 @@ from hybrid_kv.kernels.recompute import (
 )
 from hybrid_kv.kernels.recompute import launch as module
 from tests.kernels import definitions
-from tests.kernels.harness import GAPS, INTS, Shape, bits, compiled, flat_tokens, rejections, shapes
+from tests.kernels.harness import GAPS, INTS, Shape, bits, compiled, flat_tokens, multiply_bfloat16, rejections, shapes
 from tests.kernels.interpreter import count_bytes, interpreted, share_memory_with_the_interpreter
 from tests.kernels.ssd.layer import mamba2
 
@@ -221,7 +221,7 @@ class Run:
         sizes = (self.heads, case.head_dim), shared, shared
         parts = flat_tokens(num_tokens + 2, sizes, case.gap, case.dtype, g)
         x, B, C = (part[: num_tokens + 1].to(self.device) for part in parts)
-        bends = [-24.0, -16.7, -7.0, -3.0, 0.0, 2.0, 19.0, 21.0] if case.extreme else [-5.0, -4.0, -2.0, -1.0]
+        bends = [-24.0, -16.7, -7.0, -3.0, 0.0, 2.0, 19.0, 20.0] if case.extreme else [-5.0, -4.0, -2.0, -1.0]
         dt = torch.tensor(bends)[torch.randint(len(bends), (num_tokens + 1, self.heads + 1), generator=g)]
         dt = (dt + torch.rand(dt.shape, generator=g)).to(case.dtype)[:, : self.heads].to(self.device)
         return x, dt, B, C
@@ -363,7 +363,8 @@ def check_run(case, run_commit, run_update, device=CPU, kind=Run):
 def check(case, every=4):
     """The interpreter is slow and the kernel's memory is the reference's, so they take turns."""
     run, saturated = Run(case), 0 if case.together else 10**9
-    with rounding_of_the_hardware(), patch.multiple(module, warp_size=lambda: case.lanes, SATURATED=saturated):
+    patches = {"warp_size": lambda: case.lanes, "SATURATED": saturated, "is_interpreter": lambda: False}
+    with rounding_of_the_hardware(), multiply_bfloat16(), patch.multiple(module, **patches):
         for index in range(case.steps):
             run.step(commit, recompute_update_reference if (index + 1) % every else recompute_update)
     run.finish()
@@ -525,16 +526,17 @@ def test_a_request_that_leaves_is_flushed_to_its_last_boundary(flush):
     interpreted(check_finalize, flush)
 
 
-def check_null(update):
+def check_null(update, kind=Run, base=BASE):
     """A row without a block to read or to write does neither, whatever else its step says."""
-    run = Run(BASE.but(dtype=torch.bfloat16))
+    run = kind(base.but(dtype=torch.bfloat16))
     block, count, row = run.table[0, 1:2].long(), torch.tensor([3]), torch.tensor([1])
-    x, dt, B, C = (part[:4] for part in run.inputs(4))
-    args = (x, dt, run.dt_bias, run.A_log, B, C, run.D, torch.tensor([0, 4]))
+    tokens = [part[:4] for part in run.inputs(4)]
+    run.A_log += 5
     memory = [run.storage, *(part.view(torch.int16) for part in (run.ring.x, run.ring.B, run.ring.dt))]
     before = [part.clone() for part in memory]
     for src, dst in ((block, block * 0), (block * 0, block)):
-        y = update(run.state, run.ring, RecomputeStep(row, src, dst, count, count, count, 4), *args)
+        step = RecomputeStep(row, src, dst, count, count, count, 4)
+        y = run.update(update, step, tokens, torch.tensor([0, 4]))
         assert bool((y == 0).all())
         assert all(torch.equal(part, old) for part, old in zip(memory, before, strict=True))
 
@@ -544,19 +546,24 @@ def test_a_row_of_padding_reads_and_writes_nothing(update):
     interpreted(check_null, update)
 
 
-def check_kept(update):
+def check_kept(update, kind=Run, base=BASE):
     """Tokens that add nothing and forget nothing leave every bit of a state, also where its halves meet."""
-    run = Run(BASE)
+    run = kind(base)
     source, target = run.table[0, :2].long().split(1)
-    bits = (0x3F80 + torch.arange(run.state[0, 0].numel()) << 16) + 0x8000
+    bits = (0x3F80 + torch.arange(run.state[0, 0].numel()) << 16) + 0x7FFF + torch.arange(run.state[0, 0].numel()) % 2
     run.state[source] = split_state(bits.int().view(torch.float32).view(1, *run.state.shape[2:]))
     for part in (run.ring.x, run.ring.B, run.ring.dt):
         part.zero_()
-    x, dt, B, C = (part[:4] for part in run.inputs(4))
+    tokens = [part[:4] for part in run.inputs(4)]
     count = torch.tensor([3])
     step = RecomputeStep(torch.tensor([1]), source, target, count, count, count, 4)
-    update(run.state, run.ring, step, x, dt, run.dt_bias, run.A_log, B, C, run.D, torch.tensor([0, 4]))
+    run.update(update, step, tokens, torch.tensor([0, 4]))
     assert torch.equal(run.state[target], run.state[source])
+    assert kind is not Run or torch.equal(run.ring.x[1, :, 6:10].movedim(1, 0), tokens[0])
+    # And what little they add is all there.
+    run.state[source], run.ring.x[1, :, 5], run.ring.B[1, :, 5], run.ring.dt[1, :, 5] = 0, 1, 1 + 2**-9 + 2**-20, 1
+    run.update(update, step, tokens, torch.tensor([0, 4]))
+    assert bool((read_states(run.state, target) == 1 + 2**-9 + 2**-20).all())
 
 
 @pytest.mark.parametrize("update", [recompute_update, recompute_update_reference])
@@ -671,11 +678,11 @@ def test_a_fifth_of_the_bytes_of_slots(drafts, at_least):
     assert found.slots == 8 * sum(slots.values()) and found.ratio > at_least > 5, found
 
 
-@pytest.mark.parametrize(("num_reqs", "lanes", "together"), [(1023, 32, 1), (1024, 32, 8), (1024, 64, 1)])
-def test_heads_share_a_program_where_enough_programs_are_left(num_reqs, lanes, together):
+@pytest.mark.parametrize(("num_reqs", "lanes", "heads"), [(1023, 32, 1), (1024, 32, 8), (1025, 32, 8), (1024, 64, 1)])
+def test_heads_share_a_program_where_enough_programs_are_left(num_reqs, lanes, heads):
     sizes = (8, 36, 64), (1, 36, 128), 4, num_reqs, torch.int16, torch.bfloat16, True, lanes
     found = module._constexprs(*sizes)
-    assert (found["HEADS_PER_PROGRAM"], found["HISTORY"]) == (together, 32)
+    assert (found["HEADS_PER_PROGRAM"], found["HISTORY"], found["TOKENS"]) == (heads, 32, lanes // 4)
 
 
 # The configuration of a large batch.
@@ -735,17 +742,15 @@ test_rejects_what_the_kernel_would_misread = rejections(
 def commit_arguments():
     two, table = torch.ones(2, dtype=torch.int64), torch.ones(2, 3, dtype=torch.int32)
     ends = torch.tensor([0, 4, 8])
-    return {"rows": two, "num_gained_tokens": two, "cu_seqlens": ends, "block_table": table, "block_size": 8}
-
-
-def commit_new(function=commit, **named):
-    function(RecomputeCursors.allocate(2, 11, 4, CPU), **named)
+    batch = {"rows": two, "num_gained_tokens": two, "cu_seqlens": ends, "block_table": table, "block_size": 8}
+    return {"cursors": RecomputeCursors.allocate(2, 11, 4, CPU)} | batch
 
 
 test_commit_rejects_what_the_kernel_would_misread = rejections(
     commit_arguments,
-    commit_new,
+    commit,
     special=[
+        ("cursors", lambda c: replace(c, prev_t=c.prev_t.int()), "cursors.prev_t is torch.int32"),
         ("block_size", lambda _: 3, "block_size=3 is shorter than a step of 4 tokens"),
         ("block_table", lambda t: t[0], "block_table has shape .* it must have 2 dimensions"),
     ],
@@ -755,7 +760,7 @@ test_commit_rejects_what_the_kernel_would_misread = rejections(
 
 def test_the_reference_of_commit_rejects_blocks_shorter_than_a_step():
     with pytest.raises(ValueError, match="block_size=3 is shorter than a step of 4 tokens"):
-        commit_new(commit_reference, **commit_arguments() | {"block_size": 3})
+        commit_reference(**commit_arguments() | {"block_size": 3})
 
 
 def test_a_ring_that_is_too_short_is_refused():

@@ -53,7 +53,7 @@ class Slots(VerifyStep, Layer):
 
 
 BASE = Shape(
-    rows=((2, False, -1), (3, False, 1)), columns=3, groups=2, per_group=1, head_dim=9, size=16, gap=3, initial=1.0,
+    rows=((1, False, -1), (3, False, 1)), columns=3, groups=2, per_group=1, head_dim=9, size=16, gap=3, initial=1.0,
     dtype=torch.float32, state_dtype=torch.float32, index_dtype=torch.int64, lanes=32, tile_bytes=512, seed=0,
 )  # fmt: skip
 LAYOUTS = {"gap": GAPS, "dtype": FLOATS, "state_dtype": FLOATS, "index_dtype": INTS, "initial": [0.0, 1.0]}
