@@ -63,10 +63,8 @@ TESTS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 # What an engine does with these the guard sees, and soonest: their tests come behind it.
 GUARD_FIRST = (
-    "attention/*", "engine/*", "spec_decode/*", "config.py",
-    *(f"cache/{name}.py" for name in (
-        "block_hash", "block_pool", "block_table", "request_blocks", "manager", "modes", "prefix", "spec",
-    )),
+    "attention/*", "engine/*", "spec_decode/*", "config.py", "cache/block_*.py", "cache/manager.py", "cache/modes.py",
+    "cache/prefix.py", "cache/request_blocks.py", "cache/spec.py",
 )  # fmt: skip
 # Without those that compile, which say nothing of a result, and of other packages.
 OPTIONS = (
@@ -125,8 +123,7 @@ def run(task: Mapping[str, Any], case: Path) -> dict[str, Any]:
 
     for name in ("tests", "pyproject.toml"):
         (case.parent / name).symlink_to(Path(task["checkout"], name))
-    first = _First()
-    code = pytest.main([*OPTIONS, *task["tests"]], plugins=[first])
+    code = pytest.main([*OPTIONS, *task["tests"]], plugins=[first := _First()])
     for interpreter in active_children():
         interpreter.kill()  # It waits for more work, and this process ends without cleaning up.
         interpreter.join()

@@ -74,6 +74,5 @@ def test_a_router_that_leaves_experts_unused_costs() -> None:
     assert 0.9 < float(model.decode(torch.tensor([tokens(203)]))[1]) / BALANCE_WEIGHT < 1.3
     for layer in model.decoder.model.layers:
         layer.mlp.gate.weight.mul_(100)
-    assert (
-        float(model.decode(torch.tensor([tokens(1)]))[1]) / BALANCE_WEIGHT > 1.8
-    )  # one expert of four takes nearly all
+    # One expert of four takes nearly all.
+    assert float(model.decode(torch.tensor([tokens(1)]))[1]) / BALANCE_WEIGHT > 1.8

@@ -17,9 +17,8 @@ from hybrid_kv.targets.target import Answer, Ask, TargetError
 from tests.accuracy.lm import instance
 from tests.accuracy.test_compare import call
 from tests.cli.run import refused
-from tests.serve.conftest import OPTIONS, Served, served
+from tests.serve.conftest import OPTIONS, QUESTION, Served, served
 
-QUESTION = "Question: Ann has 3 pens. Ann buys 4 more. How many pens does Ann have now?\nAnswer:"
 UNTIL = {"until": ["Question:"], "max_gen_toks": 40, "do_sample": False}
 
 

@@ -29,9 +29,8 @@ def test_every_page_shows_the_rows_of_the_repository(tmp_path: Path) -> None:
     found = [load(folder) for folder in (ROOT / "results", committed(tmp_path)) if folder is not None]
     texts = {page.name: page.read_text(encoding="utf-8") for page in figures.pages()}
     for name, text in texts.items():
-        assert text in [figures.rewrite(text, rows) for rows in found], (
-            f"{name} is behind results/*.csv; run: make figures"
-        )
+        made = [figures.rewrite(text, rows) for rows in found]
+        assert text in made, f"{name} is behind results/*.csv; run: make figures"
     blocks = [name for text in texts.values() for name in re.findall(r"<!-- figures:([\w-]+) -->", text)]
     assert sorted(blocks) == sorted(figures.BLOCKS) and "figures:" not in texts["README.md"]
 
@@ -39,9 +38,8 @@ def test_every_page_shows_the_rows_of_the_repository(tmp_path: Path) -> None:
 def test_blocks_are_rewritten_and_nothing_else_is(tmp_path: Path) -> None:
     text = "before\n<!-- figures:curve -->\nold\n<!-- /figures -->\nbetween\n"
     made = figures.rewrite(text, results(tmp_path, *everything()))
-    assert made.startswith("before\n<!-- figures:curve -->\n| alarms | same |") and made.endswith(
-        "|\n<!-- /figures -->\nbetween\n"
-    )
+    assert made.startswith("before\n<!-- figures:curve -->\n| alarms | same |")
+    assert made.endswith("|\n<!-- /figures -->\nbetween\n")
     assert "old" not in made
 
 

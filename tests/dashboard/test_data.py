@@ -6,9 +6,6 @@ import itertools
 import json
 from pathlib import Path
 
-import pytest
-
-from hybrid_kv.config import HybridKVError
 from hybrid_kv.dashboard.data import Chosen, choose_rows, fullest_run, last_rows, load, newest_run
 from hybrid_kv.dashboard.series import histories
 from hybrid_kv.dashboard.verdicts import verdicts
@@ -38,11 +35,6 @@ def test_empty_and_foreign_files_and_files_without_rows(tmp_path: Path) -> None:
     assert found.foreign == ["acknowledged.csv"]
     assert histories(found.rows) == []
     assert verdicts(found.rows) == []
-
-
-def test_a_missing_folder_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(HybridKVError, match="is no folder with results"):
-        load(tmp_path / "none")
 
 
 def test_a_machine_with_a_gpu_is_another_and_static_metrics_belong_to_none(tmp_path: Path) -> None:

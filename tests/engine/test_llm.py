@@ -247,31 +247,14 @@ def test_stop_strings_without_a_tokenizer_are_an_error_of_that_request():
     assert "need a tokenizer" in outputs[0].error
 
 
-@pytest.mark.parametrize(
-    ("options", "mode", "caches"),
-    [
-        ({}, "none", False),
-        ({"enable_prefix_caching": True}, "all", True),
-        ({"mamba_cache_mode": "align"}, "align", True),
-        ({"mamba_cache_mode": "all", "enable_prefix_caching": True}, "all", True),
-        ({"enable_prefix_caching": False}, "none", False),
-    ],
-)
-def test_mode_and_prefix_caching_follow_from_each_other(options, mode, caches):
-    llm = engine(**options)
-    assert (llm.config.cache.mamba_cache_mode, llm.config.cache.enable_prefix_caching) == (mode, caches)
-    assert llm.manager.enable_prefix_caching == caches
+@pytest.mark.parametrize("caches", [False, True])
+def test_prefixes_are_cached_if_the_options_say_so(caches):
+    assert engine(enable_prefix_caching=caches).manager.enable_prefix_caching == caches
 
 
 def test_a_model_without_mamba_layers_caches_prefixes_in_any_mode():
-    llm = LLM(
-        ExactModel(ExactConfig(pattern="**")),
-        device="cpu",
-        block_size=4,
-        max_model_len=40,
-        mamba_cache_mode="none",
-        enable_prefix_caching=True,
-    )
+    options = {"block_size": 4, "max_model_len": 40, "mamba_cache_mode": "none", "enable_prefix_caching": True}
+    llm = LLM(ExactModel(ExactConfig(pattern="**")), device="cpu", **options)
     outputs = [one(llm, LONG, max_tokens=3) for _ in range(2)]
     assert [output.cached_tokens for output in outputs] == [0, 24]
     assert outputs[0].token_ids == outputs[1].token_ids

@@ -52,9 +52,8 @@ def test_a_family_without_such_a_size_is_refused():
 def test_the_overview_lists_every_family_once():
     found = overview()
     names = [entry["model_type"] for entry in found]
-    assert len(set(names)) == len(names) and [entry["runs"] for entry in found] == sorted(
-        (entry["runs"] for entry in found), reverse=True
-    )
+    runs = [entry["runs"] for entry in found]
+    assert len(set(names)) == len(names) and runs == sorted(runs, reverse=True)
     nemotron = next(entry for entry in found if entry["model_type"] == "nemotron_h")
     assert nemotron["runs"] and nemotron["draft_head"] and nemotron["sizes"] == ["tiny", "small"]
     assert next(entry for entry in found if entry["model_type"] == "llama")["checked_against"] == ""

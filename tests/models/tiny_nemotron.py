@@ -18,9 +18,6 @@ class Characters:
 
     eos_token_id = None
 
-    def __init__(self, eos_token_id=None):
-        self.eos_token_id = eos_token_id
-
     def encode(self, text):
         return [ord(letter) - 33 for letter in text]
 

@@ -130,13 +130,10 @@ def test_the_changed_lines_are_those_of_git(source: Source) -> None:
     folder = Path(generated.PACKAGE)
     git(folder, "init", "-q")
     commit(folder, {})
-    (folder / "cache/f.py").write_text(
-        TEXT.replace("0 * x", "1 * x").replace("            14,\n", "            14,\n" * 3)
-    )
-    number = TEXT.splitlines().index("            14,") + 1
-    assert sample.changed_lines("HEAD") == {
-        "cache/f.py": {TEXT.splitlines().index("    return -12 + 0 * x") + 1, number, number + 1}
-    }
+    text = TEXT.replace("0 * x", "1 * x").replace("            14,\n", "            14,\n" * 3)
+    (folder / "cache/f.py").write_text(text)
+    edited, number = (TEXT.splitlines().index(line) + 1 for line in ("    return -12 + 0 * x", "            14,"))
+    assert sample.changed_lines("HEAD") == {"cache/f.py": {edited, number, number + 1}}
     for name in ("nothing", "--output=x"):
         with pytest.raises(ConfigError, match=f"--changed-since {name}: git knows no such revision"):
             sample.changed_lines(name)
@@ -273,6 +270,5 @@ def test_what_never_happens_is_found_at_the_end(tmp_path: Path, monkeypatch: pyt
     scenarios = guard.Scenarios(False, tmp_path)
     assert scenarios.play(3) == guard.Catch(requests=4)
     found = scenarios.end(5)
-    assert (found.section, found.rule, found.requests) == (guard.EXACT, "void", 6) and next(
-        iter(REQUIRED)
-    ) in found.detail
+    assert (found.section, found.rule, found.requests) == (guard.EXACT, "void", 6)
+    assert next(iter(REQUIRED)) in found.detail

@@ -41,9 +41,8 @@ def test_what_a_search_chose_is_held_to_its_log_probabilities():
     assert other.token_ids != answer().token_ids and judge.judge(ASK, found, None).verdict == "right"
     off = ({key: value + 0.1 for key, value in given[0].items()}, *given[1:])
     wrong = judge.judge(ASK, answer(token_ids=other.token_ids, logprobs=off, is_greedy=False), None)
-    assert (wrong.verdict, wrong.position) == ("wrong", 0) and wrong.logprob == pytest.approx(
-        float(given[0][other.token_ids[0]])
-    )
+    assert (wrong.verdict, wrong.position) == ("wrong", 0)
+    assert wrong.logprob == pytest.approx(float(given[0][other.token_ids[0]]))
     assert Judge(None).judge(ASK, found, answer()).verdict == "inconclusive"
 
 

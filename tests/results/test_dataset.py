@@ -33,19 +33,14 @@ def cells(path: Path) -> list[tuple[object, ...]]:
 
 
 def test_csv_and_parquet_give_the_same_answers(tmp_path, capsys):
-    files = write(tmp_path / "rows", everything())
-    assert (
-        printed(capsys, "results", "export", files, "--to", tmp_path / "all.parquet")
-        == f"{tmp_path / 'all.parquet'}: {len(everything())} rows\n"
-    )
+    files, whole = write(tmp_path / "rows", everything()), tmp_path / "all.parquet"
+    out = printed(capsys, "results", "export", files, "--to", whole)
+    assert out == f"{whole}: {len(everything())} rows\n"
     for options in ([], ["--last", "3"], ["--suite", "guard", "--json"], ["--metric", "time", "--csv"]):
-        shown = []
-        for place in (files, tmp_path / "all.parquet"):
-            shown.append(sorted(printed(capsys, "results", place, *options).splitlines()))
+        shown = [sorted(printed(capsys, "results", place, *options).splitlines()) for place in (files, whole)]
         assert shown[0] == shown[1]
-    assert check_file(files / "made.csv") != [] and len(check_file(tmp_path / "all.parquet")) == len(
-        check_file(files / "made.csv")
-    )
+    problems = check_file(files / "made.csv")
+    assert problems and len(check_file(whole)) == len(problems)
 
 
 def test_rows_of_one_moment_keep_their_order(tmp_path):
@@ -177,9 +172,8 @@ def test_a_data_set_is_not_made_of_itself(tmp_path, capsys, monkeypatch, place, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "all.parquet" / "in.parquet").mkdir(parents=True)
     place, target = f"{place}.parquet", f"{target}.parquet"
-    assert "are one data set, or one is in the other; choose another place" in refused(
-        capsys, "results", "export", place, "--to", target
-    )
+    error = refused(capsys, "results", "export", place, "--to", target)
+    assert "are one data set, or one is in the other; choose another place" in error
     assert [path.name for path in tmp_path.rglob("*")] == ["all.parquet", "in.parquet"]
 
 

@@ -129,10 +129,7 @@ def test_a_form_is_answered_with_what_to_send(server: Served) -> None:
     ("template", "said"),
     [
         (None, "guard_model has no chat template: start the server with --chat-template"),
-        (
-            "{{ raise_exception('roles must alternate') }}",
-            "the chat template refuses these messages: roles must alternate",
-        ),
+        ("{{ raise_exception('roles must alternate') }}", "refuses these messages: roles must alternate"),
         ("{% for", "the chat template refuses these messages: "),
         ("{{ 1 + messages }}", "the chat template refuses these messages: TypeError: "),
         ("{{ 1 // 0 }}", "ZeroDivisionError: "),

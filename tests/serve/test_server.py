@@ -79,16 +79,9 @@ def test_half_an_upload_does_not_delay_the_end() -> None:
     slow.close()  # the server has ended before
 
 
-@pytest.mark.parametrize(
-    ("host", "said"),
-    [
-        ("0.0.0.0", "--host 0.0.0.0 can be reached from other machines: set HYBRID_KV_API_KEY, or use 127.0.0.1"),
-        ("::", "--host :: can be reached from other machines"),
-        ("", "--host  can be reached from other machines"),
-        ("no.such.host.invalid", "--host no.such.host.invalid can be reached from other machines"),
-    ],
-)
-def test_other_machines_need_a_key(host: str, said: str) -> None:
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "no.such.host.invalid"])
+def test_other_machines_need_a_key(host: str) -> None:
+    said = f"--host {host} can be reached from other machines: set HYBRID_KV_API_KEY, or use 127.0.0.1"
     with pytest.raises(ConfigError, match=re.escape(said)):
         open_socket(host, 0, has_key=False)
 

@@ -5,8 +5,19 @@ import random
 import pytest
 import torch
 
+from hybrid_kv.config import ConfigError
+from hybrid_kv.targets.remote import python_of
+
 RNG = random.Random(0)
 PROMPTS = [tuple(RNG.randrange(1, 101) for _ in range(length)) for length in (30, 7, 1, 18)]
+
+
+def installed(engine: str = "vllm", package: str = "vllm") -> str:
+    """Its Python; without one the test is skipped."""
+    try:
+        return python_of(engine, package)
+    except ConfigError as error:
+        pytest.skip(str(error))
 
 
 def continued(model, prompt, num_new=12):

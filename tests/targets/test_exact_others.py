@@ -10,9 +10,9 @@ from hybrid_kv.probes.judge import ExactJudge
 from hybrid_kv.targets import remote
 from hybrid_kv.targets.exact import ExactAnswers, write_exact_checkpoint
 from hybrid_kv.targets.mlx import KIND
-from hybrid_kv.targets.remote import python_of
 from hybrid_kv.targets.target import Ask
 from hybrid_kv.targets.transformers import Transformers
+from tests.targets.models import installed
 
 PROMPTS = [tuple(range(1, length)) for length in (31, 8, 2, 24)]
 # What a plant adds behind mlx's worker, before it serves.
@@ -83,10 +83,7 @@ def test_a_bug_in_transformers_is_wrong(place, plant, model, settings, folder_of
 @pytest.fixture
 def started(tmp_path, monkeypatch, request):
     """mlx-lm with a bug planted in its worker; empty: none."""
-    try:
-        python_of("mlx", "mlx_lm")
-    except ConfigError as error:
-        pytest.skip(str(error))
+    installed("mlx", "mlx_lm")
 
     def start(folder, settings, bug=""):
         workers = shutil.copytree(remote.WORKERS, tmp_path / "workers")

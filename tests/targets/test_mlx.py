@@ -5,18 +5,14 @@ import pytest
 from hybrid_kv.config import ConfigError
 from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.targets.mlx import KIND
-from hybrid_kv.targets.remote import python_of
 from hybrid_kv.targets.target import Ask
 from hybrid_kv.targets.workers.mlx import Kept, as_on_the_hub
-from tests.targets.models import PROMPTS, check_logprobs, continued
+from tests.targets.models import PROMPTS, check_logprobs, continued, installed
 
 
 @pytest.fixture(scope="module", autouse=True)
-def installed():
-    try:
-        python_of("mlx", "mlx_lm")
-    except ConfigError as error:
-        pytest.skip(str(error))
+def mlx():
+    installed("mlx", "mlx_lm")
 
 
 @pytest.fixture

@@ -17,10 +17,11 @@ from hybrid_kv.probes.reproducer import Case, write_files
 from hybrid_kv.probes.script import script_of
 from hybrid_kv.targets import remote, vllm
 from hybrid_kv.targets.exact import ExactAnswers, write_exact_checkpoint
-from hybrid_kv.targets.remote import Remote, python_of
+from hybrid_kv.targets.remote import Remote
 from hybrid_kv.targets.target import Ask
 from hybrid_kv.targets.workers import vllm_case
 from hybrid_kv.targets.workers.vllm import MAX_MODEL_LEN, ROOM, arguments
+from tests.targets.models import installed
 
 PROMPT = tuple(1 + i * i % 89 for i in range(40))
 
@@ -51,13 +52,6 @@ def test_an_unknown_setting_is_refused(setting: tuple[str, str]) -> None:
 def started(**settings: str) -> Remote:
     installed()
     return vllm.KIND.start(str(FOLDER), settings)
-
-
-def installed() -> str:
-    try:
-        return python_of("vllm", "vllm")
-    except ConfigError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")
@@ -120,11 +114,10 @@ def test_the_exact_model_inside_gives_its_oracles_tokens(exact: tuple[Remote, Ex
     target, answers = exact
     requests = [Ask(PROMPT[i % 3 :], max_tokens=20 + i, step=3 * i) for i in range(6)]
     requests += [Ask(PROMPT[:1], max_tokens=9, step=4), Ask((*PROMPT, *PROMPT), max_tokens=5, step=20)]
+    expected = [answers.tokens(ask.prompt, ask.max_tokens) for ask in requests]
     for _ in range(2):
         found = target.ask(requests, preempt_every=30)
-        assert [list(one.token_ids) for one in found] == [
-            answers.tokens(ask.prompt, ask.max_tokens) for ask in requests
-        ]
+        assert [list(one.token_ids) for one in found] == expected
     assert target.counters()["hits"] > 0 and target.counters()["preemptions"] > 0
 
 

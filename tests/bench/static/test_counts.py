@@ -19,16 +19,18 @@ from tests.cli import run as cli
 from tests.kernels.interpreter import interpreted
 
 
-def bytes_of_a_step(shape, n_hist, flush):
-    return counts._count_scheme(shape, 3, n_hist, flush)
+def bytes_of_a_step(shape, K, n_hist, flush):
+    """What the model says."""
+    if n_hist is None:
+        return sum(slots_bytes(shape, torch.float32, 1 + K).values())
+    return sum(step_bytes(shape, torch.float32, 1 + K, n_hist, flush).values())
 
 
 @pytest.mark.parametrize("shape", [(8, 64, 128, 1), DeltaShape(1, 2, 128, 128, per_channel=False)])
 @pytest.mark.parametrize(("n_hist", "flush"), [(None, False), (0, False), (9, True)])
 def test_bytes_are_those_of_the_model(shape, n_hist, flush):
-    fp32 = torch.float32
-    said = slots_bytes(shape, fp32, 4) if n_hist is None else step_bytes(shape, fp32, 4, n_hist, flush)
-    assert interpreted(bytes_of_a_step, shape, n_hist, flush) == sum(said.values())
+    args = shape, 3, n_hist, flush
+    assert interpreted(counts._count_scheme, *args) == bytes_of_a_step(*args)
 
 
 def shared_bytes():
@@ -48,12 +50,7 @@ def test_every_address_counts_once_and_what_is_shared_not_at_all():
 
 def test_a_model_that_is_not_what_is_counted_is_wrong(monkeypatch):
     def counted_bytes(shape, K, n_hist, flush):
-        said = (
-            slots_bytes(shape, torch.float32, 1 + K)
-            if n_hist is None
-            else step_bytes(shape, torch.float32, 1 + K, n_hist, flush)
-        )
-        return sum(said.values()) + (flush and K == 5)
+        return bytes_of_a_step(shape, K, n_hist, flush) + (flush and K == 5)
 
     monkeypatch.setattr(counts, "_count_scheme", counted_bytes)
     found = {(one.kernel, one.shape): one for one in count_bytes()}
