@@ -35,7 +35,7 @@ MODES = ("none", "align", "all")
 def spec(mode="all", k=0, block_size=4, kernel=4):
     return MambaSpec(
         block_size,
-        window_and_states(((kernel - 1 + k, 1), torch.int64), ((1,), torch.int64)),
+        window_and_states(((kernel - 1 + k, 1), torch.int64), ((1,), torch.int32)),
         mamba_cache_mode=mode,
         rollback=RollbackSpec(k),
     )
