@@ -200,3 +200,13 @@ def test_integrity_checks_see_damage() -> None:
 def test_a_pool_needs_a_block_beside_the_null_block() -> None:
     with pytest.raises(ValueError, match="nothing to hand out"):
         BlockPool(1)
+
+
+def test_a_reset_leaves_no_heir_to_a_content_of_two_blocks() -> None:
+    pool = BlockPool(4)
+    both = pool.allocate(2)
+    assert both is not None
+    assert [pool.publish(key(1), block) for block in both.tolist()] == [True, False]
+    pool.reset()
+    assert pool.lookup(key(1)) is None and pool.num_published_blocks == 0
+    pool.check_integrity()
