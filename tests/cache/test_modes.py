@@ -34,6 +34,7 @@ def test_each_mode_has_its_own_logical_blocks(
     assert mode.first_needed(9, 4) == needed
     assert mode.first_published(1, 2, 10, 4, is_decode=False) == first_published
     assert mode.chunk_end(1, 14, 20, 4, 8) == chunk_end
+    assert [mode.may_replace(8, chosen) for chosen in (4, 8, 16)] == [name != "align", True, name != "align"]
     assert mode.num_blocks(3, is_decode=False) == blocks
     assert mode.num_blocks(3, is_decode=True) == 3
 
