@@ -19,8 +19,9 @@ def test_matches_tokens_that_are_dealt_out_one_by_one(data):
     limit = width * block_size * cp_size
     tokens = data.draw(st.lists(st.tuples(st.integers(0, len(table) - 1), st.integers(0, limit + 5)), max_size=12))
     rows, positions = (torch.tensor([t[i] for t in tokens], dtype=torch.int64) for i in (0, 1))
-    context = (cp_size, cp_rank, interleave)[: 3 - (interleave == 1) * (1 + (cp_rank == 0))]
-    slots = slot_mapping(torch.tensor(table, dtype=torch.int32), rows, positions, block_size, *context)
+    options = {"cp_size": (cp_size, 1), "cp_rank": (cp_rank, 0), "cp_interleave": (interleave, 1)}
+    given = {name: value for name, (value, default) in options.items() if value != default}
+    slots = slot_mapping(torch.tensor(table, dtype=torch.int32), rows, positions, block_size, **given)
     assert slots.dtype == torch.int64
     assert slots.tolist() == [slot(table[r], p, block_size, cp_size, cp_rank, interleave) for r, p in tokens]
 

@@ -55,6 +55,7 @@ class Prefill(Operation, Layer):
 
 
 # A row whose first states are kept before the window is full, in the block that it starts from.
+# This seed reads and writes block 1, the first behind the null block.
 SHORT = BASE.but(
     rows=(Row(2, (1, 2), "first"), Row(0), Row(1, start="last"), Row(18, (17, 1, 2), "first")),
     channels=7, more_rows=-2, seed=8,

@@ -55,13 +55,14 @@ class Run(mamba2.Run):
         bends = torch.tensor([-24.0, -7.0, -3.0, 0.0, 19.5, 21.0] if self.case.extreme else [-5.0, -4.0, -2.0, -1.0])
         dt = bends[torch.randint(len(bends), (num_tokens + 1, *self.dt_bias.shape), generator=self.g)]
         (beta,) = flat_tokens(num_tokens + 2, ((self.heads,),), self.case.gap, self.case.dtype, self.g, scale=2.0)
+        # Queries so short that what keeps their root from 0 counts.
         return v, dt.to(self.device, self.case.dtype), k, q.mul_(1e-3), beta[: num_tokens + 1].to(self.device)
 
     def layer(self, v, dt, k, q, beta):
         return q, k, v, dt, self.dt_bias, self.A_log, beta
 
     def update(self, run_update, step, tokens, cu_seqlens):
-        scale = [self.case.beta_scale][self.case.beta_scale == 1.0 :]
+        scale = () if self.case.beta_scale == 1.0 else (self.case.beta_scale,)  # the default is left out
         return run_update(self.state, self.ring, step, *self.layer(*tokens), cu_seqlens, *scale)
 
     def wide(self, *tokens):
@@ -162,6 +163,7 @@ def check_flush(per_channel):
     recompute_flush_reference(run.state, run.ring, step, None)
     expected, before = read_states(run.state, target), run.storage.clone()
     gated_delta_flush(run.state, run.ring, step)
+    # 20 tokens and a state are 21 roundings of 2^-24; two terms of eight bits, as for bfloat16, would err by 2^-16.
     assert bool(((read_states(run.state, target) - expected).abs() <= 2e-6 * expected.abs().max()).all())
     run.state[target] = before.as_strided(run.state.shape, run.state.stride(), 2)[target]
     assert torch.equal(run.storage, before)

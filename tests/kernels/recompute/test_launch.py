@@ -550,7 +550,7 @@ def check_kept(update, kind=Run, base=BASE):
     """Tokens that add nothing and forget nothing leave every bit of a state, also where its halves meet."""
     run = kind(base)
     source, target = run.table[0, :2].long().split(1)
-    bits = (0x3F80 + torch.arange(run.state[0, 0].numel()) << 16) + 0x7FFF + torch.arange(run.state[0, 0].numel()) % 2
+    bits = 0x3F808000 + 0xFFFF * torch.arange(run.state[0, 0].numel())
     run.state[source] = split_state(bits.int().view(torch.float32).view(1, *run.state.shape[2:]))
     for part in (run.ring.x, run.ring.B, run.ring.dt):
         part.zero_()
