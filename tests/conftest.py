@@ -48,4 +48,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     # What the tests import is a million objects, which every full collection of garbage would walk again.
     gc.freeze()
+    gc.set_threshold(20_000, 20)  # And what a test makes is rarely garbage in a circle.
     gc.enable()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# Runs every command in one process, since importing torch takes longer than most of them, and prints what they import.
+# Runs them in one process, since importing torch takes longer than most of them, and prints what they import.
 COMMANDS = """
 import json, sys
 from pathlib import Path
@@ -26,8 +26,6 @@ codes = []
 for command in (
     ["plan", str(config), "--gpu-memory", "1GiB"],
     ["generate", "--max-tokens", "1", "Question:"],
-    ["accuracy", "--limit", "2", "--device", "cpu"],
-    ["accuracy", "--check-floor", "--limit", "2"],
     ["guard", "--quick", "-k", "eviction"],
     ["compare"],
 ):
@@ -86,8 +84,7 @@ def test_its_commands_work_outside_a_checkout(wheel: Path, tmp_path: Path) -> No
         text=True,
     )
     found = json.loads((work / "found.json").read_text())
-    assert found["codes"] == [0, 0, 0, 2, 0, 2], done.stdout + done.stderr
-    assert "has no floor for guard_model, gsm8k_synth, strict-match, 2 questions" in done.stderr
+    assert found["codes"] == [0, 0, 0, 2], done.stdout + done.stderr
     assert "`hybrid-kv compare` needs a checkout of hybrid-kv: run it inside one" in done.stderr
     assert not [file for file in found["files"] if Path(file).is_relative_to(ROOT) and ".venv" not in file]
     assert sorted(file.name for file in work.iterdir()) == ["found.json", "out"]

@@ -46,24 +46,15 @@ def drafts_of(prompts, num_tokens, disturb=None, **options):
     return [found[i] for i in range(len(prompts))], [output.token_ids for output in outputs]
 
 
-@pytest.fixture(scope="module", params=["none", "align", "all"])
-def alone(request):
-    """A mode, and what each request gets by itself: the mode says which keys the head may not see."""
-    mode = request.param
+@pytest.mark.parametrize("mode", ["none", "align", "all"])  # it says which keys the head may not see
+def test_a_request_gets_the_drafts_that_it_gets_alone(mode):
+    """Some prompts wait, some run in chunks beside verify steps, rows change owners."""
     each = [
         drafts_of([prompt], [count], mamba_cache_mode=mode) for prompt, count in zip(PROMPTS, NUM_TOKENS, strict=True)
     ]
-    assert sum(len(proposals) for (proposals,), _ in each) > 20
-    return mode, [proposals for (proposals,), _ in each], [tokens for _, (tokens,) in each]
-
-
-@pytest.mark.parametrize(("max_num_seqs", "budget"), [(5, 256), (5, 20), (3, 12)])
-def test_a_request_gets_the_drafts_that_it_gets_alone(alone, max_num_seqs, budget):
-    """Some prompts wait, some run in chunks beside verify steps, rows change owners."""
-    mode, expected, tokens = alone
-    options = {"mamba_cache_mode": mode, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
-    proposals, got = drafts_of(PROMPTS, NUM_TOKENS, **options)
-    assert got == tokens
+    expected = [proposals for (proposals,), _ in each]
+    proposals, got = drafts_of(PROMPTS, NUM_TOKENS, mamba_cache_mode=mode, max_num_seqs=3, max_num_batched_tokens=12)
+    assert got == [tokens for _, (tokens,) in each] and sum(map(len, expected)) > 20
     # A step without room for every draft gains fewer tokens: from there on other numbers of tokens are known.
     shared = [(i, known) for i, mine in enumerate(proposals) for known in mine.keys() & expected[i]]
     assert [proposals[i][known] for i, known in shared] == [expected[i][known] for i, known in shared]

@@ -51,7 +51,7 @@ def test_states_that_a_hit_does_not_bring_are_missed(alone, monkeypatch):
 
 def test_a_head_that_costs_hits_is_seen(drafting, monkeypatch):
     monkeypatch.setattr(KVCacheManager, "find_longest_cache_hit", lambda *_: NO_HIT)
-    assert [drafting.check(cell).broken[0] for cell in MTP_CELLS[::2]] == ["", "hits"]
+    assert drafting.check(MTP_CELLS[-1]).broken[0] == "hits"
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +59,8 @@ def drafting():
     return Alone(FOLDER)
 
 
-@pytest.mark.parametrize("cell", MTP_CELLS, ids=describe)
-def test_drafts_of_a_head_are_those_that_a_request_gets_alone(drafting, cell):
-    found = drafting.check(cell)
-    assert found.problem == "" and found.num_drafts > 40
-
-
-@pytest.mark.parametrize("cell", [cell for cell in MTP_CELLS if "to_the_end" in cell], ids=describe)
-def test_drafts_of_all_rows_that_go_with_a_row_at_its_end_are_seen(drafting, monkeypatch, cell):
+def test_drafts_of_all_rows_that_go_with_a_row_at_its_end_are_seen(drafting, monkeypatch):
+    cell = MTP_CELLS[-1]
     drafting.drafts_alone(cell["mamba_cache_mode"])
     original = MTPDrafter._slots
 
@@ -76,7 +70,8 @@ def test_drafts_of_all_rows_that_go_with_a_row_at_its_end_are_seen(drafting, mon
 
     monkeypatch.setattr(MTPDrafter, "_slots", all_padded)
     assert "got other drafts than alone" in drafting.check(cell).problem
-    assert drafting.check({key: value for key, value in cell.items() if key != "to_the_end"}).problem == ""
+    found = drafting.check({key: value for key, value in cell.items() if key != "to_the_end"})
+    assert found.problem == "" and found.num_drafts > 40
 
 
 def test_a_cell_that_shows_nothing_is_void(alone):

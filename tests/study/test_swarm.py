@@ -68,6 +68,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "draw_swarm_scenario", drawn)
     monkeypatch.setattr(module, "run_scenario", played)
     monkeypatch.setattr(module, "shrink", lambda failure: Shrunk(failure, 5, 0.1, is_minimal=True))
+    monkeypatch.setattr("hybrid_kv.guard.cases.tell", lambda case: ("", "a story"))
 
 
 def test_an_injected_fault_is_found_reduced_and_gone_without_it(

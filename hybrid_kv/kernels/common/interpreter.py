@@ -5,7 +5,8 @@ imported, whether it interprets or compiles.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,10 +28,12 @@ def start_interpreter() -> None:
 
 
 def _skip_what_changes_no_result() -> None:
-    """Half the time of Triton 3.7's interpreter: each call of a function patches the language again, each sum of
-    integers computes an overflow that nothing asserts, each look at a type makes a dict of all.
+    """Two thirds of the time of Triton 3.7's interpreter: each call of a function patches the language again, each sum
+    of integers computes an overflow that nothing asserts, each look at a type makes a dict of all, each tensor and each
+    type of one makes a tuple of its shape.
     """
     from triton import language
+    from triton.language import core
     from triton.runtime import interpreter
 
     builder, function = interpreter.interpreter_builder, interpreter.InterpretedFunction
@@ -39,3 +42,19 @@ def _skip_what_changes_no_result() -> None:
     function.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
     numpy_dtype = cache(interpreter._get_np_dtype)
     interpreter._get_np_dtype = lambda dtype: numpy_dtype(language.uint64 if dtype.scalar.is_ptr() else dtype.scalar)
+
+    @lru_cache(None, typed=True)  # or 4.0, which no shape may have, would pass as 4
+    def shape_of(*sizes: int) -> tuple[Any, Any, int]:
+        numel = core.validate_block_shape(sizes)
+        return core.tuple(sizes), core.tuple([language.constexpr(size) for size in sizes]), numel
+
+    def set_type(self: Any, element_ty: Any, shape: Any) -> None:
+        self.element_ty, self.sizes = element_ty, core._unwrap_shape(shape)
+        self.shape, _, self.numel = shape_of(*self.sizes)
+        self.name = f"<{self.sizes}, {element_ty}>"
+
+    def set_tensor(self: Any, handle: Any, ty: Any) -> None:
+        _, self.shape, numel = shape_of(*(ty.sizes if ty.is_block() else ()))
+        self.handle, self.type, self.dtype, self.numel = handle, ty, ty.scalar, language.constexpr(numel)
+
+    core.block_type.__init__, core.tensor.__init__ = set_type, set_tensor
