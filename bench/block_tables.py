@@ -69,12 +69,7 @@ def _shape(model: str, step: str) -> Shape:
 
 
 TOTALS = {
-    "16 of 256 append, width 40": Shape(256, 16, 1, 32, 40),
-    "256 of 256 append, width 40": Shape(256, 256, 1, 32, 40),
-    "0 of 256 append, width 40": Shape(256, 0, 1, 32, 40),
-    "16 of 256 append, width 1024": Shape(256, 16, 1, 32, 1024),
-    "256 of 256 append, width 1024": Shape(256, 256, 1, 32, 1024),
-    "0 of 256 append, width 1024": Shape(256, 0, 1, 32, 1024),
+    **{f"{n} of 256 append, width {width}": Shape(256, n, 1, 32, width) for width in (40, 1024) for n in (16, 256, 0)},
     "16 of 256 append, 1000 held": Shape(256, 16, 1, 1000, 1024),
     "8 prefills x 64 blocks": Shape(8, 8, 64, 0, 64, 1024),
     "32 prefills x 256 blocks, width 256": Shape(32, 32, 256, 0, 256, 256),

@@ -161,12 +161,8 @@ def play(kernels: str, mode: str, scheme: str, K: int) -> list[Step]:
             kind, size = _kind(output.batch), tuple(item.num_tokens for item in output.batch)
             before, graphs[size] = graphs.get(size), graphs.pop(None)
             is_known = before is not None and kind == "decode" and len({*size}) == 1
-            note(
-                kind,
-                since,
-                why_not_replayed(before or (), graphs[size]) if is_known else None,
-                **more if kind == "decode" else {},
-            )
+            stale = why_not_replayed(before or (), graphs[size]) if is_known else None
+            note(kind, since, stale, **more if kind == "decode" else {})
             return output
 
         def around(kind: str) -> Any:

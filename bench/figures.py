@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -76,14 +76,15 @@ def mutants_table(results: Results) -> str | None:
         median = found["seconds"].median()
         seconds = "–" if pd.isna(median) else f"{median:.1f}"
         lines.append([letter, name, f"{len(found)} of {len(own)}", seconds])
-    quick = rows[(rows["value"] == 1) & (rows["by"] == "quick")]
+    caught = rows[rows["value"] == 1]
+    quick = caught[caught["by"] == "quick"]
     text = (
-        f"{int(rows['value'].sum())} of {len(rows)} are caught, {len(quick)} of them by the quick guard or unit tests, "
+        f"{len(caught)} of {len(rows)} are caught, {len(quick)} of them by the quick guard or unit tests, "
         f"{sum(quick['seconds'] <= SOON)} in {SOON} s of one core at most; the median takes "
         f"{quick['seconds'].median():.1f} s."
     )
-    caught = rows[rows["value"] == 1]["section"]
-    text += f" First by {', '.join(f'{section} {count}' for section, count in Counter(caught).most_common())}."
+    firsts = Counter(caught["section"]).most_common()
+    text += f" First by {', '.join(f'{section} {count}' for section, count in firsts)}."
     if missed := sorted(rows[rows["value"] == 0]["benchmark"]):
         text += f" Not caught: {' '.join(missed)}."
     return f"{text}\n\n{markdown_table(['', 'class', 'caught', 's'], lines)}"
@@ -158,12 +159,7 @@ def curve_table(results: Results) -> str | None:
     return markdown_table(["alarms", "same", *(f"{percent} % slower" for percent in percents)], lines)
 
 
-BLOCKS: dict[str, Callable[[Results], str | None]] = {
-    "curve": curve_table,
-    "families": families_table,
-    "mutants": mutants_table,
-    "step": step_table,
-}
+BLOCKS = {"curve": curve_table, "families": families_table, "mutants": mutants_table, "step": step_table}
 
 
 def pages() -> list[Path]:

@@ -45,8 +45,7 @@ def _skip_what_changes_no_result() -> None:
 
     @lru_cache(None, typed=True)  # or 4.0, which no shape may have, would pass as 4
     def shape_of(*sizes: int) -> tuple[Any, Any, int]:
-        numel = core.validate_block_shape(sizes)
-        return core.tuple(sizes), core.tuple([language.constexpr(size) for size in sizes]), numel
+        return core.tuple(sizes), core.tuple(map(language.constexpr, sizes)), core.validate_block_shape(sizes)
 
     def set_type(self: Any, element_ty: Any, shape: Any) -> None:
         self.element_ty, self.sizes = element_ty, core._unwrap_shape(shape)
