@@ -23,14 +23,7 @@ from hybrid_kv.dashboard.data import (
     newest_run,
     with_params,
 )
-from hybrid_kv.dashboard.draw import (
-    coloured,
-    folded,
-    paragraph,
-    row_name,
-    table,
-    with_small_interval,
-)
+from hybrid_kv.dashboard.draw import coloured, folded, paragraph, row_name, table, with_small_interval
 from hybrid_kv.dashboard.report import Report, Section
 from hybrid_kv.dashboard.words import day, number, percent_change, with_unit
 
@@ -168,10 +161,7 @@ def static_kernel_metrics(report: Report) -> Section | None:
             ]
             for row in each(own)
         ]
-        body += folded(
-            f"{target}, {len(own)} cases",
-            table(head, cells, limit=1000),
-        )
+        body += folded(f"{target}, {len(own)} cases", table(head, cells, limit=1000))
     versions = ", ".join(sorted(set(report.results.of(STATIC_SUITE)["triton"]) - {""}))
     note = f"Compiled ahead of time without a GPU, with Triton {versions}. Each instruction counts once."
     return Section("Kernels", finding, body + paragraph(note))

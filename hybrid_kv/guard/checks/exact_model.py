@@ -28,14 +28,7 @@ AGAIN = 8
 
 
 @check(
-    "exact model",
-    quick=2500,
-    full=3000,
-    long=100_000,
-    seconds=0.0066,
-    place=30,
-    factors=lambda: FACTORS,
-    runs="spread",
+    "exact model", quick=2500, full=3000, long=100_000, seconds=0.0066, place=30, factors=lambda: FACTORS, runs="spread"
 )
 def check_exact_model(run: Run) -> Iterator[CheckResult]:
     """Engine against oracle on the integer model, until `run.amount` requests ran; tokens must be equal.
