@@ -24,7 +24,6 @@ LIMITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     *(({name: True}, {name: "false"}, f"{name}='false' must be True or False") for name in (*CACHED, "sanitize")),
     ({"async_scheduling": True}, {"async_scheduling": 1}, "async_scheduling=1 must be True or False"),
     ({"mamba_cache_mode": "all"}, {"mamba_cache_mode": "sparse"}, "'sparse'; use one of none, align, all"),
-    ({"mamba_cache_mode": "none"}, {"mamba_cache_mode": 7}, "mamba_cache_mode=7; use one of"),
     ({"mamba_cache_mode": "align"}, {"mamba_cache_mode": "align", "enable_prefix_caching": False}, "use mode none"),
     ({**CACHED, "kv_offload_bytes": 9}, {"kv_offload_bytes": 9}, "kv_offload_bytes=9 keeps blocks of the prefix cache"),
     ({**CACHED, "kv_offload_folder": "f"}, {"kv_offload_folder": "f"}, "kv_offload_folder='f' keeps blocks of"),

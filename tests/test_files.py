@@ -10,6 +10,7 @@ import pytest
 
 from hybrid_kv.config import ConfigError, HybridKVError
 from hybrid_kv.files import MAX_BYTES, check_outputs, new_folder, read_text, write_whole
+from tests.cli.run import raising
 
 
 def test_a_file_is_written_whole_with_its_folders(tmp_path: Path) -> None:
@@ -47,11 +48,7 @@ def test_a_write_that_fails_leaves_what_was_there_and_nothing_beside_it(
 ) -> None:
     file = tmp_path / "file"
     file.write_text("before")
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(step, full)
+    monkeypatch.setattr(step, raising(OSError(28, "No space left on device")))
     with pytest.raises(HybridKVError, match="file cannot be written: No space left on device"):
         write_whole(file, "after")
     assert [one.name for one in tmp_path.iterdir()] == ["file"] and file.read_text() == "before"

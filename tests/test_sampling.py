@@ -22,7 +22,6 @@ from tests.draws import sampled
         ({"top_p": 1.5}, "top_p=1.5"),
         ({"stop": ("a", "")}, "empty stop string"),
         ({"max_tokens": 2.5}, "max_tokens=2.5 must be an integer"),
-        ({"max_tokens": True}, "max_tokens=True must be an integer"),
         ({"top_k": None}, "top_k=None must be an integer"),
         ({"seed": 1.5}, "seed=1.5 must be an integer"),
         ({"seed": 2**63}, "must fit in 64 bits"),

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench.harness.toy import git
+
 SCRIPT = Path(__file__).parent.parent / ".ci" / "titles"
 
 
@@ -20,13 +22,9 @@ SCRIPT = Path(__file__).parent.parent / ".ci" / "titles"
     ],
 )
 def test_a_title_has_a_scope_and_fits_a_line(tmp_path: Path, title: str, fault: str) -> None:
-    def git(*words: str) -> None:
-        identity = ("-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false")
-        subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True)
-
-    git("init", "-q", "-b", "main")
-    git("commit", "-q", "--allow-empty", "-m", "Whatever came before")
-    git("commit", "-q", "--allow-empty", "-m", title)
+    git(tmp_path, "init", "-q", "-b", "main")
+    for message in ("Whatever came before", title):
+        git(tmp_path, "commit", "-q", "--allow-empty", "-m", message)
     found = subprocess.run(["bash", str(SCRIPT), "HEAD~1"], cwd=tmp_path, capture_output=True, text=True)
     assert found.returncode == bool(fault)
     assert fault in found.stdout

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.cli.run import commands
+from tests.bench.harness.toy import git
+from tests.test_docs import check_options
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
@@ -33,17 +34,6 @@ WRITES = {
 # Which job has a token that may only read, to query GitHub.
 READS = {("bench-comment.yml", "allow")}
 # They take minutes, or are this suite.
-
-
-def make(*arguments, **environment):
-    """`make` with this Python's tools instead of .venv's, and without installing anything."""
-    command = ["make", "-o", ".venv/.installed", f"BIN={BIN}", *arguments]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True)
-
-
-def targets(job):
-    """What `make` is called with in a job's steps."""
-    return [step["run"].removeprefix("make ").split() for step in job["steps"] if "run" in step]
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
@@ -72,9 +62,9 @@ def test_every_command_is_a_make_target(file, name, job):
     for step in job["steps"]:
         if "run" in step:
             assert re.fullmatch(r"make [\w-]+( [A-Z]+=[\w./-]+)*", step["run"])
-    for arguments in targets(job):
-        done = make("-n", *arguments)
-        assert done.returncode == 0, done.stderr
+            command = ["make", "-n", "-o", ".venv/.installed", f"BIN={BIN}", *step["run"].split()[1:]]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
 
 
 def recipe(arguments):
@@ -133,9 +123,7 @@ COMMANDS = {
 
 @pytest.mark.parametrize(("name", "option"), sorted(COMMANDS))
 def test_every_command_has_the_options_that_scripts_give_it(name, option):
-    command = commands()[name]
-    command = getattr(command, "default", command)  # `hybrid-kv results` lists
-    assert option in {text for parameter in command.params for text in parameter.opts}
+    check_options([name, option], f"{name} {option}")
 
 
 def test_ci_runs_what_a_developer_runs():
@@ -202,9 +190,8 @@ def test_an_alarm_says_what_to_run(script, tmp_path):
 
 
 def test_a_night_is_compared_with_the_last_that_passed(script, tmp_path):
-    subprocess.run(["git", "init", "-q", tmp_path], check=True)
-    name = ["-c", "user.name=t", "-c", "user.email=t@example.com", "-c", "commit.gpgsign=false"]
-    subprocess.run(["git", *name, "-C", tmp_path, "commit", "-q", "--allow-empty", "-m", "x"], check=True)
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "commit", "-q", "--allow-empty", "-m", "x")
     (tmp_path / "baseline").mkdir()
     (tmp_path / "baseline/gpu-passed").write_text("def\n")
     assert script("gpu-compare", "hybrid-kv", BASE="slow") == "" and not (tmp_path / "nightly/gpu-passed").exists()
@@ -244,10 +231,7 @@ def test_every_step_of_a_night_that_can_fail_reaches_the_alarm():
     assert set(outputs) - set(ran) == {"base"}
     assert sum(step["timeout-minutes"] for step in ran.values()) < jobs["gpu"]["timeout-minutes"]
     assert jobs["alarm"]["steps"][-1]["env"]["OUTCOMES"] == "${{ toJSON(needs.gpu.outputs) }}"
-
-
-def test_what_became_red_stops_no_rows_and_reaches_the_alarm():
-    jobs = yaml.safe_load((ROOT / ".github/workflows/nightly-gpu.yml").read_text())["jobs"]
+    # What became red stops no rows.
     (step,) = [step for step in jobs["rows"]["steps"] if step.get("id") == "red"]
     assert step["continue-on-error"] is True
     assert jobs["rows"]["outputs"] == {"red": "${{ steps.red.outcome }}"}

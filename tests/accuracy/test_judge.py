@@ -14,7 +14,7 @@ from hybrid_kv.accuracy import judge, run, tasks
 from hybrid_kv.results import append, read_rows
 from tests.accuracy.test_compare import COMMIT, PARAMS, call, record, result_of, write
 from tests.accuracy.test_tasks import write_gsm8k
-from tests.cli.run import refused
+from tests.cli.run import raising, refused
 
 
 @pytest.fixture
@@ -109,19 +109,10 @@ def test_other_questions_are_refused_before_one_is_asked(
     assert not (tmp_path / "accuracy.csv").exists()
 
 
-def test_hashes_known_before_are_those_of_the_run() -> None:
-    hashes = tasks.question_hashes("gsm8k_synth", 2, 3)
-    result = run.evaluate(limit=3, progress=False, seed=2, device="cpu", max_model_len=640)
-    assert hashes == {one.doc_id: (one.doc_hash, one.prompt_hash) for one in result.records}
-
-
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({**PARAMS, "seed": "abc"}, "seed 'abc' is not an integer"),
         ({**PARAMS, "seed": 1.5}, "seed 1.5 is not an integer"),
-        ({**PARAMS, "seed": [1]}, "seed [1] is not an integer"),
-        ({**PARAMS, "task": "mmlu"}, "task 'mmlu' is unknown"),
         ({**PARAMS, "task": ["gsm8k_synth"]}, "is unknown; use one of gsm8k_synth, gsm8k"),
     ],
 )
@@ -169,10 +160,8 @@ def test_a_full_disk_keeps_rows_and_table(
 def test_rows_that_cannot_be_appended_cost_nothing_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, answered: None
 ) -> None:
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as the kernel has it: without a file's name
-
-    monkeypatch.setattr(append.os, "write", full)
+    # As the kernel has it: without a file's name.
+    monkeypatch.setattr(append.os, "write", raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     samples = tmp_path / "a.jsonl"
     code, printed, error = call(capsys, "--limit", "4", "--results", tmp_path, "--samples", samples)
     assert (code, error.count("\n")) == (2, 1) and "accuracy.csv: No space left on device" in error

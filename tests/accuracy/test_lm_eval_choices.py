@@ -19,7 +19,6 @@ from hybrid_kv.engine.llm import LLM
 from tests.accuracy.lm import engine_model, instance
 
 REGISTER = str(Path(tasks.__file__).parent / "register.yaml")
-pytestmark = pytest.mark.usefixtures("single_thread")
 ITEMS = problems.eval_set(5, 12, shots=2)
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %} Say:{% endif %}"
 

@@ -16,7 +16,6 @@ from hybrid_kv.sampling import SamplingParams
 from tests.accuracy.lm import engine_model, instance
 
 PROMPTS = [item.prompt for item in problems.eval_set(3, 4, shots=1)]
-pytestmark = pytest.mark.usefixtures("single_thread")
 GREEDY = {"until": ["Question:", "</s>"], "do_sample": False, "temperature": 0.0}
 
 

@@ -61,9 +61,6 @@ def test_records(result: run.AccuracyResult) -> None:
     assert len(groups["latch"]) + len(groups["self-contained"]) == len(groups["all"]) == LIMIT
     assert sum(len(records) for name, records in groups.items() if "step" in name) == LIMIT
     assert result.params | ENGINE == result.params
-    # A shorter run has the same questions, with the same prompts, and gets the same answers.
-    again = run.evaluate(limit=2, progress=False, **ENGINE)
-    assert again.records == result.records[:2]
 
 
 def test_preemptions_change_no_answer(result: run.AccuracyResult) -> None:

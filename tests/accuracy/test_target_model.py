@@ -16,7 +16,7 @@ from hybrid_kv.models.loader import load_tokenizer
 from hybrid_kv.targets.target import Answer, Ask, TargetError
 from tests.accuracy.lm import instance
 from tests.accuracy.test_compare import call
-from tests.cli.run import refused
+from tests.cli.run import raising, refused
 from tests.serve.conftest import OPTIONS, QUESTION, Served, served
 
 UNTIL = {"until": ["Question:"], "max_gen_toks": 40, "do_sample": False}
@@ -139,11 +139,7 @@ def test_a_target_is_closed_whatever_happens(monkeypatch: pytest.MonkeyPatch) ->
     assert fake.is_closed
     dying = Fake(Answer((1,)))
     monkeypatch.setattr("hybrid_kv.accuracy.target_model.kind_of", lambda name: dying)
-
-    def die(requests: Sequence[Ask]) -> list[Answer]:
-        raise TargetError("it died")
-
-    dying.ask = die  # type: ignore[method-assign]
+    dying.ask = raising(TargetError("it died"))  # type: ignore[method-assign]
     with pytest.raises(HybridKVError, match="it died"):
         evaluate(target="fake", limit=1, progress=False)
     assert dying.is_closed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,3 +37,12 @@ def commands() -> dict[str, Any]:
     """Every command by name, those of a checkout included."""
     group = typer.main.get_command(app)
     return {name: group.get_command(None, name) for name in group.list_commands(None)}  # type: ignore[attr-defined]
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    """What fails with this error, however it is called."""
+
+    def fail(*_: object, **__: object) -> Any:
+        raise error
+
+    return fail

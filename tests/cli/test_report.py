@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from hybrid_kv.results import read_rows
 from hybrid_kv.results.dataset import export_rows
 from tests.cli import run as cli
+from tests.cli.run import raising
 from tests.dashboard.kinds import everything
 from tests.dashboard.rows import row, write
 
@@ -97,22 +97,12 @@ def test_a_data_set_is_results_too(tmp_path: Path, capsys: pytest.CaptureFixture
     assert len(read_rows(tmp_path / "site" / "rows.parquet")) == len(everything())
 
 
-def test_a_pipe_among_the_results_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path / "rows", [row(0)])
-    os.mkfifo(tmp_path / "rows" / "pipe.csv")
-    assert "pipe.csv is not a regular file" in refused(tmp_path, capsys)
-
-
 @pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
 def test_a_report_that_cannot_be_finished_leaves_no_part(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, failure: BaseException
 ) -> None:
     write(tmp_path / "rows", [row(0, verdict="pass")])
-
-    def fails(*_: object) -> None:
-        raise failure
-
-    monkeypatch.setattr("hybrid_kv.files.os.replace", fails)
+    monkeypatch.setattr("hybrid_kv.files.os.replace", raising(failure))
     code, _, err = run(capsys, "--results", tmp_path / "rows", "--out", tmp_path / "site")
     assert (code, err.count("\n")) == (130 if isinstance(failure, KeyboardInterrupt) else 2, 1)
     assert not list((tmp_path / "site").iterdir())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +55,7 @@ def test_options_reach_the_engine_and_the_front(
     ("words", "said"),
     [
         (["--host", "0.0.0.0"], "can be reached from other machines: set HYBRID_KV_API_KEY"),
-        (["--chat-template", "no.jinja"], "no.jinja: No such file or directory"),
         (["--chat-template", "/dev/zero"], "/dev/zero is not a regular file; name one"),
-        (["--chat-template", sys.executable], "is not text: byte"),
         (["--port", "65536"], "65536"),
         (["--model", "no/such/folder", "--port", "0"], "no/such/folder"),
         (["--async-scheduling=maybe", "--port", "0"], "does not take a value"),

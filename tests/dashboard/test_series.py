@@ -164,7 +164,6 @@ def test_worse_is_what_the_rows_call_worse(tmp_path: Path, better: str, words: l
     [
         ({"unit": "B"}, [1.0, 2.0], True),
         ({"unit": "ns"}, [1.0, 2.0], False),
-        ({"unit": "time ratio"}, [1.0, 2.0], False),
         ({"unit": "share", "ci_low": 0.0, "ci_high": 1.0}, [1.0, 0.0], False),
         ({"unit": "logit"}, [1.0, 1.5], False),
         ({"unit": "1/B", "suite": "kernels"}, [1.1, 1.5], True),
@@ -183,14 +182,9 @@ def test_thinning_keeps_the_ends_and_every_extreme() -> None:
     kept = thin(values, 100)
     assert len(kept) <= 100
     assert {0, 1234, 8765, 9999} <= set(kept)
-    assert list(kept) == sorted(set(kept))
+    assert list(kept) == sorted(set(kept)) and np.diff(kept).max() < 3 * 10_000 / 49
     assert list(thin(values[:100], 100)) == list(range(100))
     assert len(thin(values[:101], 100)) <= 100
-
-
-def test_thinning_spreads_over_the_whole_series() -> None:
-    gaps = np.diff(thin(np.random.default_rng(0).random(10_000), 100))
-    assert gaps.max() < 3 * 10_000 / 49
 
 
 def test_too_many_series_keep_those_that_matter(tmp_path: Path) -> None:

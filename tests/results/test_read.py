@@ -36,19 +36,14 @@ def test_missing_and_additional_columns_are_refused(tmp_path, names):
     ("line", "changes", "message"),
     [
         (3, {"params": "{}"}, "is a timing without a receipt"),
-        (3, {"params": RECEIPT.replace("0.0", "-1.0")}, "proves nothing"),
         (3, {"params": RECEIPT.replace("true", "false")}, "before and after"),
         (3, {"params": '{"receipt":{"checked_after":true}}'}, "missing"),
-        (2, {"unit": "ns"}, "without a receipt"),
         (2, {"value": "nan"}, "'value' holds 'nan'"),
-        (2, {"value": "inf"}, "'value' holds 'inf'"),
         (3, {"ci_low": "4"}, "4.0 to 3.0 is not an interval"),
         (3, {"ci_low": ""}, "nan to 3.0 is not an interval"),
-        (3, {"ci_high": "inf"}, "'ci_high' holds 'inf'"),
         (2, {"n": "-1"}, "'n' holds '-1'; it takes a whole number from 0 to 9223372036854775807"),
         (2, {"params": "[]"}, "'params' holds '[]'"),
         (2, {"params": "{"}, "'params' holds '{'"),
-        (2, {"params": ""}, "'params' holds ''"),
         (2, {"params": '{"b": 1}'}, "not compact JSON with sorted keys"),
         (2, {"params": '{"b":1,"a":2}'}, "not compact JSON with sorted keys"),
         (2, {"params": '{"a":[{"model":"/home/me/model"}]}'}, "names a place on a machine: '/home/me/model'"),
@@ -70,11 +65,9 @@ def test_a_row_that_breaks_the_schema_is_found(tmp_path, line, changes, message)
 
 
 BROKEN = [
-    ({"value": "fast"}, "line 2: column 'value' holds 'fast'"),
     ({"value": ""}, "line 2: column 'value' holds ''"),
     ({"dirty": "no"}, "line 2: column 'dirty' holds 'no'"),
-    ({"n": "2.5"}, "line 2: column 'n' holds '2.5'"),
-    ({"ci_low": "?"}, "line 2: column 'ci_low' holds '?'"),
+    ({"ci_low": "inf"}, "line 2: column 'ci_low' holds 'inf'"),
     ({"schema": "2"}, "line 2: column 'schema' holds '2'; it takes 1, which this version reads"),
     ({"n": "nan"}, "line 2: column 'n' holds 'nan'"),
     ({"n": "9" * 19}, "line 2: column 'n' holds '9999999999999999999'; it takes a whole number from 0 to"),
@@ -86,7 +79,6 @@ BROKEN = [
     ({"verdict": "inconclusive?"}, "it takes pass, fail, void or nothing"),
     ({"better": "LOWER"}, "it takes lower, higher or equal"),
     ({"unit": "parsecs"}, "it takes a unit of hybrid_kv.results.UNITS"),
-    ({"params": '{"a":' + "[" * 100_000}, "it takes a JSON object at most 20 levels deep"),
     ({"params": '{"a":' + "[" * 50_000 + "]" * 50_000 + "}"}, "it takes a JSON object at most 20 levels deep"),
     ({"params": '{"a":' + "[" * 20 + "]" * 20 + "}"}, "it takes a JSON object at most 20 levels deep"),
     ({"params": '{"a":NaN}'}, "its numbers finite"),
@@ -121,10 +113,8 @@ def test_the_deepest_params_can_be_read(tmp_path):
         ("", "line 4: a row has 22 fields"),
         ('"open' + "," * 21, "line 4: a row has 22 fields"),
         ("," * 22, "line 4: a row has 22 fields"),
-        ("," * 40, "line 4: a row has 22 fields"),
         ('"' + "," * 22 + '"', "line 4: a row has 22 fields"),
         ("\udcff", "is not UTF-8"),
-        ("[" * 200_000, "line 4: a row has 22 fields"),
     ],
 )
 def test_lines_that_are_no_rows(tmp_path, capsys, line, message):

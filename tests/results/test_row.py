@@ -33,10 +33,8 @@ def test_a_receipt_proves_something(error):
         ({"ci_low": 0.0, "ci_high": float("inf")}, "0.0 to inf is not an interval"),
         ({"params": {"limit": float("nan")}}, "JSON"),
         ({"params": {"limit": 2**63}}, "64 bits"),
-        ({"params": {"a": "\ud800"}}, "surrogates not allowed"),
         ({"unit": "seconds"}, "unit='seconds' does not fit"),
         ({"n": -1}, "n=-1 does not fit"),
-        ({"n": 2**63}, "whole number from 0 to"),
     ],
 )
 def test_rows_refuse_nonsense(wrong, said):

