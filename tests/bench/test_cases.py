@@ -24,14 +24,6 @@ ALL = registry.cells()
 QUICK = [cell for cell in ALL if cell.quick and cell.tier != "gpu"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def named(words, cells=ALL):
     """The first cell on a CPU, of the quick ones if there is one, whose key has all these words."""
     found = [cell for cell in cells if cell.tier != "gpu" and all(word in cell.key for word in words.split())]

@@ -47,9 +47,9 @@ def test_every_cell_has_its_rival():
     assert found == [(24, 8, "drafts"), (64, 8, "drafts")]
 
 
-@pytest.mark.parametrize("variant", generate.VARIANTS)
-def test_questions_get_the_answers_that_each_gets_alone(two, variant):
-    case = two(variant, ENGINE)
+@pytest.mark.parametrize(("variant", "subject"), [*((v, ENGINE) for v in generate.VARIANTS), ("plain", "transformers")])
+def test_questions_get_the_answers_that_each_gets_alone(two, variant, subject):
+    case = two(variant, subject)
     texts, stop, wanted = generate._questions(3)
     assert case.check() == 0
     case.reset()
@@ -65,12 +65,6 @@ def test_a_cached_run_starts_with_an_empty_cache(two):
     texts, params = generate._questions(3)[0], generate.SamplingParams(max_tokens=1)
     outputs = llm.generate(texts, params, progress=False)
     assert [output.cached_tokens for output in outputs] == [0, 256, 256]  # the others wait for the first
-
-
-def test_padded_batches_give_the_answers_of_each_alone(two):
-    texts, stop, wanted = generate._questions(3)
-    assert generate._in_batches(texts, 2, stop) == wanted
-    assert two("plain", "transformers").check() == 0
 
 
 @pytest.mark.parametrize("wrong", [[[1, 2]], [[1]], [[1, 2, 3], [4]]])

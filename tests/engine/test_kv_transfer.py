@@ -1,6 +1,5 @@
 """A request goes on in another engine as if that had computed its prompt."""
 
-from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -175,36 +174,6 @@ def trained(**options):
     llm = LLM(GUARD_MODEL, tokenizer=Characters(), **defaults | options)
     poison(llm)
     return llm
-
-
-def drafts_of(llm):
-    """Proposals by the tokens that were known, from here on."""
-    found, execute = defaultdict(list), llm.runner.execute
-
-    def watched(scheduled):
-        output = execute(scheduled)
-        for name, drafts in output.drafts.items():
-            found[int(llm.runner.num_tokens[llm.scheduler.running[0].row])].append(drafts)
-            assert name == llm.scheduler.running[0].request_id
-        return output
-
-    llm.runner.execute = watched
-    return found
-
-
-def test_a_draft_head_goes_on_as_if_it_had_seen_the_prompt():
-    mtp = {"speculative_method": "mtp", "num_speculative_tokens": 3}
-    prompt = [5 + 7 * i % 83 for i in range(60)]
-    alone, prefill, decode = trained(**mtp), trained(**mtp | {"num_speculative_tokens": 1}), trained(**mtp)
-    expected = drafts_of(alone)
-    (answer,) = alone.generate([prompt], SamplingParams(max_tokens=20, ignore_eos=True), progress=False)
-    request = decode.receive_request(prefill.send_request(begin(prefill, prompt, max_tokens=20, ignore_eos=True)))
-    found = drafts_of(decode)
-    end(decode)
-    assert request.output_token_ids == answer.token_ids
-    assert len(found) > 5
-    both = found.keys() & expected.keys()
-    assert both and all(found[known] == expected[known] for known in both)
 
 
 def test_a_head_whose_keys_were_never_computed_is_refused():

@@ -62,6 +62,8 @@ def limits() -> list[Limit]:
         )
     result += [
         Limit(RECOMPUTE, {**RECOMPUTE, "layers": "**"}, "the model has no Mamba layer"),
+        Limit(RECOMPUTE, {"state_scheme": "ring"}, "state_scheme='ring'; use slots or recompute"),
+        Limit({**RECOMPUTE, "recompute_ring_len": 32}, {"recompute_ring_len": 32}, "_ring_len=32 sizes the ring"),
         Limit({}, {}, "the prompt is empty", (1, 0)),
         *(Limit({}, {}, f"the prompt has {n} tokens, max_model_len is 64", (63, n)) for n in (64, 65, 90)),
     ]  # fmt: skip

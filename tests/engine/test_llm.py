@@ -62,12 +62,6 @@ def one(llm, prompt=PROMPTS[0], **params):
     return llm.generate([prompt], SamplingParams(**params), progress=False)[0]
 
 
-def test_max_model_len_ends_a_request():
-    output = one(engine(max_model_len=10), max_tokens=50)
-    assert output.finish_reason == "length"
-    assert output.token_ids == oracle(PROMPTS[0], 7)
-
-
 @pytest.mark.parametrize(
     ("sampled", "expected"),
     [
@@ -273,15 +267,6 @@ def test_a_group_that_vetoes_a_hit_is_named():
     assert kinds[output.hit.vetoed_by] == "MambaSpec"
 
 
-def test_a_reset_forgets_all_prefixes():
-    llm = caching()
-    one(llm, LONG, max_tokens=2)
-    llm.reset_prefix_cache()
-    outputs = [one(llm, LONG, max_tokens=2) for _ in range(2)]
-    assert [output.cached_tokens for output in outputs] == [0, 24]
-    assert [output.token_ids for output in outputs] == [oracle(LONG, 2)] * 2
-
-
 def test_an_engine_asleep_has_no_memory_and_forgets_no_request():
     llm = caching(state_scheme="recompute", speculative_method="ngram", num_speculative_tokens=2)
     parts = [part for memory in llm.runner.row_memory.values() for part in vars(memory).values()]
@@ -314,14 +299,6 @@ def test_what_was_offloaded_is_found_behind_sleep():
     again = one(llm, LONG, max_tokens=2)
     assert (first.cached_tokens, again.cached_tokens) == (0, 24)
     assert again.token_ids == oracle(LONG, 2)
-
-
-def test_salts_share_nothing():
-    llm = caching()
-    salts = ["", "a", "b", "a", "", "ab"]
-    outputs = [one(llm, LONG, max_tokens=2, cache_salt=salt) for salt in salts]
-    assert [output.cached_tokens for output in outputs] == [0, 0, 0, 24, 24, 0]
-    assert {tuple(output.token_ids) for output in outputs} == {tuple(oracle(LONG, 2))}
 
 
 @pytest.mark.parametrize("mode", ["none", "align", "all"])

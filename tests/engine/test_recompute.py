@@ -1,20 +1,14 @@
 """State scheme `recompute`, end to end: the tokens of `slots`, exactly the planned blocks, no lost prefix."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
-import torch
 
-from hybrid_kv.attention.rollback import RecomputeSpec
-from hybrid_kv.cache.spec import MambaSpec, RollbackSpec, window_and_states
-from hybrid_kv.config import ConfigError
+from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.guard.poison import poison
 from hybrid_kv.guard.scenario import ScriptedProposer, answer_book
-from hybrid_kv.models.exact import ExactModel
 from hybrid_kv.sampling import SamplingParams
-from hybrid_kv.sanitizer import SanitizerError
 
 MODES = ("none", "align", "all")
 LIMIT = 96
@@ -104,32 +98,6 @@ def test_rings_cost_what_the_plan_says(mode, monkeypatch):
     assert engine(mode, 3, max_num_seqs=5, num_blocks=None).plan.config.num_blocks == 19
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"state_scheme": "ring"}, "state_scheme='ring'; use slots or recompute"),
-        ({"recompute_ring_len": 0}, "recompute_ring_len=0 must be an integer >= 1"),
-        (
-            {"state_scheme": "slots", "recompute_ring_len": 32},
-            "recompute_ring_len=32 sizes the ring of state_scheme recompute",
-        ),
-    ],
-)
-def test_what_cannot_work_is_refused_with_the_numbers(options, message):
-    arguments = {
-        "state_scheme": "recompute",
-        "num_speculative_tokens": 3,
-        "num_blocks": 50,
-        "attention_backend": "TORCH",
-    }
-    model = ExactModel()
-    specs = model.layer_specs.items()
-    parts = window_and_states(((3, 1), torch.int32), ((1, 1), torch.int32))
-    model.layer_specs = {n: replace(s, parts=parts) if isinstance(s, MambaSpec) else s for n, s in specs}
-    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
-        LLM(model, device="cpu", **arguments | options)
-
-
 @pytest.mark.parametrize("mode", ["align", "all"])
 @pytest.mark.parametrize("k", [0, 3])
 def test_a_state_is_published_in_the_step_after_its_boundary_was_passed(mode, k):
@@ -209,12 +177,3 @@ def test_a_failed_step_publishes_nothing_and_the_engine_goes_on():
         generate(llm, [prompt], on_step=lambda llm: (before.update(llm.manager.pool._keys.values()), fail(llm)))
     assert set(llm.manager.pool._keys.values()) == before
     assert generate(llm, [prompt], 20)[0].token_ids == answer(prompt, 20)
-
-
-def test_the_sanitizer_names_a_state_that_is_published_too_early(monkeypatch):
-    prompt = TEXT[:20]
-    llm = engine("all", prompts=[prompt], sanitize=True)
-    # As if states were never late.
-    monkeypatch.setattr(RecomputeSpec, "advance", RollbackSpec.advance)
-    with pytest.raises(SanitizerError, match=r"publish-unflushed in step .* published for 32 tokens, its states have"):
-        generate(llm, [prompt])

@@ -10,7 +10,7 @@ import torch
 from hybrid_kv.cache.block_pool import NULL_BLOCK
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.engine.llm import LLM
-from hybrid_kv.guard.scenario import SmallBlocksFirst, SmallKVFirst
+from hybrid_kv.guard.scenario import SmallBlocksFirst
 from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.slot_mapping import PAD_SLOT
 from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
@@ -179,13 +179,6 @@ def test_stale_garbage_in_padded_rows_changes_nothing(captured, mode):
     assert run(llm, litter) == expected()
 
 
-def test_a_manager_block_is_several_kernel_blocks():
-    llm = engine(attention_backend=SmallKVFirst.name)
-    attention = [group for group in llm.runner.groups if not group.backend.is_ssm()]
-    assert all(group.kernel_block_size < group.spec.block_size for group in attention)
-    assert run(llm) == expected()
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("k", [1, 3, 7])
 @pytest.mark.parametrize("right", [0, 7])
@@ -219,19 +212,3 @@ def test_a_request_of_the_greatest_length_stays_inside_its_row(mode, k, right):
     assert output.token_ids == ORACLE.generate(prompt, limit - len(prompt))
     assert output.finish_reason == "length"
     assert beyond["logical_blocks"] > 0
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("outside", [97, -1, 10**9])
-def test_drafts_outside_the_vocabulary_are_cut(outside, asynchronous):
-    """From the first such id on; what stands before it is verified as ever."""
-
-    class Outside(Script):
-        def propose(self, *args):
-            return [[*draft[:2], outside, *draft[2:]] for draft in super().propose(*args)]
-
-    proposer = Outside(PROMPTS, 4, lambda n, request: 4)
-    llm = engine(proposer, num_speculative_tokens=4, async_scheduling=asynchronous)
-    outputs = llm.generate(PROMPTS, PARAMS, progress=False)
-    assert [output.token_ids for output in outputs] == expected()
-    assert all(output.num_accepted_draft_tokens > 0 for output in outputs)

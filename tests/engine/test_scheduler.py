@@ -1,4 +1,4 @@
-"""The scheduler, rule by rule and without a model; all of them at once in drawn traffic under the guard's observer."""
+"""The scheduler, rule by rule and without a model; all of them at once are the guard's, in drawn traffic."""
 
 from collections import Counter
 from dataclasses import replace
@@ -14,9 +14,6 @@ from hybrid_kv.cache.plan import plan_cache
 from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, RollbackSpec, StatePart
 from hybrid_kv.config import CacheConfig, ConfigError, SchedulerConfig
 from hybrid_kv.engine.scheduler import Scheduler
-from hybrid_kv.guard.forced import FORCED
-from hybrid_kv.guard.play import run_scenario
-from hybrid_kv.guard.traffic import SCENARIOS_PER_RUN, draw_scenario
 from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.models.exact import ExactConfig, ExactModel
 from hybrid_kv.request import Request
@@ -118,14 +115,6 @@ class Host:
         assert not self.scheduler.has_requests, "the traffic does not end"
         self.scheduler.check_integrity()
         assert self.manager.pool.num_free_blocks == self.manager.pool.num_blocks - 1
-
-
-@pytest.mark.parametrize("number", range(8))
-def test_drawn_traffic_keeps_every_rule(number):
-    """Exact tokens, budgets, order, hits, preemption and blocks, as the guard's observer counts them."""
-    found = run_scenario(draw_scenario(7 * SCENARIOS_PER_RUN + len(FORCED) + number))
-    assert found.wrong == []
-    assert found.num_requests
 
 
 def plan(mode, k, limit, block_size=4, num_blocks=200):

@@ -16,6 +16,7 @@ import random
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache, partial
 from inspect import signature
 from pathlib import Path
@@ -31,11 +32,9 @@ from hybrid_kv.guard.replay import to_json as scenario_json
 from hybrid_kv.guard.traffic import draw_scenario
 from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.models.registry import sized
-from hybrid_kv.probes.registry import Round
-from hybrid_kv.probes.reproducer import Case, to_json
+from hybrid_kv.probes.reproducer import to_json
 from hybrid_kv.probes.run import guard as guard_engine
 from hybrid_kv.results import COLUMNS
-from hybrid_kv.targets.target import Ask
 from mutants.runner.mutant import FOLDER as MUTANTS
 from tests.accuracy.test_compare import logged, record
 from tests.cli import run as cli
@@ -43,6 +42,7 @@ from tests.dashboard.kinds import everything
 from tests.dashboard.rows import write
 from tests.fuzz import values
 from tests.model_configs import CONFIGS
+from tests.probes.test_reproducer import CASE
 from tests.probes.toy import ToyOracle
 from tests.targets import hostile as peer
 from tests.timing.test_fitness import QUIET
@@ -267,10 +267,7 @@ def failure(rng: random.Random, folder: Path) -> list[str]:
         scenario = json.loads(scenario_json(draw_scenario(rng.randrange(3000))))
         (folder / "case.json").write_bytes(values.odd_file(rng, scenario))
         return ["guard", "--replay", "case.json"]
-    asks = (Ask((3, 4, 5), 3), Ask((3, 4), 2, logprobs=True, after=1))
-    parts = {"settings": {"prefix": "align"}, "probe": "repeat", "problem": "token 1 is 5; alone it was 6"}
-    ends = {"expected": (7, 8), "got": (7, 9), "margin": 0.5, "logprob": -1.0, "most_cached": 0, "limit": 1e-4}
-    case = Case("ours", "0.1.0", str(tiny("lfm2")), rounds=(Round(asks),), index=1, **parts, **ends)  # type: ignore[arg-type]
+    case = replace(CASE, model=str(tiny("lfm2")))
     (folder / "case.json").write_bytes(values.odd_file(rng, json.loads(to_json(case))))
     return ["guard", "--replay", "case.json"]
 

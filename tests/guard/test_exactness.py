@@ -31,10 +31,6 @@ def alone(tmp_path_factory):
     return Alone(folder, max_tokens=6)
 
 
-def problems(alone):
-    return {describe(cell): alone.check(cell).problem for cell in alone.cells()}
-
-
 def zeroed(x, dt, A, B, C, D, state, *rest):
     return ORIGINAL_SCAN(x, dt, A, B, C, D, torch.zeros_like(state), *rest)
 
@@ -44,7 +40,7 @@ ORIGINAL_SCAN = mamba2.chunk_scan
 
 def test_states_that_a_hit_does_not_bring_are_missed(alone, monkeypatch):
     monkeypatch.setattr(mamba2.Mamba2Mixer, "scan", staticmethod(zeroed))
-    found = problems(alone)
+    found = {describe(cell): alone.check(cell).problem for cell in alone.cells()}
     in_one_piece = "none, drafts mixed"  # nothing is cached, and every prompt is one chunk
     assert all(bool(problem) == (cell != in_one_piece) for cell, problem in found.items()), found
 

@@ -13,19 +13,13 @@ from hybrid_kv.cache import offload
 from hybrid_kv.cache.offload import KVOffload
 from hybrid_kv.guard.play import run_scenario
 from hybrid_kv.guard.scenario import Scenario
-from hybrid_kv.guard.traffic import SCENARIOS_PER_RUN, draw_scenario
+from hybrid_kv.guard.traffic import draw_scenario
 from tests.guard.test_shrink import forced
 
 
 def rule(scenario: Scenario) -> str:
     (failure,) = run_scenario(scenario).wrong
     return failure.rule
-
-
-@pytest.mark.parametrize("run", range(3))
-def test_hits_are_held_to_all_that_was_published_in_a_pool_that_loses_blocks(run: int) -> None:
-    result = run_scenario(draw_scenario(run * SCENARIOS_PER_RUN + forced("exact_hit_of_host")))
-    assert not result.wrong and result.seen["exact_hit_of_host"]
 
 
 class LastInFirstOut(OrderedDict[Any, Any]):

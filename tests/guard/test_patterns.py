@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 
 import pytest
 
 from hybrid_kv.guard.forced import FORCED
 from hybrid_kv.guard.patterns import REQUIRED
-from hybrid_kv.guard.play import Differences, run_scenario
+from hybrid_kv.guard.play import run_scenario
 from hybrid_kv.guard.traffic import draw_scenario
 from hybrid_kv.sampling import SamplingParams
 from tests.guard.test_observer import scenario
 
 
-@cache
-def played(number: int) -> Differences:
-    return run_scenario(draw_scenario(number))
-
-
 @pytest.mark.parametrize("names", FORCED)
 def test_a_forced_pattern_happens(names: str) -> None:
-    result = played(list(FORCED).index(names))
+    result = run_scenario(draw_scenario(list(FORCED).index(names)))
     assert result.wrong == []
     assert [name for name in names.split(", ") if not result.seen[name]] == []
 

@@ -83,10 +83,8 @@ def test_a_package_that_is_missing_is_named_before_anything_runs(toy: None, monk
     monkeypatch.setitem(sys.modules, "scipy", None)
     ran: list[float] = []
     load_checks()
-    toy_check = registry.CHECKS["toy"]
-    monkeypatch.setitem(
-        registry.CHECKS, "toy", type(toy_check)(**vars(toy_check) | {"function": lambda run: ran.append(1) or []})
-    )
+    toy_check = replace(registry.CHECKS["toy"], function=lambda run: ran.append(1) or [])
+    monkeypatch.setitem(registry.CHECKS, "toy", toy_check)
     with pytest.raises(ModuleNotFoundError, match="scipy"):
         run_guard({"toy": 1, "accuracy": 8}, seed=0, progress=False, jobs=1)
     assert not ran

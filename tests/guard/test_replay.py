@@ -9,23 +9,14 @@ from typing import Any
 
 import pytest
 
-from hybrid_kv.attention import mamba
 from hybrid_kv.config import ConfigError
-from hybrid_kv.engine import runner
 from hybrid_kv.guard.cases import tell
-from hybrid_kv.guard.forced import FORCED
 from hybrid_kv.guard.replay import from_json, to_json
 from hybrid_kv.guard.traffic import draw_scenario
 from tests.cli.run import run
+from tests.guard.test_shrink import forced, no_copies
 
-BOUNDARY = list(FORCED).index("accepted_to_boundary, rejected_at_boundary")
-
-
-@pytest.fixture
-def damage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Boundary states stay where a draft left them."""
-    monkeypatch.setattr(runner, "postprocess_mamba", lambda *_: None)
-    assert mamba.postprocess_mamba is not runner.postprocess_mamba
+BOUNDARY = forced("rejected_at_boundary")
 
 
 @pytest.mark.parametrize("number", [0, 4, BOUNDARY, *range(20, 400, 37)])
@@ -34,7 +25,8 @@ def test_a_scenario_is_the_same_behind_its_file(number: int) -> None:
     assert from_json(to_json(scenario, "tokens")) == scenario
 
 
-def test_a_replay_tells_what_ran_and_what_broke(damage: None) -> None:
+def test_a_replay_tells_what_ran_and_what_broke(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_copies(monkeypatch)
     scenario = draw_scenario(BOUNDARY)
     rule, out = tell(scenario)
     assert "step 0: request 0 prefills tokens 0 to 4 of 5" in out and "drafts" in out

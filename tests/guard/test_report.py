@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from hybrid_kv import cli
 from hybrid_kv.guard import report
 from hybrid_kv.guard.registry import CHECKS, CheckResult, Run, load_checks
 from hybrid_kv.results import Row, metric_key, read_rows
+from tests.cli.run import printed, raising
 
 
 @pytest.fixture
@@ -32,10 +32,7 @@ def change(monkeypatch: pytest.MonkeyPatch, section: str, **changes: Any) -> Non
     monkeypatch.setitem(CHECKS, section, replace(CHECKS[section], **changes))
 
 
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as exit_:
-        cli.main(["guard", "--quick", "--jobs", "1", *arguments])
-    return int(exit_.value.code or 0)
+QUICK = ("guard", "--quick", "--jobs", "1")
 
 
 def test_a_clean_run_exits_0_and_writes_a_row_per_check(
@@ -52,7 +49,7 @@ def test_a_clean_run_exits_0_and_writes_a_row_per_check(
         found = replace(result, section=section, seconds=0.5)
         change(monkeypatch, section, quick=1, function=lambda run, found=found: [found])
     out = tmp_path / "out.json"
-    assert run("--results", str(tmp_path / "results"), "--out", str(out)) == 0
+    table = printed(capsys, *QUICK, "--results", tmp_path / "results", "--out", out)
     document = json.loads(out.read_text())
     rows = read_rows(tmp_path / "results" / "guard.csv")
     assert document["passed"]
@@ -64,19 +61,14 @@ def test_a_clean_run_exits_0_and_writes_a_row_per_check(
     assert (numbers["verdict"] == "").all()
     assert {check["section"] for check in document["checks"]} == {"exact model", "guard model", "accuracy", "block ids"}
     assert (rows["verdict"] == "pass").all()
-    table = capsys.readouterr().out
     assert f"{len(rows)} of {len(rows)} checks passed" in table
 
 
 def test_a_check_that_crashes_has_failed(
     small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def crash(*arguments: object) -> list[CheckResult]:
-        raise IndexError("block 99 of 10")
-
-    change(monkeypatch, "guard model", function=crash)
-    assert run("--results", str(tmp_path)) == 1
-    assert "IndexError: block 99 of 10" in capsys.readouterr().out
+    change(monkeypatch, "guard model", function=raising(IndexError("block 99 of 10")))
+    assert "IndexError: block 99 of 10" in printed(capsys, *QUICK, "--results", tmp_path, code=1)
 
 
 def test_params_say_what_was_run_and_nothing_of_what_came_out() -> None:

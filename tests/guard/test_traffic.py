@@ -80,14 +80,6 @@ def test_the_rows_with_a_level_try_all_that_goes_with_it() -> None:
     assert not any(has_levels(cell, levels) for cell in rest)
 
 
-@pytest.mark.parametrize("index", range(0, 84, 14))
-def test_a_scenario_of_the_design_has_the_effects_of_its_cell(index: int) -> None:
-    scenario = draw_scenario(5 * SCENARIOS_PER_RUN + len(FORCED) + index)
-    result = run_scenario(scenario)
-    assert result.wrong == []
-    assert result.cells == [design()[index]]
-
-
 def test_the_trio_differs_in_drafts_and_cache_only() -> None:
     both, undrafted, uncached = draw_trio(7)
     assert both.prompts == undrafted.prompts == uncached.prompts

@@ -225,7 +225,6 @@ def test_a_sample_goes_on_where_it_was_left(source: Source, tmp_path: Path, monk
         (["--again"], "give --generated too"),
         (["--by", "tests", "--id", "F16"], "known bugs by all but tests"),
         (["--id", "cli/plan.py:1:AddNot:1"], "use one that a row has"),
-        (["--id", "cache/manager.py:1:AddNot:1", "--by", "http"], "generated mutants are killed by quick or tests"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(

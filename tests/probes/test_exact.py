@@ -16,18 +16,15 @@ from hybrid_kv.probes.script import script_of
 from hybrid_kv.targets import ours, vllm
 from hybrid_kv.targets.exact import PATTERNS, ExactAnswers, write_exact_checkpoint
 from hybrid_kv.targets.target import CAPABILITIES, Answer, Ask, Inside, Kind, Known
-from tests.probes.toy import guard
+from tests.probes.toy import Toy, guard
 
 UNIT = 16
 
 
-class Toy:
-    name, version, longest = "toy", "1.0", 512
-
+class ExactToy(Toy):
     def __init__(self, folder, settings, bug):
-        self.settings, self.bug, self._answers = dict(settings), bug, ExactAnswers(folder)
-        self.can = frozenset(CAPABILITIES) - {"logprobs", "cached", "salt"}
-        self.blocks = {}
+        super().__init__(settings, bug, frozenset(CAPABILITIES) - {"logprobs", "cached", "salt"})
+        self.cached, self._answers = {}, ExactAnswers(folder)
 
     def ask(self, requests, preempt_every=0):
         return [self._answer(one, preempt_every) for one in requests]
@@ -36,7 +33,7 @@ class Toy:
         count = ask.max_tokens if ask.abort_after is None else min(ask.abort_after, ask.max_tokens)
         prompt = ask.prompt
         first, second = prompt[:UNIT], prompt[UNIT : 2 * UNIT]
-        known = self.blocks.setdefault(second, first) if len(second) == UNIT else first
+        known = self.cached.setdefault(second, first) if len(second) == UNIT else first
         if self.bug == "no parent" and known != first:
             prompt = (*known, *prompt[UNIT:])
         if self.bug == "one token" and ask.step and len(prompt) == 1:
@@ -49,16 +46,10 @@ class Toy:
     def counters(self):
         return {"preemptions": 1.0}
 
-    def reset(self):
-        self.blocks.clear()
-
-    def close(self):
-        pass
-
 
 def kind(bug="", known=()):
     inside = Inside({"prefix": ("off", "on")}, ("prefix=on",))
-    start = lambda folder, settings: Toy(folder, settings, bug)  # noqa: E731
+    start = lambda folder, settings: ExactToy(folder, settings, bug)  # noqa: E731
     return Kind("toy", {}, start, inside=inside, known=known)
 
 

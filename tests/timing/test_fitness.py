@@ -21,7 +21,6 @@ QUIET = Fitness(0.004, 0.001, Interval(1.0, 0.994, 1.005), "performance", "off",
     ("change", "why"),
     [
         ({}, ""),
-        ({"waited": 0.33}, "others took 33% of a core"),
         ({"stolen": 0.08}, "the hypervisor took 8%"),
         ({"stolen": None}, ""),
         ({"ratio": Interval(1.0, 0.9, 1.01)}, "equal work differed by 10.0%"),

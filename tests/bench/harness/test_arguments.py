@@ -9,7 +9,6 @@ from hybrid_kv.errors import run_command
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--nope"], "unrecognized arguments: --nope"),
         (["--qui"], "unrecognized arguments: --qui"),
         (["--tier", "x"], "argument --tier: invalid choice: 'x'"),
     ],

@@ -31,14 +31,12 @@ from bench.harness.verdicts import (
     timed_outcomes,
 )
 from bench.harness.versions import Revision, find_revision, place
-from hybrid_kv import results
 from hybrid_kv.results import Row, append_rows, check_file, read_rows
 from hybrid_kv.timing import fitness
 from tests.bench.bisect.toy import commit
 from tests.bench.harness.toy import TORCH, git, write_package, write_toy
 from tests.cli.run import refused, run
 
-BENCH = Path(driver.__file__).parents[1]
 SMALL = Design(pairs=3, samples=2)
 STEP, BIG, NEW, WRONG, HELD, RAISING, DYING, HANGING, LISTED = (
     f"toy/{name}[size=1]" for name in ("step", "big", "new", "wrong", "held", "raising", "dying", "hanging", "listed")
@@ -372,9 +370,7 @@ def test_quarantine_is_the_newest_word_on_this_machine(tmp_path, monkeypatch):
     append_rows(file, [rate_row("a", "fail"), rate_row("b", "pass"), rate_row("c", "fail", "detection_rate")])
     append_rows(file, [rate_row("d", "fail"), rate_row("d", "pass"), rate_row("b", "fail")])
     assert read_quarantine(file) == {"a", "b"}
-    monkeypatch.setenv("HYBRID_KV_MACHINE", "another")
-    monkeypatch.setattr(results, "provenance", results.provenance.__wrapped__)
-    monkeypatch.setattr(verdicts, "provenance", results.provenance)
+    monkeypatch.setattr(verdicts, "provenance", lambda: SimpleNamespace(machine="another"))
     assert read_quarantine(file) == set()
 
 
@@ -437,7 +433,6 @@ def test_the_command_prints_and_writes_everything(toy, command, tmp_path):
         (("base", "--pairs", "2"), "fewer than 3 worker pairs"),
         (("base", "--threshold", "0.001"), "--threshold"),
         (("base", "--out", "/dev/null/out.json"), "/dev/null cannot be written"),
-        (("base", "base", "--tier", "gpu", "-k", "toy/"), "nothing can be compared with base ("),
         (("base", "base", "--tier", "gpu", "-k", "toy/"), "it needs a CUDA device"),
     ],
 )

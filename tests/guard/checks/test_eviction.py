@@ -13,13 +13,6 @@ from hybrid_kv.guard.registry import Run
 REFRESH = block_pool.BlockPool.refresh
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_what_was_used_last_is_kept(seed: int) -> None:
-    (result,) = check_eviction(Run(6, seed))
-    assert result.passed and result.metrics["evictions"] > 10, result.detail
-    assert result.n == 60
-
-
 def test_losing_what_was_used_last_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def youngest(self: Any, count: int) -> Any:
         ids = self.ids()[::-1][:count].copy()

@@ -19,18 +19,12 @@ def questions() -> Questions:
     return Questions(MODEL, seed=7, count=2)
 
 
-def test_a_sound_engine_passes(questions: Questions) -> None:
-    found = questions.run(LOGIT_CELLS[1], "cpu")
-    result = result_of(found, MODEL, 0)
-    assert result.passed and 0 < result.value < 1e-11 and not found.num_wrong and found.num_tokens > 200
-    assert result.name.endswith(", qwen3.5 moe") and result.params["model"] == "guard_model_qwen3_5"
-
-
 @pytest.mark.parametrize("damage", [injected.no_states, injected.next_expert, injected.late_window])
 def test_damage_is_seen(questions: Questions, monkeypatch: pytest.MonkeyPatch, damage: Callable[..., None]) -> None:
     damage(monkeypatch)
     result = result_of(questions.run(LOGIT_CELLS[1], "cpu"), MODEL, 0)
     assert not result.passed and result.value > 1e-3
+    assert result.name.endswith(", qwen3.5 moe") and result.params["model"] == "guard_model_qwen3_5"
 
 
 def test_nothing_runs_behind_the_first_cell_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
