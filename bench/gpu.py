@@ -40,7 +40,7 @@ from hybrid_kv.predict.gpu import CONVOLUTION, GPU, GPUS, UPDATE, WIDTH_LAST
 from hybrid_kv.predict.step import Kernel, Priced, priced
 from hybrid_kv.results import Receipt, Row, append_rows, check_writable
 from hybrid_kv.timing.case import checked
-from hybrid_kv.timing.clock import between_events, median, ratio
+from hybrid_kv.timing.clock import EndToEnd, between_events, end_to_end, median, ratio
 
 SUITE = "gpu"
 ROUNDS, QUICK_ROUNDS = 51, 15
@@ -109,6 +109,15 @@ class Cuda:
         torch.cuda.synchronize()
         return [start.elapsed_time(end) / 1000 for start, end in events]
 
+    def whole(self, case: Case) -> EndToEnd:
+        """Of a case whose `reset` is the host's part of its task."""
+
+        def both() -> None:
+            case.reset()
+            case.run()
+
+        return end_to_end(both)
+
 
 def known_gpu(name: str) -> GPU | None:
     """The data sheet of a device, as CUDA names it: NVIDIA H100 80GB HBM3."""
@@ -118,13 +127,24 @@ def known_gpu(name: str) -> GPU | None:
 
 @dataclass(frozen=True)
 class Result:
-    """What one rival took in each round, in seconds, what it moved, and that it was right."""
+    """What one rival took in each round, in seconds, what it moved, and that it was right.
+
+    Attributes:
+        seconds: of the device.
+        whole: with the host's part, in a contest that is timed end to end; else empty.
+    """
 
     name: str
     seconds: npt.NDArray[np.float64]
     num_bytes: float
     receipt: Receipt
     graph: bool
+    whole: Sequence[EndToEnd] = ()
+
+    @property
+    def compared(self) -> npt.NDArray[np.float64]:
+        """What rivals are compared by."""
+        return np.array([one.wall for one in self.whole]) if self.whole else self.seconds
 
 
 COPY = "copy"
@@ -148,17 +168,22 @@ def race(contest: Contest, device: Cuda, rounds: int, rng: random.Random) -> tup
     before = {name: checked(f"{where}, {name}", case) for name, case in cases.items()}
     calls = {name: device.capture(case.run) if everybody[name].graph else case.run for name, case in cases.items()}
     order, taken = list(cases), {name: np.empty(rounds) for name in cases}
+    whole: dict[str, list[EndToEnd]] = {name: [] for name in cases}
     gc.collect()
     device.time([(cases[name].reset, calls[name]) for name in order])  # Everything has run once.
     for index in range(rounds):
         rng.shuffle(order)
         for name, seconds in zip(order, device.time([(cases[n].reset, calls[n]) for n in order]), strict=True):
             taken[name][index] = seconds
+        for name in order:
+            if contest.end_to_end and name != COPY:
+                whole[name].append(device.whole(cases[name]))
     after = {name: checked(f"{where}, {name}", case) for name, case in cases.items()}
     results = {}
     for name in cases:
         receipt = Receipt(True, True, max(before[name], after[name]))
-        results[name] = Result(name, taken[name], everybody[name].num_bytes, receipt, everybody[name].graph)
+        rival = everybody[name]
+        results[name] = Result(name, taken[name], rival.num_bytes, receipt, rival.graph, whole[name])
     for mean, weights in contest.means.items():
         parts = [(results[name], weight) for name, weight in weights.items()]
         results[mean] = Result(
@@ -182,7 +207,7 @@ def predicted(contest: Contest, one: Result, gpu: GPU | None) -> Priced | None:
 
 def rows(contest: Contest, results: Sequence[Result], gpu: GPU | None = None) -> Iterator[Row]:
     """Time, bandwidth and its share of the copy's in the same rounds, and the time as a multiple of the first one's and
-    of the predicted one.
+    of the predicted one; in a contest that is timed end to end the host's time and that of both, too.
     """
     copy = next(one for one in results if one.name == COPY)
     first = results[0]
@@ -197,6 +222,9 @@ def rows(contest: Contest, results: Sequence[Result], gpu: GPU | None = None) ->
 
         row, time = partial(interval_row, **common), median(one.seconds * 1e9)
         yield row(time, "gpu_time", "ns", "lower")
+        if one.whole:
+            yield row(median(np.array([1e9 * timed.host for timed in one.whole])), "host_time", "ns", "lower")
+            yield row(median(1e9 * one.compared), "end_to_end_time", "ns", "lower")
         if (price := predicted(contest, one, gpu)) is not None:
             verdict = "pass" if price.low <= time.value / 1e3 <= price.high else "fail"
             yield row(
@@ -208,7 +236,7 @@ def rows(contest: Contest, results: Sequence[Result], gpu: GPU | None = None) ->
             if one is not copy:
                 yield row(median(rate / (copy.num_bytes / copy.seconds / 1e9)), "share_of_copy", "time ratio", "higher")
         if one is not first and one is not copy:
-            yield row(ratio(one.seconds, first.seconds), f"ratio_to_{first.name}", "time ratio", "lower")
+            yield row(ratio(one.compared, first.compared), f"ratio_to_{first.name}", "time ratio", "lower")
 
 
 def _print(contest: Contest, results: Sequence[Result], missing: Mapping[str, str], gpu: GPU | None) -> None:
@@ -220,6 +248,8 @@ def _print(contest: Contest, results: Sequence[Result], missing: Mapping[str, st
         said = "" if one.graph else "  (eager: the host's time too)"
         if (price := predicted(contest, one, gpu)) is not None:
             said = f"  predicted {price.us:.1f} us ({price.low:.1f} to {price.high:.1f})"
+        if one.whole:
+            said = f"  end to end {median(1e6 * one.compared).value:.1f} us"
         print(f"  {one.name:14}{time.value:10.1f} us  ±{(time.high - time.low) / 2:6.1f} {rate}{said}")
     for name, reason in missing.items():
         print(f"  {name:14}left out: {reason}")

@@ -1,16 +1,27 @@
-"""Block ids to kernel blocks: what that costs the host (one append; a step, `hybrid_kv.timing.block_ids`), and a whole
-table on a GPU.
+"""Block ids to kernel blocks: from a Python list on the host to int32 ids that a kernel can read.
 
-One append, by `list`, `numpy`, `torch` and `engine` (`BlockTables.append_block_ids`): the first three expand, as other
-engines do or did; the engine stages ids as they are.
+There are five ways. `list` (vllm!38831) and `numpy` (vLLM 0.22's V1 runner) expand on the host and upload the result.
+`torch` (vLLM 0.32) and `triton` upload the ids and expand them in one launch. `engine` stages the ids and uploads them
+with the rest of a step's block tables: its one launch also appends to the tables and maps tokens to slots.
+
+A way has two parts. `prepare` is the host's, from the list to what is uploaded; `send` uploads and launches. A CPU
+times `prepare` (benchmark `expand`), a GPU `send` (`expand_device`), and `python -m bench.gpu` both of them end to end.
+Uploads and launches are counted on the pretend device (`expand_counts`), where every way's result is checked, too.
+
+`step` is a whole step of several requests, see `hybrid_kv.timing.block_ids`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterator
-from functools import partial
-from itertools import cycle
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from importlib.util import find_spec
+from itertools import product
+from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,10 +29,10 @@ import numpy.typing as npt
 import torch
 
 from bench._reference import equal
-from bench.harness.cells import Case, Cell, grid
-from bench.harness.contest import Contest, kernel_and_torch
-from hybrid_kv.cache.block_table import BlockTables
+from bench.harness.cells import Case, Cell, Count, Counts, grid, seed
+from bench.harness.contest import Contest, Rival
 from hybrid_kv.kernels.common.integers import cdiv
+from hybrid_kv.kernels.common.interpreter import start_interpreter
 from hybrid_kv.kernels.common.launch import check, jit
 from hybrid_kv.timing import block_ids
 from hybrid_kv.timing.case import ENGINE
@@ -29,16 +40,20 @@ from hybrid_kv.timing.case import ENGINE
 if TYPE_CHECKING:
     import triton.language as tl
 
+Int32s = npt.NDArray[np.int32]
+
 BLOCK = 1024  # kernel blocks of a program
 SUITE = "kernel_blocks"
-NUM_BLOCKS = (1, 16, 256, 4096)
-BLOCKS_PER_KV_BLOCK = (2, 8, 34)
-QUICK_CELLS = ((1, 2), (16, 8), (256, 8), (256, 34))
-EXPANSIONS = ("list", "numpy", "torch", ENGINE)
+NUM_IDS = (1, 2, 4, 8, 16, 32, 128, 1024, 65536)
+COUNTED_IDS = (1, 1024)  # uploads grow in proportion
+BLOCKS_PER_KV_BLOCK = (1, 2, 8, 34)
+MAX_ID = 1 << 20  # of blocks in a large pool
+QUICK_CELLS = ((32, 2), (32, 8), (1024, 8), (1024, 34))
+COUNTED = {"uploads": "copies", "upload_bytes": "B", "launches": "launches"}
 
 
 def expand_torch(ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Broadcast sum in torch (vLLM 0.32, on the device); `offsets` is `arange(blocks_per_kv_block)`, int32."""
+    """Broadcast sum in torch; `offsets` is `arange(blocks_per_kv_block)`, int32."""
     return torch.add(offsets, ids.unsqueeze(-1), alpha=offsets.numel()).flatten(-2)
 
 
@@ -59,125 +74,301 @@ def _expand(
 
 
 def by_kernel(ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """The same as one launch that does nothing else; the engine expands ids while it writes a step's input tables."""
+    """`expand_torch` as one launch of a Triton kernel that does nothing else."""
     check("block_ids", ids, ids.shape, (torch.int32,), ids.device)
     out = ids.new_empty(*ids.shape[:-1], ids.shape[-1] * len(offsets))
-    grid = (cdiv(out.numel(), BLOCK),)
-    jit(_expand, ("count",))[grid](ids, out, out.numel(), BLOCKS_PER_KV_BLOCK=len(offsets), BLOCK=BLOCK)
+    programs = (cdiv(out.numel(), BLOCK),)
+    jit(_expand, ("count",))[programs](ids, out, out.numel(), BLOCKS_PER_KV_BLOCK=len(offsets), BLOCK=BLOCK)
     return out
 
 
-def table_expansion(
-    seed: int, num_rows: int, width: int, blocks_per_kv_block: int, implementation: Any, device: str
-) -> Case:
-    """A whole table of manager blocks to kernel blocks."""
-    bpk = blocks_per_kv_block
-    ids = np.random.default_rng(seed).integers(0, 2**31 // bpk, (num_rows, width)).astype(np.int32)
-    expected = (ids[..., None] * bpk + np.arange(bpk)).reshape(num_rows, -1)
-    block_ids, offsets = torch.from_numpy(ids).to(device), torch.arange(bpk, dtype=torch.int32, device=device)
-
-    def run() -> torch.Tensor:
-        return implementation(block_ids, offsets)
-
-    return Case(run, lambda: equal("kernel blocks", run().cpu(), expected))
+# ---- the five ways ----
 
 
-def expansions(device: str, num_rows: int, width: int, bpk: int) -> Contest:
-    """The expansion alone, as other engines do it each step for whole tables."""
-    params = {"num_rows": num_rows, "width": width, "blocks_per_kv_block": bpk}
-    moved = 4 * num_rows * width * (1 + bpk)
-    build = partial(table_expansion, device=device)
-    return kernel_and_torch("expansion", params, build, by_kernel, expand_torch, moved, graph=True)
+@dataclass(frozen=True)
+class Task:
+    """Ids in a list, and where their kernel blocks are wanted.
+
+    Attributes:
+        ids: of manager blocks, each below 2**31 / blocks_per_kv_block.
+        device: `cpu` or `cuda`.
+    """
+
+    ids: list[int]
+    blocks_per_kv_block: int
+    device: str
+
+    @property
+    def num_kernel_blocks(self) -> int:
+        return len(self.ids) * self.blocks_per_kv_block
+
+    @cached_property
+    def expected(self) -> Int32s:
+        """[num_kernel_blocks]"""
+        ids = np.array(self.ids, dtype=np.int64)[:, None]
+        return (ids * self.blocks_per_kv_block + np.arange(self.blocks_per_kv_block)).reshape(-1).astype(np.int32)
+
+
+class Way(ABC):
+    """One way to do a task."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Do the host's part: from the list to what is uploaded."""
+
+    @abstractmethod
+    def send(self) -> torch.Tensor:
+        """Upload what is prepared, launch, and return [num_kernel_blocks] int32 on the device; wait for nothing."""
+
+    @abstractmethod
+    def prepared(self) -> torch.Tensor:
+        """Return the kernel blocks of what is prepared, made on the host without the code that is timed."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Overwrite what an earlier call has prepared."""
+
+
+class BufferWay(Way):
+    """Page-locked memory of the host is written, and uploaded as it is."""
+
+    def __init__(self, task: Task, size: int) -> None:
+        super().__init__(task)
+        self.buffer = torch.zeros(size, dtype=torch.int32, pin_memory=task.device != "cpu")
+        self.array: Int32s = self.buffer.numpy()
+        self.view = memoryview(self.array)  # takes an `array` in a third of the time that numpy needs
+
+    def send(self) -> torch.Tensor:
+        return self.buffer.to(self.task.device, non_blocking=True)
+
+    def prepared(self) -> torch.Tensor:
+        return self.buffer
+
+    def forget(self) -> None:
+        self.buffer.fill_(-1)
+
+
+class ListWay(BufferWay):
+    """A list comprehension expands."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task, task.num_kernel_blocks)
+
+    def prepare(self) -> None:
+        bpk = self.task.blocks_per_kv_block
+        self.view[:] = array("i", [block_id * bpk + k for block_id in self.task.ids for k in range(bpk)])
+
+
+class NumpyWay(BufferWay):
+    """A broadcast sum in numpy expands."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task, task.num_kernel_blocks)
+
+    def prepare(self) -> None:
+        bpk = self.task.blocks_per_kv_block
+        column = np.asarray(self.task.ids, dtype=np.int32).reshape(-1, 1)
+        self.array[:] = np.add(column * bpk, np.arange(bpk), dtype=np.int32).reshape(-1)
+
+
+class TorchWay(BufferWay):
+    """The device expands, in torch."""
+
+    expand = staticmethod(expand_torch)
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task, len(task.ids))
+        self.offsets = torch.arange(task.blocks_per_kv_block, dtype=torch.int32, device=task.device)
+
+    def prepare(self) -> None:
+        self.view[:] = array("i", self.task.ids)
+
+    def send(self) -> torch.Tensor:
+        return self.expand(super().send(), self.offsets)
+
+    def prepared(self) -> torch.Tensor:
+        bpk = self.task.blocks_per_kv_block
+        within = torch.arange(bpk, dtype=torch.int32).repeat(len(self.task.ids))
+        return self.buffer.repeat_interleave(bpk) * bpk + within
+
+
+class TritonWay(TorchWay):
+    """The device expands, in a kernel of its own."""
+
+    expand = staticmethod(by_kernel)
+
+
+class EngineWay(Way):
+    """The engine's block tables on a GPU: ids are staged, and expanded by the launch that a step needs anyway.
+
+    The list becomes an int32 array first, the form in which the engine's own block pool holds ids.
+    """
+
+    def __init__(self, task: Task) -> None:
+        from hybrid_kv.cache.block_table import LaunchedBlockTables
+        from hybrid_kv.kernels.block_tables import TableLayout
+
+        super().__init__(task)
+        size, bpk, width = block_ids.KERNEL_BLOCK_SIZE, task.blocks_per_kv_block, len(task.ids)
+        self.tables = LaunchedBlockTables([size * bpk], [size], 1, 1, [width], torch.device(task.device))
+        self.layout = TableLayout(width, size * bpk, bpk, bpk)
+        self.counts = array("i", [width])
+        self.row = np.zeros(1, dtype=np.int64)
+        self.one_token = np.ones(1, dtype=np.int64)
+        self.position = torch.zeros(1, dtype=torch.int64)
+        self.staged: Any = None
+
+    def prepare(self) -> None:
+        ids = np.frombuffer(array("i", self.task.ids), dtype=np.int32)
+        self.tables.append_block_ids(0, ids, self.counts, True)
+        self.staged = self.tables.stage(self.row, self.one_token, self.position, 1, 1)
+
+    def send(self) -> torch.Tensor:
+        from hybrid_kv.kernels.common.upload import now
+
+        now(self.tables.device, self.staged)
+        return self.tables.input_tables[0].view(-1)
+
+    def prepared(self) -> torch.Tensor:
+        from hybrid_kv.kernels.block_tables import HostTables
+
+        arrays, _ = self.staged
+        host = HostTables([self.layout], 1, 1)
+        host.append(*arrays[:4])
+        host.place(self.row, 1)
+        return host.input_tables[0].view(-1)
+
+    def forget(self) -> None:
+        self.staged = None
+
+
+WAYS: dict[str, type[Any]] = {
+    "list": ListWay,
+    "numpy": NumpyWay,
+    "torch": TorchWay,
+    "triton": TritonWay,
+    ENGINE: EngineWay,
+}
+
+
+def way(seed: int, num_ids: int, blocks_per_kv_block: int, subject: str, device: str) -> Way:
+    """A way with a task whose ids are drawn."""
+    drawn = np.random.default_rng(seed).integers(1, MAX_ID, num_ids)
+    made: Way = WAYS[subject](Task(drawn.tolist(), blocks_per_kv_block, device))
+    return made
+
+
+# ---- what is timed and counted ----
+
+
+def host_part(seed: int, num_ids: int, blocks_per_kv_block: int, subject: str) -> Case:
+    """The host's part of a way."""
+    subject_way = way(seed, num_ids, blocks_per_kv_block, subject, "cpu")
+
+    def check() -> float:
+        subject_way.forget()
+        subject_way.prepare()
+        return equal("kernel blocks", subject_way.prepared().numpy(), subject_way.task.expected)
+
+    return Case(subject_way.prepare, check)
+
+
+def device_part(seed: int, num_ids: int, blocks_per_kv_block: int, subject: str, device: str = "cuda") -> Case:
+    """Upload and launch; the host's part is done before."""
+    subject_way = way(seed, num_ids, blocks_per_kv_block, subject, device)
+    subject_way.prepare()
+
+    def check() -> float:
+        subject_way.forget()
+        subject_way.prepare()
+        return equal("kernel blocks", subject_way.send().cpu().numpy(), subject_way.task.expected)
+
+    return Case(subject_way.send, check, subject_way.prepare)
+
+
+def counts(seed: int, num_ids: int, blocks_per_kv_block: int, subject: str) -> Counts:
+    """What `send` uploads and launches."""
+    return _counted()[num_ids, blocks_per_kv_block, subject]
+
+
+@cache
+def _counted() -> dict[tuple[int, int, str], Counts]:
+    """Of every cell, in one process that interprets Triton's kernels."""
+    with ProcessPoolExecutor(1, get_context("spawn"), start_interpreter) as pool:
+        return pool.submit(_count_all).result()
+
+
+def _count_all() -> dict[tuple[int, int, str], Counts]:
+    return {key: count(*key) for key in product(COUNTED_IDS, BLOCKS_PER_KV_BLOCK, WAYS)}
+
+
+def count(num_ids: int, blocks_per_kv_block: int, subject: str) -> Counts:
+    """Uploads and launches of a way on the pretend device, in a process that interprets Triton's kernels.
+
+    Raises:
+        WrongResultError: the device's kernel blocks are not those of the ids.
+    """
+    from hybrid_kv.device import pretend_gpu
+
+    with pretend_gpu() as gpu:
+        case = device_part(0, num_ids, blocks_per_kv_block, subject)
+        case.check()
+        case.reset()
+        since = len(gpu.events)
+        case.run()
+        found = gpu.counts(since)
+    kinds = {"uploads": "upload", "upload_bytes": "upload_bytes", "launches": "launch"}
+    return {name: Count(found[kind], COUNTED[name]) for name, kind in kinds.items()}
+
+
+def contest(device: str, num_ids: int, blocks_per_kv_block: int) -> Contest:
+    """All ways, end to end."""
+    params = {"num_ids": num_ids, "blocks_per_kv_block": blocks_per_kv_block}
+    build = partial(device_part, seed(SUITE, params), **params, device=device)
+    # Their bytes cross two kinds of memory, and a copy on the device is no measure of that.
+    rivals = {name: Rival(partial(build, subject=name), num_bytes=0, graph=False) for name in (ENGINE, *WAYS)}
+    return Contest(SUITE, params, rivals, end_to_end=True)
 
 
 def gpu_contests(quick: bool, device: str) -> Iterator[Contest]:
-    """Tables of one width, by the kernel blocks of a block."""
-    for bpk in (34,) if quick else (2, 8, 34):
-        yield expansions(device, 256, 241, bpk)
-
-
-# ---- one append ----
-
-
-def expansion(seed: int, num_blocks: int, blocks_per_kv_block: int, subject: str) -> Case:
-    """One append: by a list (vllm!38831), in numpy (vLLM 0.22's V1 runner), in torch, or by the engine."""
-    bpk = blocks_per_kv_block
-    ids = np.random.default_rng(seed).integers(1, 1 << 20, num_blocks).astype(np.int32)
-    id_list = ids.tolist()
-    expected = np.array([b * bpk + k for b in id_list for k in range(bpk)], dtype=np.int32)
-    if subject == ENGINE:
-        return _engine_append(ids, expected, bpk)
-    buffer = torch.zeros(len(expected), dtype=torch.int32)
-    numpy_buffer = buffer.numpy()
-    view = memoryview(numpy_buffer)
-    offsets = torch.arange(bpk, dtype=torch.int32)
-
-    def run_list() -> None:
-        view[:] = array("i", [block_id * bpk + k for block_id in id_list for k in range(bpk)])
-
-    def run_numpy() -> None:
-        column = np.asarray(id_list, dtype=np.int32).reshape(-1, 1)
-        numpy_buffer[:] = np.add(column * bpk, np.arange(bpk), dtype=np.int32).reshape(-1)
-
-    def run_torch() -> None:
-        buffer.copy_(expand_torch(torch.tensor(id_list, dtype=torch.int32), offsets))
-
-    run = {"list": run_list, "numpy": run_numpy, "torch": run_torch}[subject]
-
-    def check() -> float:
-        buffer.zero_()
-        run()
-        return equal("kernel blocks", numpy_buffer, expected)
-
-    return Case(run, check)
-
-
-def _engine_append(ids: npt.NDArray[np.int32], expected: npt.NDArray[np.int32], bpk: int) -> Case:
-    # As many rows as calls in one sample, so that none of them finds the staging buffer full.
-    n = len(ids)
-    rows = max(4, min(500, (1 << 20) // n))
-    tables = BlockTables(
-        [block_ids.KERNEL_BLOCK_SIZE * bpk], [block_ids.KERNEL_BLOCK_SIZE], rows, 1, [n], torch.device("cpu")
-    )
-    counts, ones, zeros = array("i", [n]), np.ones(1, dtype=np.int64), torch.zeros(1, dtype=torch.int64)
-    next_row = cycle(range(rows)).__next__
-
-    def run() -> None:
-        tables.append_block_ids(next_row(), ids, counts, True)
-
-    def check() -> float:
-        block_ids.forget_staged(tables)
-        tables.tables[0].zero_()
-        run()
-        (table,), _ = tables.update(np.array([(next_row() - 1) % rows]), ones, zeros, 1, 1)
-        return equal("kernel blocks", table[0].numpy(), expected)
-
-    return Case(run, check, partial(block_ids.forget_staged, tables), rows)
+    """By the number of ids and the kernel blocks of a block."""
+    for num_ids, bpk in [(1024, 8)] if quick else product(NUM_IDS, BLOCKS_PER_KV_BLOCK):
+        yield contest(device, num_ids, bpk)
 
 
 # ---- the cells ----
 
 
-def _promise(**params: Any) -> float | None:
-    """Of a rival."""
+def _step_promise(**params: Any) -> float | None:
+    """Of a rival in a whole step."""
     if params["subject"] == ENGINE:
         return None
-    return block_ids.required_ratio(params.get("scenario", ""), params["subject"])
+    return block_ids.required_ratio(params["scenario"], params["subject"])
+
+
+def _expand_promise(**params: Any) -> float | None:
+    """Of a rival none: what the engine does in its part is a whole step's, and more than the rival does."""
+    return None if params["subject"] == ENGINE else 0.0
 
 
 def cells() -> list[Cell]:
-    """The engine and its rivals on the host, one append and a whole step; on a GPU a table as others expand it."""
-    appends = {"num_blocks": NUM_BLOCKS, "blocks_per_kv_block": BLOCKS_PER_KV_BLOCK, "subject": EXPANSIONS}
+    """The ways, on the host, on a GPU, and in counts; and whole steps of the engine and its rivals."""
+    expansions = {"num_ids": NUM_IDS, "blocks_per_kv_block": BLOCKS_PER_KV_BLOCK, "subject": tuple(WAYS)}
     steps = {
         "scenario": tuple(block_ids.SCENARIOS),
         "blocks_per_kv_block": (8, 34),
         "subject": block_ids.STAGINGS,
     }
     quick_steps = [(name, 8) for name in block_ids.REQUIRED]
-    tables = {"num_rows": (256,), "width": (241,), "blocks_per_kv_block": BLOCKS_PER_KV_BLOCK}
-    on_gpu = partial(table_expansion, implementation=by_kernel, device="cuda")
-    return [
-        *grid(SUITE, "expand", "cpu", expansion, appends, QUICK_CELLS, _promise),
-        *grid(SUITE, "step", "cpu", block_ids.step, steps, quick_steps, _promise),
-        *grid(SUITE, "expand_kernel", "gpu", on_gpu, tables, [(256, 241, 34)]),
+    found = [
+        *grid(SUITE, "expand", "cpu", host_part, expansions, QUICK_CELLS, _expand_promise),
+        *grid(SUITE, "step", "cpu", block_ids.step, steps, quick_steps, _step_promise),
+        *grid(SUITE, "expand_device", "gpu", device_part, expansions, [(1024, 8)], _expand_promise),
     ]
+    if find_spec("triton") is not None:
+        counted = {**expansions, "num_ids": COUNTED_IDS}
+        found += grid(SUITE, "expand_counts", "count", counts, counted, units=COUNTED)
+    return found

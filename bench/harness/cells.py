@@ -58,7 +58,8 @@ class Cell(CellInfo):
         make: a `Case`, or `Counts` in tier `count`.
         quick: part of a quick run; such cells are few and small, and touch every suite.
         promise: set if the cell is a rival, there to be compared with the subject `engine` of the same parameters: how
-            many times as long as that it must take. No history or comparison of versions needs rivals.
+            many times as long as that it must take; 0: it may take less, as it does less. No history or comparison of
+            versions needs rivals.
         units: of every metric, in tier `count`; a cell may lack one of them.
     """
 

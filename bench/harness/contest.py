@@ -40,12 +40,18 @@ class Rival:
 
 @dataclass(frozen=True)
 class Contest:
-    """A task and its rivals by name; `means` are rivals that take turns, by name the weight of each."""
+    """A task and its rivals by name.
+
+    Attributes:
+        means: rivals that take turns, by name the weight of each.
+        end_to_end: the `reset` of a case is the host's part of the task, and is timed with its `run`, too.
+    """
 
     benchmark: str
     params: Mapping[str, Scalar]
     rivals: Mapping[str, Rival]
     means: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    end_to_end: bool = False
 
 
 def kernel_and_torch(

@@ -43,7 +43,7 @@ class Measurement:
     @property
     def verdict(self) -> str:
         """`fail` if the whole interval lies below what the cell promises."""
-        if self.cell.promise is None or self.ratio is None:
+        if not self.cell.promise or self.ratio is None:
             return ""
         return "fail" if self.ratio.high < self.cell.promise else "pass"
 
@@ -54,7 +54,7 @@ class Measurement:
         row = partial(interval_row, receipt=self.receipt, **common)
         ns = Interval(*(1e9 * seconds for seconds in (self.time.value, self.time.low, self.time.high)))
         yield row(ns, METRICS[cell.tier], "ns", "lower")
-        if self.ratio is not None:
+        if self.ratio is not None and self.cell.promise != 0:
             yield row(self.ratio, f"ratio_to_{ENGINE}", "time ratio", "higher", verdict=self.verdict)
 
 

@@ -13,6 +13,7 @@ from itertools import product
 import torch
 
 from bench._shapes import DELTA_MODELS, MODELS, NANO
+from bench.kernel_blocks import BLOCKS_PER_KV_BLOCK, by_kernel
 from bench.static.record import AotCase, Bytes, recorded
 from bench.static.state_bytes import step_bytes
 from hybrid_kv.kernels.block_tables import DeviceTables, StagedBlocks, StepBatch, TableLayout, update_block_tables
@@ -213,6 +214,15 @@ def _block_tables(layouts: list[TableLayout], cp_size: int) -> None:
     update_block_tables(tables, staged, batch)
 
 
+def _expand(bpk: int) -> None:
+    by_kernel(_ids(1024, dtype=torch.int32), _ids(bpk, dtype=torch.int32))
+
+
+def _expand_bytes(bpk: int) -> Bytes:
+    """Read each block's id once, write its kernel blocks."""
+    return lambda c: 4 * (c["BLOCK"] + c["BLOCK"] // bpk)
+
+
 # A model whose attention groups agree, and one where every size has to be loaded, under context parallelism.
 _AGREEING = [*[TableLayout(64, 2096, 1, 1, has_slots=False)] * 4, TableLayout(64, 2096, 131, 131)]
 _DIFFERING = [TableLayout(64, 64 * count, count, count) for count in (2, 4, 2, 4)]
@@ -260,6 +270,9 @@ def launches() -> Iterator[Launch]:
     for model, dtype, k in _DELTA_UPDATES:
         call, moved = partial(_delta_slots, model, dtype, k), _slots_bytes("BLOCK_V", "KEY", dtype, k)
         yield Launch("delta_update.gated_delta_update_slots", f"{model}, K={k}", call, _name(dtype), moved)
+    for bpk in BLOCKS_PER_KV_BLOCK:
+        call, moved = partial(_expand, bpk), _expand_bytes(bpk)
+        yield Launch("kernel_blocks.expand", f"{bpk} per block", call, "int32", moved)
     for model in MODELS:
         call = partial(_gated_norm, model)
         yield Launch("gated_norm.gated_rms_norm", model, call, bytes_per_program=lambda c: 3 * c["SIZE"] * 2)

@@ -79,6 +79,25 @@ class DeviceSubject(Subject):
 
 
 @dataclass(frozen=True)
+class EndToEnd:
+    """Seconds of a call: the host's until it returns, and by the wall until the device has done what it launched."""
+
+    host: float
+    wall: float
+
+
+def end_to_end(run: Callable[[], object]) -> EndToEnd:
+    """Time a call that launches work on the current CUDA device, which is idle before."""
+    torch.cuda.synchronize()
+    wall_start = wall_clock()
+    host_start = clock()
+    run()
+    host = clock() - host_start
+    torch.cuda.synchronize()
+    return EndToEnd(host, wall_clock() - wall_start)
+
+
+@dataclass(frozen=True)
 class Interval:
     """A median and its 95% bootstrap interval."""
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import bench
-from bench import _reference, causal_conv1d, gated_norm, kernel_blocks, paged_attention, ssd
+from bench import _reference, causal_conv1d, gated_norm, paged_attention, ssd
 from bench.harness import cells as cases
 from bench.harness import registry
 from bench.harness.cells import WrongResultError
@@ -43,7 +43,7 @@ def test_keys_are_unique_and_stable():
     keys = [cell.key for cell in ALL]
     assert len(set(keys)) == len(keys)
     assert "state_update/slots[model=nemotron-3-nano-tp8,num_reqs=2,K=3]" in keys
-    assert "kernel_blocks/expand[num_blocks=1,blocks_per_kv_block=2,subject=engine]" in keys
+    assert "kernel_blocks/expand[num_ids=1,blocks_per_kv_block=2,subject=engine]" in keys
 
 
 def test_every_benchmark_is_a_full_grid_of_scalars():
@@ -142,7 +142,7 @@ def test_a_quick_count_is_exact(cell):
 
 def test_as_many_calls_as_a_case_allows():
     """`max_repeats` calls after one reset are right and not one less than what the benchmark says it does."""
-    for words in ("block_tables/step decode", "kernel_blocks/expand engine num_blocks=16", "scheduler/decode all K=3"):
+    for words in ("block_tables/step decode", "kernel_blocks/expand engine num_ids=32", "scheduler/decode all K=3"):
         case = named(words).make()
         for _ in range(2):
             case.reset()
@@ -241,7 +241,10 @@ def stale(function):
 
 
 PLANTS = [
-    ("bench.kernel_blocks.expand_torch", shifted, "kernel_blocks/expand torch"),
+    ("bench.kernel_blocks.ListWay.prepare", idle, "kernel_blocks/expand list"),
+    ("bench.kernel_blocks.NumpyWay.prepare", idle, "kernel_blocks/expand numpy"),
+    ("bench.kernel_blocks.TorchWay.prepare", idle, "kernel_blocks/expand torch"),
+    ("bench.kernel_blocks.TorchWay.prepare", idle, "kernel_blocks/expand triton"),
     ("hybrid_kv.cache.block_table.BlockTables.append_block_ids", idle, "kernel_blocks/expand engine"),
     ("hybrid_kv.cache.block_table.BlockTables._apply_staged", idle, "block_tables/step decode"),
     ("hybrid_kv.kernels.block_tables.host.HostTables.map_slots", idle, "block_tables/step prefill"),
@@ -321,7 +324,6 @@ KERNELS = {
     causal_conv1d.causal_conv1d_prefill_reference: lambda f: causal_conv1d.prompts(0, NANO, 40, 2, f, "cpu"),
     ssd.chunk_scan_prefill_reference: lambda f: ssd.prompts(0, NANO, 40, 2, f, "cpu"),
     gated_norm.gated_rms_norm_reference: lambda f: gated_norm.norm(0, NANO, 3, f, "cpu", torch.bfloat16),
-    kernel_blocks.expand_torch: lambda f: kernel_blocks.table_expansion(0, 3, 5, 8, f, "cpu"),
     paged_attention.by_torch: lambda f: paged_attention.pages(0, NANO, 2, 3, 48, f, "cpu"),
 }
 

@@ -28,6 +28,7 @@ from bench.static import state_bytes
 from bench.static.counts import mean_traffic
 from hybrid_kv.errors import CheckFailedError, HybridKVError
 from hybrid_kv.results import TIME_UNITS, check_file, read_rows
+from hybrid_kv.timing.clock import EndToEnd
 from tests.kernels.harness import multiply_bfloat16
 from tests.kernels.interpreter import interpreted, load_peer
 from tests.timing.events import log_events
@@ -40,7 +41,7 @@ FINE = {
     "conv_prefill": lambda: causal_conv1d.conv_prefills("cpu", "tiny", 40, 2),
     "chunk_scan": lambda: ssd.chunk_scans("cpu", "tiny", 80, 2),
     "block_tables": lambda: block_tables.table_updates("cpu", "nemotron-3-nano", "prefill 4"),
-    "expansion": lambda: kernel_blocks.expansions("cpu", 3, 5, 34),
+    "kernel_blocks": lambda: kernel_blocks.contest("cpu", 5, 34),
     "paged_attention": lambda: paged_attention.attentions("cpu", "tiny", 2, 3, 48),
     "gated_norm": lambda: gated_norm.norms("cpu", "tiny", 5),
     "delta_update": lambda: gated_delta.updates("cpu", "tiny", 3, 1),
@@ -78,6 +79,7 @@ def test_contests_are_right_in_the_interpreter(name):
         "state_update": {"slots", "recompute_step", "recompute_flush", "torch"},
         "single token": {"slots", "recompute_step", "recompute_flush", "torch"},
         "block_tables": {"triton"},
+        "kernel_blocks": {*kernel_blocks.WAYS},
     }
     assert set(found) == wanted.get(name, {"triton", "torch"})
     wanted = {"state_update": ["vllm"], "single token": ["vllm", "mamba_ssm"], "conv_update": ["vllm"]}
@@ -131,8 +133,9 @@ def test_all_kinds_in_both_runs(everything):
     assert updates == {0, 1, 3, 5, 7}
     # What waits for the device cannot be captured.
     eager = {(one.benchmark, name) for one in everything for name, rival in one.rivals.items() if not rival.graph}
-    assert {name for _, name in eager} == {"torch"}
-    assert ("gated_norm", "torch") not in eager and ("expansion", "torch") not in eager
+    expansions = {("kernel_blocks", name) for name in kernel_blocks.WAYS}  # they start on the host
+    assert {name for _, name in eager - expansions} == {"torch"} and expansions <= eager
+    assert ("gated_norm", "torch") not in eager
 
 
 def test_bytes_are_those_of_the_model(everything):
@@ -163,7 +166,6 @@ def test_bytes_are_those_of_the_model(everything):
     decode = one("paged_attention", model="nemotron-3-nano", num_reqs=128, length=4)
     assert decode.rivals["triton"].num_bytes == 128 * 128 * 2 * (2 * 2048 * 2 + 2 * 4 * 32)
     assert one("gated_norm", num_tokens=2048).rivals["triton"].num_bytes == 3 * 2048 * 4096 * 2
-    assert one("expansion", blocks_per_kv_block=34).rivals["triton"].num_bytes == 256 * 241 * 4 * 35
     assert one("block_tables").rivals["triton"].num_bytes == 0
 
 
@@ -177,6 +179,7 @@ class Fake:
 
     def __init__(self):
         self.batches, self.captured, self.log = [], 0, []
+        self.wholes = iter(range(1, 100))
 
     def capture(self, run):
         self.captured += 1
@@ -192,6 +195,11 @@ class Fake:
             before()
             taken.append(call())
         return taken
+
+    def whole(self, case):
+        case.reset()
+        seconds = next(self.wholes) * 1e-6
+        return EndToEnd(seconds / 2, seconds)
 
 
 def rival(seconds, num_bytes=0, graph=True, error=0.0, log=None, name=""):
@@ -263,6 +271,22 @@ def test_rows():
     for row in found.values():
         assert row.suite == "gpu" and row.benchmark == "x" and row.params["K"] == 3 and row.n == 5
         assert row.unit in TIME_UNITS and row.ci_low <= row.value <= row.ci_high
+
+
+def test_an_end_to_end_contest_is_compared_by_the_wall_with_the_hosts_part():
+    contest = Contest("x", {}, {"a": rival(4e-9), "b": rival(1e-9)}, end_to_end=True)
+    results, _ = race(contest, Fake(), 3, random.Random(0))
+    found = {(row.params["subject"], row.metric): row for row in rows(contest, results)}
+    metrics = {"gpu_time", "host_time", "end_to_end_time"}
+    assert {metric for name, metric in found if name == "a"} == metrics
+    assert {metric for name, metric in found if name == COPY} == {"gpu_time", "bandwidth"}
+    wholes = {one.name: [whole.wall for whole in one.whole] for one in results if one.name != COPY}
+    assert sorted(wholes["a"] + wholes["b"]) == [n * 1e-6 for n in range(1, 7)]  # one of each rival in each round
+    for name, walls in wholes.items():
+        assert found[name, "end_to_end_time"].value == pytest.approx(1e9 * sorted(walls)[1])
+        assert found[name, "host_time"].value == pytest.approx(1e9 * sorted(walls)[1] / 2)
+    ratios = sorted(b / a for a, b in zip(wholes["a"], wholes["b"], strict=True))
+    assert found["b", "ratio_to_a"].value == pytest.approx(ratios[1])
 
 
 @pytest.mark.parametrize(("us", "verdict"), [(11.0, "pass"), (16.0, "fail"), (8.0, "fail")])

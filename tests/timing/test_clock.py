@@ -94,6 +94,22 @@ def test_what_passes_is_many_times_the_cache(monkeypatch):
     assert made == ["cuda"]
 
 
+def test_end_to_end_begins_on_an_idle_device_and_ends_when_it_is_done(monkeypatch):
+    log, readings = [], iter([10.0, 13.0])
+
+    def read():
+        log.append("clock")
+        return next(readings)
+
+    log_events(monkeypatch, log, 0.0)
+    walls = iter([1.0, 9.0])
+    monkeypatch.setattr(clock_module, "clock", read)
+    monkeypatch.setattr(clock_module, "wall_clock", lambda: log.append("wall") or next(walls))
+    timed = clock_module.end_to_end(lambda: log.append("run"))
+    assert log == ["wait", "wall", "clock", "run", "clock", "wait", "wall"]
+    assert (timed.host, timed.wall) == (3.0, 8.0)
+
+
 @pytest.mark.gpu
 def test_gpu_subjects_time_the_device_and_the_host():
     import torch

@@ -67,7 +67,13 @@ def test_seconds_become_nanoseconds():
     assert (times.value, times.ci_low, times.ci_high, times.verdict, times.unit) == (5, 4, 6, "fail", "time ratio")
 
 
-@pytest.mark.parametrize(("high", "promise", "verdict"), [(6, 7, "fail"), (7, 7, "pass"), (1, None, "")])
+def test_a_rival_without_a_promise_has_a_ratio_for_the_reader_and_no_row_of_it():
+    cells = [cell(steady, promise=None if name == "engine" else 0.0, subject=name) for name in ("engine", "rival")]
+    _, rival = measure_together(cells, 2)
+    assert rival.ratio is not None and [row.metric for row in rival.rows()] == ["cpu_time"]
+
+
+@pytest.mark.parametrize(("high", "promise", "verdict"), [(6, 7, "fail"), (7, 7, "pass"), (1, None, ""), (1, 0.0, "")])
 def test_verdicts(high, promise, verdict):
     one = Measurement(cell(steady, promise=promise), Interval(1, 1, 1), Interval(1, 1, high), 9, Receipt(True, True, 0))
     assert one.verdict == verdict

@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from bench import kernel_blocks
 from bench.static import compile, counts, gate
 from bench.static.compile import TARGETS, Measurement, measure
 from bench.static.gate import judge, read_baseline, result_rows
@@ -382,6 +383,7 @@ def test_a_compiler_that_dies_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_program_of_the_package_is_compiled() -> None:
     cases = [case for module in compile.MODULES for case in compile.cases_of(module, "sm_90")]
-    sources = "".join(path.read_text() for path in Path(kernels.__path__[0]).rglob("*.py"))
+    files = [*Path(kernels.__path__[0]).rglob("*.py"), Path(kernel_blocks.__file__)]
+    sources = "".join(path.read_text() for path in files)
     programs = re.findall(r"^def (\w+)\(\n    \w+: tl\.tensor", sources, re.MULTILINE)
     assert {case.fn.__name__ for case in cases} == set(programs)
