@@ -22,6 +22,7 @@ from hybrid_kv.errors import VOID, HybridKVError, require
 from hybrid_kv.files import read_text
 from hybrid_kv.guard.registry import Size
 from hybrid_kv.guard.workers import num_workers
+from hybrid_kv.models.exact_weights.checkpoint import has_exact_weights
 from hybrid_kv.models.registry import sized
 from hybrid_kv.probes.guarded import Guarded
 from hybrid_kv.probes.reproducer import FORMAT, case_of, from_json, replay, write_files, wrong_read
@@ -70,12 +71,7 @@ def guard_target(
     is_build = against is not None and os.sep in against and "://" not in against
     kind, before = kind_of(target, python), kind_of(target, against) if is_build else None
     other = kind_of(against) if against is not None and not is_build else None
-    model = f"{model}:{kind.size}" if model in sized() and kind.size != "tiny" else model
-    inside = kind.inside
-    exact = ["exact", *(f"exact:{name}" for name in inside.further if not matrix)] if inside else ["exact"]
-    models = exact if weights == "exact" else [model]
-    if weights is None and inside and other is None and not matrix and not model.startswith("exact"):
-        models = [*exact, model]
+    models = _models(kind, model, weights, bool(matrix), other is not None)
     parts: list[_Part] = []
     files: list[str] = []
 
@@ -98,10 +94,12 @@ def guard_target(
         for name in models:
             folder = stack.enter_context(model_folder(name))
             stack.enter_context(threads_for(folder))
+            if weights == "exact" and not (is_exact(folder) or has_exact_weights(folder)):
+                raise ConfigError(f"--exact: {name} has no exact weights; write some with hybrid-kv checkpoint --exact")
             prefix = f"{name}, " if len(models) > 1 else ""
             # Only random weights show how a model handles its cache, where that is left to models.
             is_random = not name.startswith("exact")
-            has_all = is_random and (len(models) == 1 or not (inside and inside.is_central))
+            has_all = is_random and (len(models) == 1 or not (kind.inside and kind.inside.is_central))
             thorough = size == "long" or bool(select) or has_all
             guarded = Guarded(kind, folder, other, seed, AMOUNTS[size], thorough)
             own: Size = "quick" if is_random and not has_all and size == "full" else size
@@ -130,6 +128,23 @@ def guard_target(
     show(document(), as_json, out, lambda: _print(target, parts))
     found = {one.verdict for part in parts for one in part.seen} - {*FINE}
     return VOID if found == {"void"} else int(bool(found))
+
+
+def _models(kind: Kind, model: str, weights: str | None, has_matrix: bool, has_reference: bool) -> list[str]:
+    """The models of a run: exact ones inside the engine, where it can run them, the one that was named, or both."""
+    is_family = model in sized()
+    inside = kind.inside
+    if weights == "exact" and inside is None:
+        return [f"{model}:exact" if is_family else model]
+    if is_family and kind.size != "tiny":
+        model = f"{model}:{kind.size}"
+    is_exact_one = model.startswith("exact") or model.endswith(":exact") or has_exact_weights(model)
+    if inside is None or weights == "random" or is_exact_one:
+        return [model]
+    exact = ["exact", *(f"exact:{name}" for name in inside.further if not has_matrix)]
+    if weights == "exact":
+        return exact
+    return [model] if has_reference or has_matrix else [*exact, model]
 
 
 @dataclass

@@ -45,7 +45,7 @@ def write_checkpoint(
     file = ConfigFile.read(folder)
     if (head := head_of(file)) is not None and (shapes := head.shapes(file)):
         _save_head(head.prefix, shapes, folder, seed)
-    _tokenizer(file.size("vocab_size")).save_pretrained(folder)
+    write_tokenizer(file.size("vocab_size"), folder)
     return model
 
 
@@ -127,8 +127,8 @@ def _save_head(prefix: str, shapes: Mapping[str, tuple[int, ...] | str], folder:
     save_file({**tensors, **values}, path, metadata={"format": "pt"})
 
 
-def _tokenizer(vocab_size: int) -> Any:
-    """One token a word: "w7 w8" is [7, 8]."""
+def write_tokenizer(vocab_size: int, folder: Path) -> None:
+    """Write a tokenizer of one token a word: "w7 w8" is [7, 8]."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -138,6 +138,7 @@ def _tokenizer(vocab_size: int) -> Any:
     tokenizer = Tokenizer(model)
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    made = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer, eos_token=f"w{EOS}"
     )
+    made.save_pretrained(folder)

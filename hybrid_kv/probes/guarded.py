@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.models.config_file import ConfigFile
-from hybrid_kv.probes.judge import ExactJudge, Judge
+from hybrid_kv.models.exact_weights.checkpoint import has_exact_weights
+from hybrid_kv.probes.judge import ExactJudge, Judge, WeightsJudge
 from hybrid_kv.probes.oracle import Oracle
 from hybrid_kv.probes.registry import Probe, Verdict, load_probes
 from hybrid_kv.probes.session import Outcome, References, Session, calibrate
@@ -61,6 +62,8 @@ class Guarded:
         dtype = settings.get("dtype", self.kind.factors.get("dtype", ("float32",))[0])
         if dtype not in self.judges and is_exact(self.folder):
             self.judges[dtype] = ExactJudge(self.folder)
+        elif dtype not in self.judges and has_exact_weights(self.folder):
+            self.judges[dtype] = next(iter(self.judges.values()), None) or WeightsJudge(self.folder)
         elif dtype not in self.judges:
             self.judges[dtype] = Judge(Oracle(self.folder, dtype) if self.against is None else None)
         return self.judges[dtype]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
 
-from hybrid_kv.probes.oracle import Oracle
+from hybrid_kv.probes.oracle import ExactOracle, Oracle
 from hybrid_kv.probes.registry import Verdict
 from hybrid_kv.targets.exact import ExactAnswers
 from hybrid_kv.targets.target import Answer, Ask
@@ -138,7 +138,7 @@ class Judge:
         text = [*ask.prompt, *tokens]
         rows = self.oracle.logprobs(text)[len(ask.prompt) - 1 : -1]
         found = _beyond(self.limit, rows, tokens, logprobs, is_greedy)
-        if not found.problem:
+        if not found.problem or self.is_exact:
             return found
         # The limit comes from short texts. Rounding grows with their length, and may turn a choice of experts.
         limit, rounding = self.limit, MARGIN * self.oracle.rounding_of(text)
@@ -205,6 +205,25 @@ class ExactJudge(Judge):
             if not least <= len(tokens) <= ask.max_tokens:
                 return Judgement("wrong", f"ends after {len(tokens)} of {least} tokens", len(tokens), expected)
         return RIGHT
+
+
+class WeightsJudge(Judge):
+    """That of a checkpoint whose every operation is exact, in an engine's own layers and kernels.
+
+    Nothing has a tolerance, in no dtype, and a temperature changes nothing: margins are 256.
+    """
+
+    is_exact = True
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(ExactOracle(folder))
+        self.is_calibrated = True
+
+    def needs_alone(self, ask: Ask) -> bool:
+        return False
+
+    def _judge(self, ask: Ask, answer: Answer, alone: Answer | None) -> Judgement:
+        return super()._judge(replace(ask, temperature=0.0), answer, None)
 
 
 def _beyond(

@@ -109,3 +109,11 @@ class Oracle:
         with torch.inference_mode():
             logits = model(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
         return logits.double().log_softmax(-1)
+
+
+class ExactOracle(Oracle):
+    """Of a checkpoint whose every operation is exact: float32 says what float64 does, twice as fast."""
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__(folder)
+        self._exact = self._rounded

@@ -19,6 +19,7 @@ from hybrid_kv.guard.workers import CONTEXT, processes
 from hybrid_kv.probes.guarded import UNHEARD, Guarded, Settings, ask
 from hybrid_kv.probes.registry import load_probes
 from hybrid_kv.probes.session import Outcome
+from hybrid_kv.targets.exact import is_exact
 from hybrid_kv.targets.kinds import kind_of
 from hybrid_kv.targets.remote import share_loaders, shared_loaders
 from hybrid_kv.targets.target import Kind, is_plain
@@ -157,7 +158,7 @@ class Run:
         guarded, order = self.guarded, self._order
         order += [settings for settings in self.cells if guarded.is_plain(settings)]
         rest = [settings for settings in self.cells if settings not in order]
-        if guarded.judge_of({}).is_exact:
+        if is_exact(guarded.folder):
             order += rest
             yield [*order]
             return

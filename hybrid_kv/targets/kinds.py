@@ -12,6 +12,7 @@ from typing import cast
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.errors import require
+from hybrid_kv.models.exact_weights.checkpoint import write_exact_weights
 from hybrid_kv.models.loader import resolve_folder
 from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.models.registry import sized
@@ -67,8 +68,8 @@ def model_folder(model: str) -> Iterator[str]:
     """A folder with a checkpoint, as long as the context lasts.
 
     Args:
-        model: a family's name, with `:small` behind it for that size: random weights are written; `exact:` and one of
-            `exact.PATTERNS`; else a folder, or what the hub calls a model.
+        model: a family's name, with `:small` behind it for that size: random weights are written; with `:exact` behind
+            it: exact ones; `exact:` and one of `exact.PATTERNS`; else a folder, or what the hub calls a model.
 
     Raises:
         ConfigError: it is none of these.
@@ -80,6 +81,8 @@ def model_folder(model: str) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         if family == "exact":
             write_exact_checkpoint(size or "mixed", folder)
+        elif size == "exact":
+            write_exact_weights(family, folder)
         else:
             write_checkpoint(family, folder, size or "tiny")
         yield folder

@@ -29,3 +29,19 @@ def test_families_that_run_come_first(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_seed_of_more_than_64_bits_is_rejected(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, _, err = run(capsys, "checkpoint", "bamba", str(tmp_path / "new"), "--seed", str(2**64))
     assert code == 2 and "less than or equal to 9223372036854775807" in err and not (tmp_path / "new").exists()
+
+
+def test_an_exact_checkpoint_is_verified(tmp_path, capsys):
+    folder = tmp_path / "exact"
+    code, out, err = run(capsys, "checkpoint", "lfm2", str(folder), "--exact")
+    assert code == 0 and "lfm2, exact, 4,298,432 weights in float32" in out, err
+    code, out, err = run(capsys, "checkpoint", "lfm2", "--verify", str(folder))
+    assert code == 2 and "writes no checkpoint; leave lfm2 out" in err
+    code, out, err = run(capsys, "checkpoint", "lfm2")
+    assert code == 2 and "name a family and a folder" in err
+
+
+def test_a_checkpoint_of_random_weights_is_not_exact(tmp_path, capsys):
+    run(capsys, "checkpoint", "lfm2", str(tmp_path / "random"))
+    code, out, _ = run(capsys, "checkpoint", "--verify", str(tmp_path / "random"))
+    assert code == 1 and "float32, whole: 293 tokens not exact: model.layers.0.operator_norm, behind" in out

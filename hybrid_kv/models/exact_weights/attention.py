@@ -1,0 +1,151 @@
+"""Hard attention: each head reads exactly one token, at a distance that bits of the query and of the keys choose.
+
+Pairs of rotated channels form a peak of the score between two neighbouring tokens; a bit of each key, which the query
+wants to be +1 or -1, decides between them. Where the text is too short for a distance, the first token is read. Scores
+are rounded, and may be: the best one is ahead by more than softmax can represent, so that each weight is 0 or 1.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from hybrid_kv.models.exact_weights.design import CHANNELS, NUM_BITS, NUM_FACTS, SATURATED, WIDTH, Draw, spread
+
+NUM_PAIRS = 7  # of rotated channels that are used
+PEAK = 0.3  # of the way from the nearer to the farther of two tokens
+FADING = 0.8  # of a pair's weight, to the one before it
+KEY_WEIGHT = 0.25  # of the key's bit in a score
+SINK = 0.9  # of the score's peak: that of the first token; with both bits against it the peak is above
+QUERY_SCALE, KEY_SCALE = 2.0**10, 2.0**8
+NUM_VALUES = 32  # channels of a value that are used
+STRIDE = 16  # tokens between two heads' distances: each page of so many tokens is read at each step
+FAR_AWAY = (288, 352, 448, 576, 736, 960, 1280, 1728)  # of the heads of the last layer
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of an attention layer.
+
+    Attributes:
+        num_heads, num_kv_heads, head_dim: as in a config.
+        num_rotated: channels of a head that are rotated, in pairs (i, i + num_rotated / 2).
+        base: of the angles: pair i turns by base^(-2i / num_rotated) a token.
+        has_gate: the output is multiplied by a sigmoid; each head's gate is behind its query.
+        has_norms: queries and keys are normed.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_rotated: int
+    base: float
+    has_gate: bool = False
+    has_norms: bool = False
+
+    @property
+    def free(self) -> int:
+        """The first of two neighbouring channels of a head that turn by no angle, or by none that matters."""
+        if self.num_rotated < self.head_dim:
+            return self.num_rotated
+        return self.num_rotated // 2 - 2
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Projections: [rows, WIDTH] of `q`, `k`, `v`, and [WIDTH, rows] of `o`."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    o: torch.Tensor
+
+
+def distances(layer: int, head: int, num_heads: int) -> tuple[int, int]:
+    """Where the pages begin that a head reads from, by a bit of the query: tokens before the current one.
+
+    Two layers read each page of the last `2 * num_heads * STRIDE` tokens, the third near and far ones.
+    """
+    if layer < 2:
+        page = STRIDE * (num_heads * layer + head)
+        return page, page
+    return STRIDE * head // 2, FAR_AWAY[head % len(FAR_AWAY)]
+
+
+def attention(shape: Shape, layer: int, draw: Draw) -> Attention:
+    """The weights of attention layer `layer`, counted from 0."""
+    queries = [_query(shape, distances(layer, n, shape.num_heads), draw) for n in range(shape.num_heads)]
+    keys = [_key(shape, draw) for _ in range(shape.num_kv_heads)]
+    values = [_value(shape, draw) for _ in range(shape.num_kv_heads)]
+    query_scale, key_scale = (1.0, 1.0) if shape.has_norms else (QUERY_SCALE, KEY_SCALE)
+    rows = []
+    for query in queries:
+        rows.append(query_scale * query)
+        if shape.has_gate:
+            rows.append(_open_gate(shape))
+    return Attention(
+        q=torch.cat(rows).bfloat16().float(),
+        k=(key_scale * torch.cat(keys)).bfloat16().float(),
+        v=torch.cat(values),
+        o=spread(shape.num_heads * shape.head_dim, draw),
+    )
+
+
+def query_norm(shape: Shape) -> torch.Tensor:
+    """[head_dim] weight of the norm of queries."""
+    return torch.full((shape.head_dim,), QUERY_SCALE)
+
+
+def key_norm(shape: Shape) -> torch.Tensor:
+    """[head_dim] weight of the norm of keys."""
+    return torch.full((shape.head_dim,), KEY_SCALE)
+
+
+def _query(shape: Shape, pages: tuple[int, int], draw: Draw) -> torch.Tensor:
+    """[head_dim, WIDTH]: of a distance within one page or the other, as a bit says."""
+    query, half = torch.zeros(shape.head_dim, WIDTH), shape.num_rotated // 2
+    near, far = (begin + draw.below(STRIDE - 1) + PEAK for begin in pages)
+    chooser, wanted = draw.sources(2)
+    for i in range(NUM_PAIRS):
+        weight, turn = FADING**i, -_frequency(shape, i)
+        for row, wave in ((i, math.cos), (half + i, math.sin)):
+            query[row, CHANNELS.one] = weight * (wave(turn * near) + wave(turn * far)) / 2
+            query[row, chooser] = weight * (wave(turn * near) - wave(turn * far)) / 2
+    peak = sum(FADING**i * math.cos(PEAK * _frequency(shape, i)) for i in range(NUM_PAIRS))
+    query[shape.free, CHANNELS.one] = SINK * peak / math.sqrt(NUM_PAIRS)
+    query[shape.free + 1, wanted] = KEY_WEIGHT
+    return query
+
+
+def _key(shape: Shape, draw: Draw) -> torch.Tensor:
+    """[head_dim, WIDTH]: the same of every token but for a bit; the first token's has no position."""
+    key = torch.zeros(shape.head_dim, WIDTH)
+    key[:NUM_PAIRS, CHANNELS.one] = 1.0
+    key[:NUM_PAIRS, CHANNELS.first] = -1.0
+    key[shape.free, CHANNELS.first] = math.sqrt(NUM_PAIRS)  # as long as the other keys, which a norm divides by
+    key[shape.free + 1, draw.source()] = 1.0
+    return key
+
+
+def _value(shape: Shape, draw: Draw) -> torch.Tensor:
+    """[head_dim, WIDTH]: the word and some facts."""
+    value = torch.zeros(shape.head_dim, WIDTH)
+    channels = [CHANNELS.bit + i for i in range(NUM_BITS)]
+    channels += [CHANNELS.fact + i for i in draw.order(NUM_FACTS)]
+    for row, channel in enumerate(channels[: min(shape.head_dim, NUM_VALUES)]):
+        value[row, channel] = 1.0
+    return value
+
+
+def _open_gate(shape: Shape) -> torch.Tensor:
+    """[head_dim, WIDTH]: the sigmoid is 1."""
+    gate = torch.zeros(shape.head_dim, WIDTH)
+    gate[:, CHANNELS.one] = SATURATED
+    return gate
+
+
+def _frequency(shape: Shape, pair: int) -> float:
+    """Radians a token that a pair turns by."""
+    return shape.base ** (-2 * pair / shape.num_rotated)

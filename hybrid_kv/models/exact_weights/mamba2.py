@@ -1,0 +1,122 @@
+"""A Mamba-2 layer as registers: a head is written, or kept, as bits of the token say.
+
+A head that is written forgets all it had (decay exp(-1024) = 0) and holds a word of bits of the last tokens; one that
+is kept decays by exp(0) = 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hybrid_kv.models.exact_weights.design import (
+    CHANNELS,
+    NUM_ADDRESSES,
+    SATURATED,
+    WIDTH,
+    Draw,
+    spread,
+)
+
+UNIT = 64.0  # of what passes a SiLU: the identity from here on
+CONSTANT = 2.0**31  # squared by its gate, it decides the gated norm alone
+NUM_CONDITIONS = (1, 1, 2, 1, 3, 1, 2, 5)  # of heads in turn: of so many bits, each halves how often it is written
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a layer: `num_heads` of `head_dim` channels, `state` of them, `taps` of the window."""
+
+    num_heads: int
+    head_dim: int
+    state: int
+    taps: int
+
+    @property
+    def inner(self) -> int:
+        """Channels of all heads."""
+        return self.num_heads * self.head_dim
+
+
+class _Layer:
+    """Tensors that are filled row by row, by their names below `mamba.`."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        inner, state, heads = shape.inner, shape.state, shape.num_heads
+        self.z, self.x, self.b, self.c, self.dt = 0, inner, 2 * inner, 2 * inner + state, 2 * inner + 2 * state
+        self.projection = torch.zeros(self.dt + heads, WIDTH)
+        self.window = torch.zeros(inner + 2 * state, 1, shape.taps)
+        self.window[:, 0, -1] = 1.0
+        self.norm = torch.full((inner,), 2.0**24)
+        self.a_log, self.d = torch.zeros(heads), torch.zeros(heads)
+
+
+def mamba2(shape: Shape, is_first: bool, draw: Draw) -> dict[str, torch.Tensor]:
+    """The tensors of a layer, by their names below `mamba.`.
+
+    Args:
+        is_first: of the model: it marks the first token.
+    """
+    layer = _Layer(shape)
+    layer.projection[: shape.inner, CHANNELS.one] = UNIT
+    _addresses(layer)
+    _constant(layer)
+    for head in range(1, shape.num_heads):
+        _register(layer, head, draw)
+    out = spread(shape.inner, draw)
+    out[:, : shape.head_dim] = 0.0
+    if is_first:
+        out[CHANNELS.first, 2] = 1.0
+    return {
+        "in_proj.weight": layer.projection,
+        "conv1d.weight": layer.window,
+        "conv1d.bias": torch.zeros(len(layer.window)),
+        "norm.weight": layer.norm,
+        "A_log": layer.a_log,
+        "D": layer.d,
+        "dt_bias": torch.zeros(shape.num_heads),
+        "out_proj.weight": out,
+    }
+
+
+def _addresses(layer: _Layer) -> None:
+    """B is one-hot, by the token before; C reads all addresses but two, by the current token."""
+    for n in range(layer.shape.state):
+        address = CHANNELS.address + n % NUM_ADDRESSES
+        layer.projection[layer.b + n, address] = UNIT
+        layer.projection[layer.c + n, CHANNELS.address : CHANNELS.address + NUM_ADDRESSES] = UNIT
+        for distance in (1, 5):
+            unread = CHANNELS.address + (n + distance) % NUM_ADDRESSES
+            layer.projection[layer.c + n, unread] = 0.0
+    window = layer.window[layer.shape.inner : layer.shape.inner + layer.shape.state, 0]
+    window[:] = 0.0
+    window[:, -2] = 1.0
+
+
+def _constant(layer: _Layer) -> None:
+    """Head 0: two channels that decide the gated norm, and one that is 1 at the first token; it has no state."""
+    layer.d[0] = 1.0
+    layer.projection[layer.dt, CHANNELS.one] = -SATURATED
+    for channel in (0, 1):
+        layer.projection[layer.x + channel, CHANNELS.one] = CONSTANT
+        layer.projection[layer.z + channel, CHANNELS.one] = CONSTANT
+        layer.norm[channel] = 0.0
+    layer.projection[layer.x + 2, CHANNELS.one] = UNIT
+    layer.window[2, 0, -2:] = torch.tensor([-1.0, 1.0])
+    layer.norm[2] = 2.0**46
+
+
+def _register(layer: _Layer, head: int, draw: Draw) -> None:
+    """A head that is written where some bits are right, with a word of bits of the window."""
+    shape, row = layer.shape, layer.dt + head
+    num_conditions = NUM_CONDITIONS[head % len(NUM_CONDITIONS)]
+    layer.projection[row, CHANNELS.one] = SATURATED * (1 - num_conditions)
+    for channel in draw.sources(num_conditions):
+        layer.projection[row, channel] = SATURATED * draw.sign()
+    for channel in range(head * shape.head_dim, (head + 1) * shape.head_dim):
+        layer.projection[layer.x + channel, CHANNELS.one] = UNIT / 2
+        layer.projection[layer.x + channel, draw.source()] = UNIT / 2 * draw.sign()
+        layer.window[channel, 0] = 0.0
+        layer.window[channel, 0, draw.below(shape.taps)] = 1.0
