@@ -15,6 +15,7 @@ import pandas as pd
 from bench.harness.arguments import ArgumentParser
 from hybrid_kv.cache.modes import MODES
 from hybrid_kv.dashboard.data import MUTANTS, Results, each, fullest_run, load, with_params
+from hybrid_kv.dashboard.sections import expansion
 from hybrid_kv.dashboard.sections.times import WHOLE, count_text, curve_rows
 from hybrid_kv.dashboard.words import number
 from hybrid_kv.errors import HybridKVError, run_command
@@ -24,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 _BLOCK = re.compile(r"(<!-- figures:([\w-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
 RUNS = ("quick", "sanitizer", "full")  # runs of the mutants; a later one counts where no earlier one caught the bug
 SOON = 30  # seconds of one core in which the quick guard is to catch a bug
+SHORT_BLOCKS_PER_KV_BLOCK = 8  # of the table in README
 CLASSES = {
     "A": "geometry, page sizes, planning",
     "B": "block tables, slots, units of a block",
@@ -159,7 +161,45 @@ def curve_table(results: Results) -> str | None:
     return markdown_table(["alarms", "same", *(f"{percent} % slower" for percent in percents)], lines)
 
 
-BLOCKS = {"curve": curve_table, "families": families_table, "mutants": mutants_table, "step": step_table}
+def expansion_table(results: Results) -> str | None:
+    """Block ids to kernel blocks, all ways and sizes; what is known without a GPU."""
+    found = expansion.ways(results)
+    if not found:
+        return None
+    lines = [[f"{way.blocks_per_kv_block}, {way.name}", *_marked(expansion.cells(way))] for way in found]
+    text = f"{expansion.crossover_text(found)} {expansion.launch_text()}"
+    made = f"{text}\n\n{markdown_table(['µs of ids', *expansion.head()], lines)}"
+    if compiled := expansion.predicted(results):
+        made += "\n\nTriton's kernel as compiled and as predicted; nothing here is measured:\n\n"
+        made += markdown_table(expansion.PREDICTED_HEAD, compiled)
+    return made
+
+
+def expansion_short_table(results: Results) -> str | None:
+    """The same at 8 kernel blocks per block."""
+    found = expansion.ways(results)
+    if not found:
+        return None
+    metrics = ("end_to_end_time",)
+    ways = [way for way in found if way.blocks_per_kv_block == SHORT_BLOCKS_PER_KV_BLOCK]
+    lines = [[way.name, *_marked(expansion.cells(way, metrics=metrics))] for way in ways]
+    table = markdown_table(["µs of ids", *expansion.head(metrics=metrics)], lines)
+    return f"{table}\n\n{expansion.crossover_text(found)} {expansion.launch_text()}"
+
+
+def _marked(cells: Sequence[str]) -> list[str]:
+    """What is not measured in italics, so that it looks like no number."""
+    return [f"*{cell}*" if cell == expansion.NOT_MEASURED else cell for cell in cells]
+
+
+BLOCKS = {
+    "curve": curve_table,
+    "expansion": expansion_table,
+    "expansion-short": expansion_short_table,
+    "families": families_table,
+    "mutants": mutants_table,
+    "step": step_table,
+}
 
 
 def pages() -> list[Path]:

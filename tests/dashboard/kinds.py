@@ -12,7 +12,7 @@ BOX, GPU = {"machine": "box"}, {"machine": "rack", "device": "H200"}
 
 def everything() -> list[dict[str, Any]]:
     """Two machines: `box`, where all is well but one comparison, and `rack, H200`, where the guard failed."""
-    measured = [*guard_rows(), *stepped(), *block_ids(), *on_a_gpu(), *accuracy()]
+    measured = [*guard_rows(), *stepped(), *block_ids(), *expansions(), *on_a_gpu(), *accuracy()]
     return [*measured, *static_metrics(), *comparison(), *operating_curve()]
 
 
@@ -52,6 +52,28 @@ def block_ids() -> list[dict[str, Any]]:
             if factor > 1:
                 ratio = {"metric": "ratio_to_engine", "unit": "time ratio", "better": "higher", "verdict": "pass"}
                 made.append(row(39, value=factor, ci_low=factor - 0.1, ci_high=factor + 0.1, **expand, **ratio))
+    return made
+
+
+# ns of the host's part: once, and for each id.
+EXPANSIONS = {"list": (500, 400), "numpy": (2500, 20), "torch": (200, 12), "triton": (200, 12), "engine": (5000, 14)}
+
+
+def expansions() -> list[dict[str, Any]]:
+    """Ids to kernel blocks, five ways, 8 per block: the host's parts, and counts; a list takes longer from 6 ids on."""
+    made = []
+    for subject, (once, each_id) in EXPANSIONS.items():
+        for num_ids in (1, 4, 32, 1024, 65536):
+            params = {**TIMED, "num_ids": num_ids, "blocks_per_kv_block": 8, "subject": subject}
+            time = float(once + each_id * num_ids)
+            same = {"suite": "kernel_blocks", "params": params}
+            made.append(row(39, benchmark="expand", value=time, ci_low=0.9 * time, ci_high=1.1 * time, **same))
+            on_host = subject in ("list", "numpy")
+            counts = {"upload_bytes": 4 * num_ids * (8 if on_host else 1), "launches": int(not on_host)}
+            for metric, value in counts.items() if num_ids == 1024 else ():
+                unit = "B" if metric == "upload_bytes" else "launches"
+                exact = {"metric": metric, "unit": unit, "n": 1, **same}
+                made.append(row(39, benchmark="expand_counts", value=value, **exact))
     return made
 
 

@@ -21,11 +21,12 @@ def test_each_section_says_what_it_found(full: str) -> None:
     assert titles(full) == {
         "failing-now": "6 checks failed, 1 level is worse",
         "verdict": "✕ fail: 52 of 58 checks of the newest runs, 1 level is worse",
-        "history": "1 of 101 series changed their level; 1 changes are worse",
+        "history": "1 of 136 series changed their level; 1 changes are worse",
         "commits": "0 of the 46 newest commits changed a metric",
         "swarms": "Swarms ran 95,400 exact requests; the newest violated 2 rules",
         "comparison": "1 of 5 benchmarks is slower than fffffff",
         "other-engines": "The engine is faster in 9 of 9 cells",
+        "kernel-blocks": "numpy is faster than a list from 6 ids on; on a GPU nothing is measured",
         "gpu": "Kernels move their bytes at 10 to 75 % of the bandwidth of a copy",
         "accuracy": "Right answers: 98.0 % of 250 questions of gsm8k_synth",
         "hits-and-drafts": "Caching costs no accepted draft: hits and drafts by cache mode",

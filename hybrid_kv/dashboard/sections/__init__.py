@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from hybrid_kv.dashboard.report import Report, Section
 from hybrid_kv.dashboard.sections.checks import accuracy, drafts_and_hits, swarms
+from hybrid_kv.dashboard.sections.expansion import kernel_blocks
 from hybrid_kv.dashboard.sections.history import history
 from hybrid_kv.dashboard.sections.status import commits, failing_now, verdict
 from hybrid_kv.dashboard.sections.times import comparison, gpu, operating_curve, other_engines, static_kernel_metrics
@@ -23,6 +24,7 @@ SECTIONS: dict[Callable[[Report], Section | None], str] = {
     swarms: "",
     comparison: "hybrid-kv compare HEAD~1 HEAD --record",
     other_engines: "make bench",
+    kernel_blocks: "make bench",
     gpu: "make gpu-bench",
     accuracy: "hybrid-kv accuracy --record",
     drafts_and_hits: "hybrid-kv guard --record",
