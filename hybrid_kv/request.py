@@ -25,7 +25,8 @@ class Request:
     draft_token_ids: list[int] = field(default_factory=list)  # proposals for the tokens after the last known one
     progress: StateProgress = field(default_factory=StateProgress)
     num_preemptions: int = 0
-    num_draft_tokens: int = 0  # verified so far …
+    num_verifications: int = 0  # steps that verified drafts …
+    num_draft_tokens: int = 0  # … so many of them …
     num_accepted_draft_tokens: int = 0  # … and found right; those behind the token that ended it do not count
     in_flight: ScheduledRequest | None = None  # a step that has run, but whose tokens are not known here yet
     is_finished: bool = False

@@ -43,6 +43,7 @@ class RequestOutput:
     error: str | None = None
     cached_tokens: int = 0  # of the prompt, taken from the prefix cache when the request was first admitted
     hit: PrefixHit = NO_HIT
+    num_verifications: int = 0  # steps that verified drafts
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     logprobs: list[TokenLogprobs] | None = None  # [len(token_ids)], if the request wants them
@@ -354,6 +355,7 @@ class LLM:
             request.num_preemptions,
             cached_tokens=request.hit.num_tokens,
             hit=request.hit,
+            num_verifications=request.num_verifications,
             num_draft_tokens=request.num_draft_tokens,
             num_accepted_draft_tokens=request.num_accepted_draft_tokens,
             logprobs=request.logprobs if request.params.logprobs is not None else None,

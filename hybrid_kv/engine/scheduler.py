@@ -275,6 +275,7 @@ class Scheduler:
         """
         request = item.request
         request.output_token_ids += sampled[:num_kept]
+        request.num_verifications += item.num_drafts > 0
         request.num_draft_tokens += item.num_drafts
         request.num_accepted_draft_tokens += max(0, min(len(sampled) - 1, num_kept))
         if not item.is_stale:

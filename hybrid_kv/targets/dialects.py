@@ -5,7 +5,7 @@ What is read of a reply is checked, whatever was sent.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Protocol, TypeVar
 
 from pydantic import AliasPath, BaseModel, BeforeValidator, Field, RootModel, ValidationError
@@ -23,6 +23,8 @@ SHOWN = 200  # characters of a text that is not ours
 COUNTERS = {
     "prefix_cache_hits": "hits",
     "cached_tokens": "hits",
+    "spec_decode_num_drafts": "verifications",
+    "spec_verify_calls": "verifications",
     "spec_decode_num_draft_tokens": "drafts",
     "spec_decode_num_accepted_tokens": "accepted",
     "num_preemptions": "preemptions",
@@ -107,8 +109,9 @@ class Dialect(Protocol):
 class _Choice(BaseModel):
     index: int
     token_ids: Some[TokenId]
-    logprobs: Some[float] | None = within("logprobs", "token_logprobs")
-    likeliest: Some[dict[TokenName, float]] | None = within("logprobs", "top_logprobs")
+    logprobs: Some[float | None] | None = within("logprobs", "token_logprobs")
+    likeliest: Some[dict[TokenName, float] | None] | None = within("logprobs", "top_logprobs")
+    prompt: Some[TokenId] | None = within("prompt_token_ids")
 
 
 class _Completion(BaseModel):
@@ -124,8 +127,10 @@ class Completions:
 
     def body(self, ask: Ask, model: str, stream: bool) -> Json:
         body = _given(stop=list(ask.stop) or None, seed=ask.seed, cache_salt=ask.salt or None)
-        if ask.logprobs:
+        if ask.logprobs or ask.score:
             body |= {"logprobs": NUM_LIKELIEST, "return_tokens_as_token_ids": True}
+        if ask.score:
+            body |= {"echo": True}
         return body | {
             "model": model, "prompt": list(ask.prompt), "max_tokens": ask.max_tokens, "temperature": ask.temperature,
             "n": ask.n, "stream": stream, "ignore_eos": not ask.stop, "return_token_ids": True,
@@ -134,9 +139,12 @@ class Completions:
     def answer(self, raw: bytes) -> Answer:
         reply = read(_Completion, raw)
         first, *others = sorted(reply.choices, key=lambda choice: choice.index) or [_Choice(index=0, token_ids=[])]
-        logprobs = _logprobs(first.token_ids, first.logprobs or (), first.likeliest or ())
+        every = list(zip(first.logprobs or (), first.likeliest or (), strict=False))
+        num_echoed = max(0, len(every) - len(first.token_ids))
+        echoed = _logprobs((first.prompt or ())[1:num_echoed], every[1:num_echoed])
         rest = tuple(tuple(other.token_ids) for other in others)
-        return Answer(tuple(first.token_ids), reply.cached_tokens, logprobs, rest)
+        own = _logprobs(first.token_ids, every[num_echoed:])
+        return Answer(tuple(first.token_ids), reply.cached_tokens, own, rest, prompt_logprobs=echoed)
 
 
 def _given(**fields: Any) -> Json:
@@ -145,13 +153,18 @@ def _given(**fields: Any) -> Json:
 
 
 def _logprobs(
-    token_ids: Iterable[int], own: Iterable[float], likeliest: Iterable[Mapping[int, float]]
+    token_ids: Iterable[int], rows: Iterable[tuple[float | None, Mapping[int, float] | None]]
 ) -> tuple[Mapping[int, float], ...]:
-    rows = zip(token_ids, own, likeliest, strict=False)
-    return tuple({**others, token: logprob} for token, logprob, others in rows)
+    """By token; a token without a log-probability, as the first of a prompt, ends the row."""
+    found = []
+    for token, (logprob, others) in zip(token_ids, rows, strict=False):
+        if logprob is None:
+            break
+        found.append({**(others or {}), token: logprob})
+    return tuple(found)
 
 
-_Row = tuple[float, TokenId, Any]
+_Row = tuple[float | None, TokenId, Any]
 
 
 class _Generated(BaseModel):
@@ -159,6 +172,8 @@ class _Generated(BaseModel):
     cached_tokens: Count | None = within("meta_info", "cached_tokens")
     logprobs: Some[_Row] | None = within("meta_info", "output_token_logprobs")
     likeliest: Some[Some[_Row]] | None = within("meta_info", "output_top_logprobs")
+    scored: Some[_Row] | None = within("meta_info", "input_token_logprobs")
+    scored_likeliest: Some[Some[_Row] | None] | None = within("meta_info", "input_top_logprobs")
 
 
 _OneOrSome = RootModel[_Generated | Annotated[list[_Generated], Field(min_length=1, fail_fast=True)]]
@@ -174,17 +189,32 @@ class SGLang:
             "max_new_tokens": ask.max_tokens, "temperature": ask.temperature, "ignore_eos": not ask.stop, "n": ask.n,
         }  # fmt: skip
         body = _given(extra_key=ask.salt or None)
-        if ask.logprobs:
+        if ask.logprobs or ask.score:
             body |= {"return_logprob": True, "top_logprobs_num": NUM_LIKELIEST}
+        if ask.score:
+            body |= {"logprob_start_len": 0}
         return body | {"input_ids": list(ask.prompt), "sampling_params": sampling, "stream": stream}
 
     def answer(self, raw: bytes) -> Answer:
         reply = read(_OneOrSome, raw).root
         first, *others = reply if isinstance(reply, list) else [reply]
-        by_id = ({token: logprob for logprob, token, _ in rows} for rows in first.likeliest or ())
-        logprobs = _logprobs(first.output_ids, (row[0] for row in first.logprobs or ()), by_id)
+        own = _logprobs(first.output_ids, _rows(first.logprobs, first.likeliest))
+        scored_ids = [token for _, token, _ in first.scored or ()]
+        # Nothing stands before a prompt's first token.
+        scored = _logprobs(scored_ids[1:], _rows(first.scored, first.scored_likeliest)[1:])
         rest = tuple(tuple(other.output_ids) for other in others)
-        return Answer(tuple(first.output_ids), first.cached_tokens, logprobs, rest)
+        return Answer(tuple(first.output_ids), first.cached_tokens, own, rest, prompt_logprobs=scored)
+
+
+def _rows(
+    own: Sequence[_Row] | None, likeliest: Sequence[Sequence[_Row] | None] | None
+) -> list[tuple[float | None, dict[int, float]]]:
+    """Each token's own log-probability, and by token those of the likeliest."""
+    rows = zip(own or (), likeliest or (), strict=False)
+    return [
+        (chosen[0], {token: logprob for logprob, token, _ in others or () if logprob is not None})
+        for chosen, others in rows
+    ]
 
 
 class _Likely(BaseModel):
@@ -218,7 +248,7 @@ class LlamaCpp:
         reply = read(_Predicted, raw)
         chosen = reply.completion_probabilities or ()
         by_id = ({one.id: one.logprob for one in row.top_logprobs} for row in chosen)
-        logprobs = _logprobs(reply.tokens, (row.logprob for row in chosen), by_id)
+        logprobs = _logprobs(reply.tokens, zip((row.logprob for row in chosen), by_id, strict=True))
         return Answer(tuple(reply.tokens), reply.cached_tokens, logprobs)
 
 

@@ -57,15 +57,18 @@ def options_of(folder: str, settings: Mapping[str, str]) -> dict[str, Any]:
 
 
 class Ours:
-    """See `targets.target.Target`."""
+    """See `targets.target.Target`.
+
+    Args:
+        llm: a ready engine, instead of one of these settings.
+    """
 
     name, version, can = "ours", hybrid_kv.__version__, frozenset(CAPABILITIES) - {"steps"}
 
-    def __init__(self, folder: str, settings: Mapping[str, str]) -> None:
+    def __init__(self, folder: str, settings: Mapping[str, str], llm: LLM | None = None) -> None:
         self.settings: Mapping[str, str] = dict(settings)
-        options = options_of(folder, settings)
-        self.longest: int = options["max_model_len"]
-        self._llm = LLM(folder, **options)
+        self._llm = LLM(folder, **options_of(folder, settings)) if llm is None else llm
+        self.longest: int = self._llm.config.scheduler.max_model_len
         self._counts: Counter[str] = Counter()
 
     def ask(self, requests: Sequence[Ask], preempt_every: int = 0) -> list[Answer]:
@@ -105,6 +108,7 @@ class Ours:
             params = SamplingParams(
                 ask.max_tokens, ask.temperature, seed=None if ask.seed is None else ask.seed + i, stop=ask.stop,
                 cache_salt=ask.salt, ignore_eos=not ask.stop, logprobs=NUM_LIKELIEST if ask.logprobs else None,
+                prompt_logprobs=NUM_LIKELIEST if ask.score else None,
             )  # fmt: skip
             request = self._llm.make_request(ask.prompt, params)
             self._llm.scheduler.add(request)
@@ -114,6 +118,7 @@ class Ours:
     def _answer(self, group: list[Request]) -> Answer:
         for request in group:
             self._counts["hits"] += request.hit.num_tokens
+            self._counts["verifications"] += request.num_verifications
             self._counts["drafts"] += request.num_draft_tokens
             self._counts["accepted"] += request.num_accepted_draft_tokens
             self._counts["preemptions"] += request.num_preemptions
@@ -123,6 +128,7 @@ class Ours:
             first.hit.num_tokens,
             by_token(first.output_token_ids, first.logprobs),
             tuple(tuple(one.output_token_ids) for one in others),
+            prompt_logprobs=by_token(first.prompt_token_ids[1:], first.prompt_logprobs),
         )
 
     def counters(self) -> Mapping[str, float]:

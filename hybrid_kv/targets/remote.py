@@ -271,4 +271,7 @@ def _answer(reply: Mapping[str, Any]) -> Answer:
         tuple({int(token): value for token, value in one.items()} for one in reply.get("logprobs", ())),
         tuple(tuple(one) for one in reply.get("others", ())),
         reply.get("error", ""),
+        prompt_logprobs=tuple(
+            {int(token): value for token, value in one.items()} for one in reply.get("prompt_logprobs", ())
+        ),
     )

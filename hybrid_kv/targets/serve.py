@@ -19,7 +19,7 @@ from hybrid_kv.targets.server import Server
 from hybrid_kv.targets.target import Kind
 
 # Not only if asking shows it: salts that are mixed up look like no salts.
-PROMISED = frozenset({"salt", "cached", "n", "seed", "seed in all settings", "reset", "preempt", "logprobs"})
+PROMISED = frozenset({"salt", "cached", "n", "seed", "seed in all settings", "reset", "preempt", "logprobs", "score"})
 
 
 class Served(Server):

@@ -95,6 +95,7 @@ class Server:
             "cached": is_cached,
             "salt": is_cached and not other.error and not other.cached_tokens,
             "logprobs": bool(self._one(Ask(prompt[:9], max_tokens=2, logprobs=True)).logprobs),
+            "score": bool(self._one(Ask(prompt[:9], max_tokens=1, score=True)).prompt_logprobs),
             "n": len(self._one(Ask(prompt[:9], max_tokens=2, n=2)).others) == 1,
             "seed": draws[0] == draws[1] != (),
         }
@@ -204,7 +205,9 @@ class _Batch:
         async with self._changed:
             await self._changed.wait_for(lambda: self._complete >= ask.after)
         try:
-            is_streamed = ask.abort_after is not None or (self._every > 0 and ask.n == 1 and not ask.logprobs)
+            is_streamed = ask.abort_after is not None or (
+                self._every > 0 and ask.n == 1 and not ask.logprobs and not ask.score
+            )
             answer = await (self._stream(ask) if is_streamed else self._whole(ask))
             if (most := max(map(len, (answer.token_ids, *answer.others)))) > ask.max_tokens:
                 return Answer((), error=f"{most} tokens for max_tokens={ask.max_tokens}")

@@ -20,6 +20,7 @@ NUM_LIKELIEST = 5  # tokens whose log-probabilities are wanted beside the answer
 CAPABILITIES = {
     "cached": "says how many tokens of a prompt came from its cache",
     "logprobs": "gives the log-probabilities of its answer's tokens and of the likeliest others",
+    "score": "gives those of a prompt's tokens, which it then computes without its cache",
     "reset": "forgets its prefix cache on request",
     "preempt": "preempts what runs on request",
     "salt": "shares cached prefixes only among requests of one salt",
@@ -31,7 +32,7 @@ CAPABILITIES = {
     "steps": "takes a request before a certain step",
 }
 # What `counters` may hold, summed since the start. A check that saw none of what it is about is void.
-COUNTERS = ("hits", "drafts", "accepted", "preemptions")
+COUNTERS = ("hits", "drafts", "accepted", "verifications", "preemptions")
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,6 +45,7 @@ class Ask:
         temperature: 0 is greedy.
         n: answers wanted.
         logprobs: give them too.
+        score: give those of the prompt's tokens too, computed without the prefix cache.
         salt: whose prefixes it may share; empty: everybody's.
         after: it is sent once so many answers of its batch are complete; 0: at once.
         step: it is sent before this step of the engine, counted from the batch's first, if anything still runs then.
@@ -57,6 +59,7 @@ class Ask:
     seed: int | None = None
     n: int = 1
     logprobs: bool = False
+    score: bool = False
     salt: str = ""
     after: int = 0
     step: int = 0
@@ -81,6 +84,7 @@ class Answer:
             the engine has an option for it: every answer is then as long as it may be.
         cached_tokens: of the prompt, from the prefix cache; None if the target does not say.
         logprobs: for each token of the answer, log-probabilities by token id: its own and those of the likeliest.
+        prompt_logprobs: the same for each token of the prompt but the first, where they were wanted.
         others: the answers behind the first, where `n` > 1.
         error: one line; `token_ids` is then what there was.
         is_greedy: each token is meant to be the likeliest; else a search chose it, and `logprobs` alone can be wrong.
@@ -92,6 +96,7 @@ class Answer:
     others: tuple[tuple[int, ...], ...] = ()
     error: str = ""
     is_greedy: bool = True
+    prompt_logprobs: tuple[Mapping[int, float], ...] = ()
 
 
 class TargetError(HybridKVError):

@@ -145,6 +145,46 @@ def test_an_answer_in_each_dialect(dialect, reply, token_ids):
     assert answer.logprobs == ({4: -0.1, 9: -3.0}, {5: -0.2, 8: -2.0})
 
 
+# The same prompt [7, 8, 9], scored.
+SCORED_SGLANG = {
+    "output_ids": [4],
+    "meta_info": {
+        "output_token_logprobs": [[-0.1, 4, None]],
+        "output_top_logprobs": [[[-0.1, 4, None]]],
+        "input_token_logprobs": [[None, 7, None], [-0.3, 8, None], [-0.4, 9, None]],
+        "input_top_logprobs": [None, [[-0.2, 5, None]], [[-0.4, 9, None]]],
+    },
+}
+SCORED_VLLM = {
+    "choices": [
+        {
+            "index": 0,
+            "token_ids": [4],
+            "prompt_token_ids": [7, 8, 9],
+            "logprobs": {
+                "token_logprobs": [None, -0.3, -0.4, -0.1],
+                "top_logprobs": [None, {"token_id:5": -0.2}, {"token_id:9": -0.4}, {"token_id:4": -0.1}],
+            },
+        }
+    ]
+}
+
+
+@pytest.mark.parametrize("dialect, reply", [(SGLang(), SCORED_SGLANG), (Completions(), SCORED_VLLM)])
+def test_a_scored_prompt_in_each_dialect(dialect, reply):
+    answer = dialect.answer(json.dumps(reply).encode())
+    assert answer.prompt_logprobs == ({5: -0.2, 8: -0.3}, {9: -0.4})
+    assert answer.token_ids == (4,) and answer.logprobs == ({4: -0.1},)
+
+
+def test_a_served_prompt_is_scored_as_in_this_process(served, folder):
+    ask = Ask(PROMPT, max_tokens=1, score=True)
+    (over_http,) = served.ask([ask])
+    (here,) = ours.Ours(folder, {"prefix": "align"}).ask([ask])
+    for token, row, expected in zip(PROMPT[1:], over_http.prompt_logprobs, here.prompt_logprobs, strict=True):
+        assert row[token] == pytest.approx(expected[token], abs=1e-4)
+
+
 @pytest.mark.parametrize(
     "dialect, prompt", [(SGLang(), "input_ids"), (LlamaCpp(), "prompt"), (Completions(), "prompt")]
 )

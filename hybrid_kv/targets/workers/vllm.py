@@ -20,9 +20,10 @@ PLAIN = {
     "retain": "last", "async": "off", "kernel": "own", "sanitize": "off",
 }  # fmt: skip
 NUMBERS = {"chunk": "max_num_batched_tokens", "block": "block_size", "match": "prefix_match_unit"}
-CAN = ["cached", "logprobs", "reset", "preempt", "salt", "seed", "n", "abort", "batch", "steps"]
+CAN = ["cached", "logprobs", "score", "reset", "preempt", "salt", "seed", "n", "abort", "batch", "steps"]
 COUNTERS = {
     "vllm:prefix_cache_hits": "hits",
+    "vllm:spec_decode_num_drafts": "verifications",
     "vllm:spec_decode_num_draft_tokens": "drafts",
     "vllm:spec_decode_num_accepted_tokens": "accepted",
     "vllm:num_preemptions": "preemptions",
@@ -120,7 +121,7 @@ class Engine:
             raise ValueError(self._case.line_of(error)) from error
 
         # Of the exact model they say nothing.
-        can = [name for name in CAN if name != "logprobs" or self._renew is None]
+        can = [name for name in CAN if name not in ("logprobs", "score") or self._renew is None]
         return {"can": can, "longest": options["max_model_len"]}
 
     def _start(self, folder: str, options: dict[str, Any], tight: bool) -> None:

@@ -99,6 +99,8 @@ def play(llm: Any, requests: list[dict[str, Any]], preempt_every: int, first: in
             if (i := int(output.request_id) - first) not in running:
                 continue
             found[i]["cached_tokens"] = output.num_cached_tokens
+            if output.prompt_logprobs:
+                found[i]["prompt_logprobs"] = by_token(output.prompt_logprobs[1:])  # the first token has none
             parts[i] |= {one.index: one for one in output.outputs}
             limit = requests[i].get("abort_after")
             if limit is not None and not output.finished:
@@ -125,6 +127,7 @@ def send(llm: Any, name: str, ask: dict[str, Any]) -> None:
         seed=ask.get("seed"),
         n=n,
         logprobs=NUM_LIKELIEST if ask.get("logprobs") else None,
+        prompt_logprobs=NUM_LIKELIEST if ask.get("score") else None,
         ignore_eos=True,
         detokenize=False,
         **more,
@@ -142,11 +145,16 @@ def refusals(*more: type[Exception]) -> tuple[type[Exception], ...]:
     return *more, ValueError, getattr(vllm.exceptions, "VLLMClientError", ValueError)
 
 
+def by_token(steps: Any) -> list[dict[int, float]]:
+    """vLLM's log-probabilities as `Answer` has them."""
+    return [{token: one.logprob for token, one in step.items()} for step in steps]
+
+
 def texts_of(parts: dict[int, Any]) -> dict[str, Any]:
     texts = [list(parts[i].token_ids) for i in sorted(parts)]
     found: dict[str, Any] = {"token_ids": texts[0] if texts else [], "others": texts[1:]}
     if texts and parts[0].logprobs:
-        found["logprobs"] = [{token: one.logprob for token, one in step.items()} for step in parts[0].logprobs]
+        found["logprobs"] = by_token(parts[0].logprobs)
     return found
 
 
