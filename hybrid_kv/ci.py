@@ -12,6 +12,7 @@ from typing import Literal
 from xml.etree import ElementTree
 
 from hybrid_kv import environment
+from hybrid_kv.errors import VOID
 from hybrid_kv.files import write_whole
 from hybrid_kv.results.view import plain
 
@@ -30,6 +31,12 @@ class Verdict:
     word: Word
     message: str = ""
     seconds: float = 0.0
+
+
+def exit_code(verdicts: Sequence[Verdict]) -> int:
+    """1 if one failed, else `VOID` if one was void, else 0."""
+    words = {one.word for one in verdicts}
+    return 1 if "failed" in words else VOID if "void" in words else 0
 
 
 @contextmanager

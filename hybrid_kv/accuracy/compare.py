@@ -1,8 +1,8 @@
 """Two runs over the same questions, paired: is the second one worse?
 
-A run is a file with a line per question: ours (`hybrid-kv accuracy --samples`) or lm-eval's `samples_*.jsonl` of any
-backend (`lm_eval --log_samples`). lm-eval's hashes of document, prompt and target say whether the questions are the
-same; where they differ there is nothing to compare.
+A run is what `answers.read_run` reads. lm-eval's hashes of document, prompt and target say whether the questions are
+the same; between programs the question's own text does, and what each file tells about how it was asked. Where they
+differ there is nothing to compare. Where a file has the score alone, the comparison is `unpaired`.
 
 The rule. Two files: one look at all questions; worse if McNemar's exact one-sided p is at most 5 %. A live run against
 a longer baseline: 250 questions first, worse at p <= 0.1 %, no loss if not one question was lost; otherwise all
@@ -11,182 +11,36 @@ questions are sent (again: the shots of a question may depend on the ones before
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-from hybrid_kv import files
 from hybrid_kv.accuracy import paired
-from hybrid_kv.accuracy.run import STRICT, AccuracyResult, sample_lines, table_of, wilson_interval
-from hybrid_kv.accuracy.tasks import NO_ANSWER
+from hybrid_kv.accuracy.acceptance import AcceptanceChange
+from hybrid_kv.accuracy.answers import HASHES, Answer, Answers, Totals
+from hybrid_kv.accuracy.run import STRICT, AccuracyResult, table_of, wilson_interval
+from hybrid_kv.accuracy.samples import answers_of
+from hybrid_kv.ci import Verdict
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.results import Row
 
-_HASHES = {
-    "doc_hash": ("documents", "another data set or seed"),
-    "prompt_hash": ("prompts", "other shots, another template or seed"),
-    "target_hash": ("targets", "other reference answers"),
-}
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One question of one run. `invalid`: no answer was found in the text; then it is not correct either."""
-
-    hashes: tuple[str, ...]
-    correct: bool
-    invalid: bool
-    output_sha: str | None
-
-
-@dataclass(frozen=True)
-class Answers:
-    """A run: its answers by doc_id. `digest` distinguishes files of one name; `commit` is empty where unknown.
-
-    `chosen`: its questions are those that another run lost, see `lost`.
-    """
-
-    name: str
-    digest: str
-    task: str
-    params: dict[str, Any]
-    commit: str
-    by_doc: dict[int, Answer]
-    chosen: bool = False
-
-    def only(self, questions: Sequence[int]) -> Answers:
-        """The same run, cut to these questions."""
-        return replace(self, by_doc={doc_id: self.by_doc[doc_id] for doc_id in questions}, chosen=True)
-
-    def first(self, questions: int) -> Answers:
-        """The same run, cut to its first questions."""
-        kept = {doc_id: self.by_doc[doc_id] for doc_id in sorted(self.by_doc)[:questions]}
-        return replace(self, by_doc=kept)
-
-
-def read_answers(file: str | Path, answer_filter: str = STRICT) -> Answers:
-    """Read a file of ours or of lm-eval's; `.gz` is decompressed.
-
-    Raises:
-        HybridKVError: the file is broken, has no answers of the filter, or questions that the engine refused.
-    """
-    return _answers(Path(file).name, str(file), read_text(file), answer_filter)
-
-
-def read_text(file: str | Path) -> str:
-    """The lines of such a file.
-
-    Raises:
-        HybridKVError: it cannot be read.
-    """
-    file = Path(file)
-    try:
-        return files.read_text(file, unpack=file.suffix == ".gz")
-    except (OSError, EOFError, zlib.error) as error:
-        raise HybridKVError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-
-
-def answers_of(result: AccuracyResult, answer_filter: str = STRICT) -> Answers:
-    """The answers of a run that has just ended."""
-    return _answers("this run", "this run", sample_lines(result), answer_filter)
-
-
-def _answers(name: str, place: str, text: str, answer_filter: str) -> Answers:
-    by_doc: dict[int, Answer] = {}
-    lines = list(json_lines(text, place))
-    filters = {repr(line["filter"]) for _, line in lines if "filter" in line}
-    refused = [line["error"] for _, line in lines if line.get("error") is not None]
-    if refused:
-        raise HybridKVError(
-            f"{place}: {len(refused)} of {len(lines)} questions were refused by the engine, which says nothing about "
-            f"accuracy; the first: {refused[0]}"
-        )
-    for number, line in lines:
-        if ("filter" in line) != bool(filters):
-            raise HybridKVError(f"{place} line {number} is of another format than others: one file, one run")
-        if filters and line["filter"] != answer_filter:
-            continue
-        doc_id, answer = _answer(line, answer_filter, f"{place} line {number}")
-        if doc_id in by_doc:
-            raise HybridKVError(f"{place} line {number}: question {doc_id} is there twice; two runs in one file?")
-        by_doc[doc_id] = answer
-    if not by_doc:
-        found = f"its filters are {', '.join(sorted(filters))}" if filters else "the file is empty"
-        raise HybridKVError(f"{place} has no answers of filter {answer_filter!r}: {found}")
-    first = lines[0][1]
-    noted = first.get("params")
-    params: dict[str, Any] = noted if isinstance(noted, dict) else {}
-    commit = str(first.get("commit") or "")
-    if not re.fullmatch(r"([0-9a-f]{40}(-dirty)?)?", commit):
-        raise HybridKVError(f"{place}: commit {commit!r} is not a full hash of a commit")
-    return Answers(
-        name=name,
-        digest=hashlib.sha256(text.encode()).hexdigest()[:12],
-        task=str(params.get("task") or _task_in(name)),
-        params=params,
-        commit=commit,
-        by_doc=by_doc,
-        chosen=first.get("chosen") is True,
-    )
-
-
-def _task_in(name: str) -> str:
-    match = re.fullmatch(r"samples_(.+)_\d{4}-\d\d-\d\dT.*", name)
-    return match[1] if match else ""
-
-
-def json_lines(text: str, place: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The JSON object of each line, with its number.
-
-    Raises:
-        HybridKVError: a line is not an object.
-    """
-    # Not splitlines: lm-eval writes other separators, such as U+2028, into its strings as they are.
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line:
-            continue
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):  # the latter of 100,000 nested brackets
-            value = None
-        if not isinstance(value, dict):
-            raise HybridKVError(f"{place} line {number} is not a JSON object; was the file cut off?")
-        yield number, value
-
-
-def _answer(line: dict[str, Any], answer_filter: str, place: str) -> tuple[int, Answer]:
-    try:
-        doc_id, hashes = line["doc_id"], tuple(line[name] for name in _HASHES)
-        if "filter" in line:  # lm-eval's
-            correct, output = {0: False, 1: True}[line["exact_match"]], None
-            invalid = line["filtered_resps"][0] == NO_ANSWER
-        else:
-            correct = line["correct" if answer_filter == STRICT else "correct_flexible"]
-            # Ours notes an answer that the strict filter missed; one that the flexible one got right was found.
-            invalid, output = line["invalid"] and not correct, line["output_sha"]
-    except (KeyError, IndexError, TypeError) as error:
-        raise HybridKVError(f"{place} is not an answer of hybrid-kv or lm-eval: {error!r} is missing or odd") from None
-    kinds = [(doc_id, int), *((value, str) for value in hashes), (correct, bool), (invalid, bool)]
-    if wrong := [value for value, kind in kinds if type(value) is not kind]:
-        raise HybridKVError(f"{place} is not an answer of hybrid-kv or lm-eval: {wrong[0]!r} has the wrong type")
-    return doc_id, Answer(hashes, correct, invalid, output)
+TOTAL_QUESTIONS = {"gsm8k": 1319}  # of the tasks whose files may hold fewer
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Baseline against candidate, question by question. `alpha` is this look's; `final`: there is no later look."""
+    """Baseline against candidate, question by question. `alpha` is this look's; `final`: there is no later look.
+
+    `notes` are what a reader must know of the evidence.
+    """
 
     baseline: Answers
     candidate: Answers
     answer_filter: str = STRICT
     alpha: float = paired.ALPHA
     final: bool = True
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def pairs(self) -> dict[int, tuple[Answer, Answer]]:
@@ -245,6 +99,15 @@ class Comparison:
             return "worse" if self.lost else "no loss shown"
         return paired.decide(self.lost, self.gained, self.alpha, self.final)
 
+    @cached_property
+    def acceptance(self) -> AcceptanceChange | None:
+        """What became of drafts; None unless both runs tell it by question."""
+        before = [pair[0].drafts for pair in self.pairs.values()]
+        after = [pair[1].drafts for pair in self.pairs.values()]
+        if not all(any(one.num_verifications for one in run) for run in (before, after)):
+            return None
+        return AcceptanceChange(before, after, self.outputs_changed)
+
     @property
     def task(self) -> str:
         return self.candidate.task or self.baseline.task or "unknown"
@@ -253,6 +116,12 @@ class Comparison:
     def reason(self) -> str:
         """Of the verdict, in one line."""
         return f"{self.verdict}: lost {self.lost}, gained {self.gained} of {self.n} questions, p = {self.p:.3g}"
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        """Of the answers; of the acceptance length, where both runs tell it by question."""
+        verdicts = [Verdict(self.task, "failed" if self.verdict == "worse" else "ok", self.reason)]
+        return verdicts if self.acceptance is None else [*verdicts, self.acceptance.verdict]
 
     def summary(self) -> dict[str, Any]:
         """Everything, ready for JSON; shares are of the questions, intervals 95 %."""
@@ -268,6 +137,7 @@ class Comparison:
             "candidate": self._run(self.candidate),
             **counts,
             "outputs_changed": self.outputs_changed,
+            "acceptance_length": None if self.acceptance is None else self.acceptance.lengths,
             "difference": self.difference,
             "difference_ci": paired.difference_interval(self.lost, self.gained, self.n),
             "difference_method": "Tango's score interval, 95 %",
@@ -276,6 +146,8 @@ class Comparison:
             "alpha": self.alpha,
             "detectable_loss": paired.detectable_loss(self.lost + self.gained, self.n, self.alpha),
             "verdict": self.verdict,
+            "evidence": "paired by question",
+            "notes": list(self.notes),
         }
 
     def _run(self, run: Answers) -> dict[str, Any]:
@@ -290,6 +162,74 @@ class Comparison:
             "wrong": self.n - right - invalid,
         }
 
+    def rows(self) -> list[Row]:
+        """The comparison as rows of the results file, under the candidate's parameters.
+
+        Raises:
+            HybridKVError: a file names its task or parameters in a way that a row cannot hold.
+        """
+        document = self.summary()
+        params = dict(self.candidate.params)
+        for name in ("baseline", "candidate"):
+            params[name] = f"{document[name]['name']} {document[name]['digest']}"
+        if self.candidate.commit:
+            params["candidate_commit"] = self.candidate.commit
+        params |= {"filter": self.answer_filter, "alpha": self.alpha}
+        low, high = document["difference_ci"]
+        verdict = "fail" if self.verdict == "worse" else "pass"
+        made: dict[str, dict[str, Any]] = {
+            "paired_difference": {"value": self.difference, "ci_low": low, "ci_high": high, "verdict": verdict},
+            "mcnemar_p": {"value": self.p},
+            "questions_lost": {"value": self.lost, "unit": "questions", "better": "lower"},
+            "questions_gained": {"value": self.gained, "unit": "questions"},
+        }
+        if (loss := document["detectable_loss"]) is not None:
+            made["detectable_loss"] = {"value": loss, "better": "lower"}
+        shared = {"params": params, "n": self.n, "baseline_commit": self.baseline.commit, "better": "higher"}
+        try:
+            written = [Row("accuracy", self.task, metric, **{**shared, **one}) for metric, one in made.items()]
+            if self.acceptance is not None:
+                written += self.acceptance.rows(self.task, params, self.baseline.commit)
+            return written
+        except ValueError as error:
+            raise HybridKVError(f"{self.candidate.name} cannot become rows: {error}") from None
+
+    def print(self) -> None:
+        """The table for people, on stdout."""
+        document = self.summary()
+        console, table = table_of(self.task, "right", "accuracy", "95 % interval", "wrong", "invalid")
+        for run in (document["baseline"], document["candidate"]):
+            low, high = run["accuracy_ci"]
+            table.add_row(
+                run["name"],
+                f"{run['correct']} of {self.n}",
+                f"{run['accuracy']:.1%}",
+                f"{low:.1%} to {high:.1%}",
+                str(run["wrong"]),
+                str(run["invalid"]),
+            )
+        console.print(table)
+        low, high = document["difference_ci"]
+        loss, changed = document["detectable_loss"], document["outputs_changed"]
+        lines = [
+            f"evidence: {self.n:,} pairs of answers to the same questions",
+            *(f"note: {note}" for note in self.notes),
+            f"lost {self.lost} ({self.lost_to_invalid} of them invalid now), gained {self.gained} "
+            f"({self.gained_from_invalid} invalid before)"
+            + ("" if changed is None else f"; the tokens of {changed} answers differ"),
+            f"difference {100 * self.difference:+.2f} points, 95 % interval {100 * low:+.2f} to {100 * high:+.2f} "
+            f"(Tango); one-sided exact McNemar p = {self.p:.3g}, worse if <= {self.alpha:g}",
+            f"detectable at {self.lost + self.gained} flips, with 80 % power: "
+            + ("none, too many flips for so few questions" if loss is None else f"a loss of {100 * loss:.1f} points"),
+        ]
+        if self.verdict == "no loss shown" and not self.final:
+            bound = paired.unseen_loss(self.n)
+            lines.append(f"no question lost, so the run ends here: 95 % sure that fewer than {bound:.1%} are lost")
+        if self.acceptance is not None:
+            lines.append(self.acceptance.verdict.message)
+        for line in [*lines, f"verdict: {self.verdict}"]:
+            console.print(line, soft_wrap=True)
+
 
 def compare(baseline: Answers, candidate: Answers, **look: Any) -> Comparison:
     """Pair two runs question by question.
@@ -300,8 +240,91 @@ def compare(baseline: Answers, candidate: Answers, **look: Any) -> Comparison:
     Raises:
         HybridKVError: they did not answer the same questions, put in the same words.
     """
+    check_protocols(baseline, candidate)
+    if baseline.repeats != candidate.repeats:
+        raise HybridKVError(
+            f"{baseline.name} asked each question {baseline.repeats} times, {candidate.name} {candidate.repeats}: the "
+            "majority of more answers is another measure; compare runs with as many repeats"
+        )
+    baseline, candidate = _renumbered(baseline, candidate)
+    notes = notes_on(baseline, candidate)
+    questions = min(len(baseline.by_doc), len(candidate.by_doc))
+    baseline, candidate = baseline.first(questions), candidate.first(questions)
     check_questions(baseline, candidate.name, {doc_id: answer.hashes for doc_id, answer in candidate.by_doc.items()})
-    return Comparison(baseline, candidate, **look)
+    return Comparison(baseline, candidate, notes=notes, **look)
+
+
+def check_protocols(baseline: Answers | Totals, candidate: Answers | Totals) -> None:
+    """Check that nothing known tells two runs' ways of asking apart.
+
+    Raises:
+        HybridKVError: something does.
+    """
+    if baseline.protocol.differs_from(candidate.protocol):
+        raise HybridKVError(
+            f"the prompts differ: {baseline.name} has {baseline.protocol}; {candidate.name} has {candidate.protocol}. "
+            "One model has two scores then, so nothing is compared; ask both runs the same way"
+        )
+
+
+def notes_on(baseline: Answers | Totals, candidate: Answers | Totals) -> tuple[str, ...]:
+    """What a reader must know of two runs that are compared."""
+    runs = (baseline, candidate)
+    sizes = [_size(run) for run in runs]
+    few = min(sizes)
+    notes = []
+    if sizes[0] != sizes[1]:
+        short = runs[sizes.index(few)].name
+        notes.append(f"{short} holds the first {few:,} of {max(sizes):,} questions; these are compared")
+    total = TOTAL_QUESTIONS.get(candidate.task or baseline.task, few)
+    if few < total:
+        notes.append(
+            f"the first {few:,} of {total:,} questions are not the task: a model had .68 on the first 200 where it had "
+            ".642 on all (sgl-project/sglang#31702)"
+        )
+    if isinstance(baseline, Answers) and isinstance(candidate, Answers) and baseline.repeats > 1:
+        notes.append(f"{baseline.repeats} answers to a question are one vote, that of the majority, not so many")
+    if baseline.digest == candidate.digest:
+        notes.append("both files are equal, byte by byte: a copy or a retry of one run says nothing new")
+    if not all(_has_prompts(run) for run in runs):
+        notes.append("a file does not keep its prompts: that they are the same in both runs is not checked")
+    return tuple(notes)
+
+
+def _size(run: Answers | Totals) -> int:
+    return len(run.by_doc) if isinstance(run, Answers) else run.num_questions
+
+
+def _has_prompts(run: Answers | Totals) -> bool:
+    return isinstance(run, Answers) and all(all(answer.hashes) for answer in run.by_doc.values())
+
+
+def _renumbered(baseline: Answers, candidate: Answers) -> tuple[Answers, Answers]:
+    """Both runs with the numbers of the longer one, where the questions' texts tell which those are.
+
+    Raises:
+        HybridKVError: the questions of one run are not the first of the other.
+    """
+    runs = [baseline, candidate]
+    texts = [[answer.question for answer in run.by_doc.values()] for run in runs]
+    if all("" not in known and len(set(known)) == len(known) for known in texts):
+        short = 0 if len(texts[0]) < len(texts[1]) else 1
+        runs[short] = _with_numbers_of(runs[1 - short], runs[short])
+    ids = sorted((sorted(run.by_doc) for run in runs), key=len)
+    if ids[1][: len(ids[0])] != ids[0]:
+        raise HybridKVError(
+            f"{baseline.name} has {len(baseline.by_doc)} questions, {candidate.name} {len(candidate.by_doc)}, "
+            f"{len(set(ids[0]) & set(ids[1]))} are in both; ask both runs the same (--limit)"
+        )
+    return runs[0], runs[1]
+
+
+def _with_numbers_of(other: Answers, run: Answers) -> Answers:
+    """A question that the other run has not gets a number of its own."""
+    numbers = {answer.question: doc_id for doc_id, answer in other.by_doc.items()}
+    beyond = max(other.by_doc) + 1
+    by_doc = {numbers.get(answer.question, beyond + doc_id): answer for doc_id, answer in run.by_doc.items()}
+    return replace(run, by_doc=by_doc)
 
 
 def check_questions(baseline: Answers, name: str, hashes: Mapping[int, tuple[str, ...]]) -> None:
@@ -320,13 +343,19 @@ def check_questions(baseline: Answers, name: str, hashes: Mapping[int, tuple[str
             f"{baseline.name} has {len(ours)} questions, {name} {len(hashes)}, {len(ours.keys() & hashes)} "
             "are in both; ask both runs the same (--limit)"
         )
-    for place, (hash_name, (what, why)) in enumerate(_HASHES.items()):
-        here = slice(place, place + 1)
-        if differ := [i for i in sorted(ours) if hashes[i][here] not in ((), ours[i].hashes[here])]:
+    for place, (hash_name, (what, why)) in enumerate(HASHES.items()):
+        differ = [i for i in sorted(ours) if _differs(ours[i].hashes, hashes[i], place)]
+        if differ:
             raise HybridKVError(
                 f"the {what} of {len(differ)} of {len(ours)} questions differ ({hash_name} of question {differ[0]}): "
                 f"{why}; {baseline.name} and {name} cannot be compared"
             )
+
+
+def _differs(ours: Sequence[str], theirs: Sequence[str], place: int) -> bool:
+    """Whether both are known, and not the same."""
+    pair = (ours[place], theirs[place] if place < len(theirs) else "")
+    return "" not in pair and pair[0] != pair[1]
 
 
 def compare_live(
@@ -352,66 +381,3 @@ def compare_live(
         if comparison.verdict != "undecided":
             break
     return result, comparison
-
-
-def rows(comparison: Comparison) -> list[Row]:
-    """The comparison as rows of the results file, under the candidate's parameters.
-
-    Raises:
-        HybridKVError: a file names its task or parameters in a way that a row cannot hold.
-    """
-    document = comparison.summary()
-    params = dict(comparison.candidate.params)
-    for name in ("baseline", "candidate"):
-        params[name] = f"{document[name]['name']} {document[name]['digest']}"
-    if comparison.candidate.commit:
-        params["candidate_commit"] = comparison.candidate.commit
-    params |= {"filter": comparison.answer_filter, "alpha": comparison.alpha}
-    low, high = document["difference_ci"]
-    verdict = "fail" if comparison.verdict == "worse" else "pass"
-    made: dict[str, dict[str, Any]] = {
-        "paired_difference": {"value": comparison.difference, "ci_low": low, "ci_high": high, "verdict": verdict},
-        "mcnemar_p": {"value": comparison.p},
-        "questions_lost": {"value": comparison.lost, "unit": "questions", "better": "lower"},
-        "questions_gained": {"value": comparison.gained, "unit": "questions"},
-    }
-    if (loss := document["detectable_loss"]) is not None:
-        made["detectable_loss"] = {"value": loss, "better": "lower"}
-    shared = {"params": params, "n": comparison.n, "baseline_commit": comparison.baseline.commit, "better": "higher"}
-    try:
-        return [Row("accuracy", comparison.task, metric, **{**shared, **one}) for metric, one in made.items()]
-    except ValueError as error:
-        raise HybridKVError(f"{comparison.candidate.name} cannot become rows: {error}") from None
-
-
-def print_comparison(comparison: Comparison) -> None:
-    """The table for people, on stdout."""
-    document = comparison.summary()
-    console, table = table_of(comparison.task, "right", "accuracy", "95 % interval", "wrong", "invalid")
-    for run in (document["baseline"], document["candidate"]):
-        low, high = run["accuracy_ci"]
-        table.add_row(
-            run["name"],
-            f"{run['correct']} of {comparison.n}",
-            f"{run['accuracy']:.1%}",
-            f"{low:.1%} to {high:.1%}",
-            str(run["wrong"]),
-            str(run["invalid"]),
-        )
-    console.print(table)
-    low, high = document["difference_ci"]
-    loss, changed = document["detectable_loss"], document["outputs_changed"]
-    lines = [
-        f"lost {comparison.lost} ({comparison.lost_to_invalid} of them invalid now), gained {comparison.gained} "
-        f"({comparison.gained_from_invalid} invalid before)"
-        + ("" if changed is None else f"; the tokens of {changed} answers differ"),
-        f"difference {100 * comparison.difference:+.2f} points, 95 % interval {100 * low:+.2f} to {100 * high:+.2f} "
-        f"(Tango); one-sided exact McNemar p = {comparison.p:.3g}, worse if <= {comparison.alpha:g}",
-        f"detectable at {comparison.lost + comparison.gained} flips, with 80 % power: "
-        + ("none, too many flips for so few questions" if loss is None else f"a loss of {100 * loss:.1f} points"),
-    ]
-    if comparison.verdict == "no loss shown" and not comparison.final:
-        bound = paired.unseen_loss(comparison.n)
-        lines.append(f"no question lost, so the run ends here: 95 % sure that fewer than {bound:.1%} are lost")
-    for line in [*lines, f"verdict: {comparison.verdict}"]:
-        console.print(line, soft_wrap=True)

@@ -13,11 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybrid_kv.accuracy import compare, run, threshold
-from hybrid_kv.accuracy.compare import Answers, Comparison
+from hybrid_kv.accuracy import acceptance, answers, compare, run, threshold
+from hybrid_kv.accuracy.answers import Answers
+from hybrid_kv.accuracy.compare import Comparison
+from hybrid_kv.accuracy.read import read_answers
 from hybrid_kv.accuracy.run import STRICT, AccuracyResult
+from hybrid_kv.accuracy.samples import answers_of
 from hybrid_kv.accuracy.tasks import load_task, question_hashes
 from hybrid_kv.accuracy.threshold import Floor
+from hybrid_kv.ci import Verdict
 from hybrid_kv.config import ConfigError
 from hybrid_kv.files import write_whole
 from hybrid_kv.minimize import minimize
@@ -28,26 +32,40 @@ QUESTIONS = 250  # as many as a first look at two runs takes (`paired.looks`)
 
 @dataclass(frozen=True)
 class Judgement:
-    """A run, and the comparison or the floor that it was compared with, if any."""
+    """A run, and the comparison or the floors that it was compared with, if any."""
 
     result: AccuracyResult
     comparison: Comparison | None = None
     floor: Floor | None = None
+    min_acceptance_length: float | None = None
     lost: str = ""  # where the questions that lost an answer were written, and the command that repeats them
 
     @property
-    def verdict(self) -> tuple[bool, str]:
-        """False where answers were lost, or the score is below the floor; and why, empty if nothing is known."""
-        if self.floor is not None:
-            return threshold.check(self.result, self.floor)
-        return (True, "") if self.comparison is None else (self.comparison.verdict != "worse", self.comparison.reason)
+    def verdicts(self) -> list[Verdict]:
+        """Of the answers; of the acceptance length, where there is something to compare it with."""
+        verdicts = [Verdict(self.result.task, "ok")]
+        if self.comparison is not None:
+            verdicts = self.comparison.verdicts
+        elif self.floor is not None:
+            passed, reason = threshold.check(self.result, self.floor)
+            verdicts = [Verdict(self.result.task, "ok" if passed else "failed", reason)]
+        return verdicts if self.drafts_verdict is None else [*verdicts, self.drafts_verdict]
+
+    @property
+    def drafts_verdict(self) -> Verdict | None:
+        """Of the floor of the acceptance length."""
+        if self.min_acceptance_length is None:
+            return None
+        return acceptance.floor_verdict(self.result.drafts, self.min_acceptance_length)
 
     def rows(self) -> list[Row]:
         """The run as rows of the results file, and the comparison's."""
         rows = run.rows(self.result)
         if self.comparison is not None:
-            rows += compare.rows(self.comparison)
-        return rows if self.floor is None else threshold.mark(rows, self.floor, self.verdict[0])
+            rows += self.comparison.rows()
+        if self.drafts_verdict is not None:
+            rows = acceptance.mark(rows, self.drafts_verdict)
+        return rows if self.floor is None else threshold.mark(rows, self.floor, self.verdicts[0].word == "ok")
 
     def summary(self) -> dict[str, Any]:
         """Everything but the questions, ready for JSON."""
@@ -60,11 +78,13 @@ class Judgement:
         """The tables for people, on stdout."""
         run.print_result(self.result)
         if self.comparison is not None:
-            compare.print_comparison(self.comparison)
+            self.comparison.print()
         if self.lost:
             print(self.lost)
         if self.floor is not None:
-            print(self.verdict[1])
+            print(self.verdicts[0].message)
+        if self.drafts_verdict is not None:
+            print(self.drafts_verdict.message)
 
 
 def judge(
@@ -97,7 +117,7 @@ def judge(
     """
     if against is not None and check_floor:
         raise ConfigError("--check-floor and --against exclude each other: a floor is for a fixed number of questions")
-    baseline = None if against is None else compare.read_answers(against, answer_filter)
+    baseline = None if against is None else read_answers(against, answer_filter)
     if baseline is not None:
         task = _same("task", task, baseline.task or None)
         seed = _same("seed", seed, _seed_of(baseline))
@@ -117,7 +137,7 @@ def judge(
         compare.check_questions(baseline, "this run", hashes)
         if baseline.chosen:
             result = ask(total, sorted(baseline.by_doc))
-            ours = compare.answers_of(result, answer_filter)
+            ours = answers_of(result, answer_filter)
             return Judgement(result, compare.compare(baseline, ours, answer_filter=answer_filter))
         result, comparison = compare.compare_live(baseline, ask, answer_filter)
         if repro is None or comparison.verdict != "worse":
@@ -164,7 +184,7 @@ def fewest(
     def loses(questions: Sequence[int]) -> bool:
         if not questions:
             return False
-        candidate = compare.answers_of(ask(questions), comparison.answer_filter)
+        candidate = answers_of(ask(questions), comparison.answer_filter)
         return compare.compare(baseline.only(questions), candidate, answer_filter=comparison.answer_filter).lost > 0
 
     # What comes first is left out first.
@@ -180,7 +200,7 @@ def write_lost(file: str | Path, questions: Sequence[int], texts: Mapping[int, s
     """
     lines = [
         json.dumps({**line, "chosen": True, "question": texts[line["doc_id"]]}) + "\n"
-        for _, line in compare.json_lines(compare.read_text(file), str(file))
+        for _, line in answers.json_lines(answers.read_text(file), str(file))
         if line["doc_id"] in questions
     ]
     text = "".join(lines)

@@ -92,6 +92,12 @@ class HybridKVLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         """Whether tokens of a prompt may come from the cache."""
         return self.llm.config.cache.enable_prefix_caching
 
+    def drafted(self) -> dict[str, int]:
+        """What became of drafts, of all requests."""
+        every = [output for repeats in self.outputs.values() for output in repeats]
+        names = ("num_draft_tokens", "num_accepted_draft_tokens", "num_verifications")
+        return {name: sum(getattr(output, name) for output in every) for name in names}
+
     def close(self) -> None:
         """Nothing outlives this object."""
 

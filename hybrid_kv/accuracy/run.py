@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybrid_kv.accuracy.acceptance import Drafts
 from hybrid_kv.accuracy.guard_model import FOLDERS, embedded
 from hybrid_kv.accuracy.tasks import NO_ANSWER, check_task, load_task, quiet_lm_eval
 from hybrid_kv.config import ConfigError, HybridKVError
@@ -56,6 +57,9 @@ class QuestionRecord:
     output_sha: str
     steps: int | None  # of gsm8k_synth only
     needs_latch: bool | None
+    question_sha: str = ""  # of the question's own text, see `question_digest`
+    n_verifications: int = 0  # steps that verified drafts, and …
+    n_accepted: int = 0  # … drafts that were right; 0 where the engine tells totals alone
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class AccuracyResult:
     num_cached_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    num_verifications: int = 0
     caches_prefixes: bool = False
 
     @property
@@ -113,6 +118,11 @@ class AccuracyResult:
         """Share of the verified drafts that were right; None without drafts."""
         return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else None
 
+    @property
+    def drafts(self) -> Drafts:
+        """Of all questions."""
+        return Drafts(self.num_verifications, self.num_accepted_draft_tokens)
+
     def groups(self) -> dict[str, list[QuestionRecord]]:
         """The questions: all; for a task that knows them also by latch and by number of steps."""
         groups = {"all": list(self.records)}
@@ -142,6 +152,7 @@ class AccuracyResult:
             "num_preemptions": self.num_preemptions,
             "prefix_hit_rate": self.hit_rate,
             "draft_acceptance": self.acceptance,
+            "acceptance_length": self.drafts.acceptance_length,
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,
         }
@@ -227,8 +238,7 @@ def evaluate(
         num_preemptions=sum(output.num_preemptions for output in outputs),
         seconds=lm.seconds,
         num_cached_tokens=sum(output.cached_tokens for output in outputs),
-        num_draft_tokens=sum(output.num_draft_tokens for output in outputs),
-        num_accepted_draft_tokens=sum(output.num_accepted_draft_tokens for output in outputs),
+        **lm.drafted(),
         caches_prefixes=lm.caches_prefixes,
     )
 
@@ -289,9 +299,17 @@ def _records(
                 n_tokens=len(output.token_ids),
                 output_sha=hashlib.sha256(json.dumps(output.token_ids).encode()).hexdigest(),
                 **{name: strict["doc"].get(name) for name in ("steps", "needs_latch")},
+                question_sha=question_digest(strict["doc"]["question"]),
+                n_verifications=output.num_verifications,
+                n_accepted=output.num_accepted_draft_tokens,
             )
         )
     return tuple(records)
+
+
+def question_digest(question: str) -> str:
+    """What is the same for a question in every program that asks it, whatever it writes around it."""
+    return hashlib.sha256(question.strip().encode()).hexdigest()[:16]
 
 
 def rows(result: AccuracyResult) -> list[Row]:
@@ -311,6 +329,9 @@ def rows(result: AccuracyResult) -> list[Row]:
     for metric, share in (("prefix_hit_rate", result.hit_rate), ("draft_acceptance", result.acceptance)):
         if share is not None:  # 0.0 is a finding
             made.append(row(metric, share, better="higher"))
+    if (length := result.drafts.acceptance_length) is not None:
+        # Neither way is better: see `acceptance`.
+        made.append(row("acceptance_length", length, "tokens", n=result.num_verifications))
     return made
 
 
@@ -361,5 +382,7 @@ def print_result(result: AccuracyResult) -> None:
         console.print(f"{result.hit_rate:.1%} of the prompt tokens came from the prefix cache")
     if result.acceptance is not None:
         console.print(f"{result.acceptance:.1%} of {result.num_draft_tokens:,} draft tokens were accepted")
+    if (length := result.drafts.acceptance_length) is not None:
+        console.print(f"acceptance length {length:.3f}: tokens per step with drafts")
     if refused := [record for record in result.records if record.error is not None]:
         console.print(f"{len(refused)} questions refused; the first: {refused[0].error}", soft_wrap=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from hybrid_kv.engine.llm import RequestOutput
 from hybrid_kv.engine.text import may_stop, stop_position
 from hybrid_kv.models.loader import load_eos_token_ids, load_tokenizer, resolve_folder
 from hybrid_kv.targets.kinds import kind_of
-from hybrid_kv.targets.target import Answer, Ask
+from hybrid_kv.targets.target import Answer, Ask, Target
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -26,10 +26,32 @@ MAX_GEN_TOKS = 256  # lm-eval's own default
 AT_ONCE = 32  # requests; a server refuses more than it lets wait
 
 
+def start_target(target: str, folder: str | Path, caches: bool = False) -> Target:
+    """The engine, or a client of the server, that runs a checkpoint.
+
+    Args:
+        target: as `targets.kinds.kind_of` has it; an engine is started in its plainest setting.
+        caches: with the prefix cache, where that is an engine's setting.
+
+    Raises:
+        ConfigError: the engine is unknown, the address does not respond, or it serves another model.
+        TargetError: the engine does not start.
+    """
+    kind = kind_of(target)
+    levels = kind.factors.get("prefix", ())
+    started = kind.start(str(resolve_folder(folder)), {"prefix": levels[1]} if caches and levels else {})
+    served = getattr(started, "model", None)
+    wanted = Path(folder).name
+    if served is not None and Path(served).name != wanted:
+        started.close()
+        raise ConfigError(f"--target {target} serves {served}, not {wanted}; name its checkpoint with --model")
+    return started
+
+
 class TargetLM(LM):  # type: ignore[misc]  # lm-eval is not typed
     """
     Args:
-        target: as `targets.kinds.kind_of` has it; an engine is started in its plainest setting.
+        target: as for `start_target`.
         folder: the checkpoint; behind an address, the one that is served: its tokenizer makes the prompts.
 
     Attributes:
@@ -44,15 +66,12 @@ class TargetLM(LM):  # type: ignore[misc]  # lm-eval is not typed
 
     def __init__(self, target: str, folder: str | Path) -> None:
         super().__init__()
-        kind, resolved = kind_of(target), resolve_folder(folder)
-        self.tokenizer, self._ends = load_tokenizer(resolved), load_eos_token_ids(resolved)
-        self.target = kind.start(str(resolved), {})
-        served, wanted = getattr(self.target, "model", None), Path(folder).name
-        if served is not None and Path(served).name != wanted:
-            self.target.close()
-            raise ConfigError(f"--target {target} serves {served}, not {wanted}; name its checkpoint with --model")
+        self.tokenizer = load_tokenizer(folder)
+        self._ends = load_eos_token_ids(resolve_folder(folder))
+        self.target = start_target(target, folder)
         self.outputs: dict[tuple[str | None, int | None], list[RequestOutput]] = defaultdict(list)
         self.seconds, self.caches_prefixes = 0.0, False
+        self._counted: dict[str, int] = {}
 
     @property
     def model_name(self) -> str:
@@ -72,14 +91,34 @@ class TargetLM(LM):  # type: ignore[misc]  # lm-eval is not typed
         """
         sent = [self._ask(request, index) for index, request in enumerate(requests)]
         start = time.perf_counter()
+        before = self.target.counters()
         answers = self.target.ask(sent)
         self.seconds += time.perf_counter() - start
+        self._count(before)
         texts = []
         for request, ask, answer in zip(requests, sent, answers, strict=True):
             output = self._output(request.args[0], ask, answer)
             self.outputs[request.task_name, request.doc_id].append(output)
             texts.append(output.text if output.error is None else NO_ANSWER)
         return texts
+
+    def _count(self, before: Mapping[str, float]) -> None:
+        for name, value in self.target.counters().items():
+            self._counted[name] = self._counted.get(name, 0) + int(value - before.get(name, 0.0))
+
+    def drafted(self) -> dict[str, int]:
+        """What became of drafts, by the engine's own counters: requests of others meanwhile count, too."""
+        verifications = self._counted.get("verifications", 0)
+        accepted = self._counted.get("accepted")
+        if accepted is None and verifications:
+            # SGLang counts verifications alone. Each gives a token besides the accepted ones, and a prefill one.
+            every = [output for repeats in self.outputs.values() for output in repeats]
+            accepted = sum(max(0, len(output.token_ids) - 1) for output in every) - verifications
+        return {
+            "num_draft_tokens": self._counted.get("drafts", 0),
+            "num_accepted_draft_tokens": max(0, accepted or 0),
+            "num_verifications": verifications,
+        }
 
     def _ask(self, request: Instance, index: int) -> Ask:
         text, given = request.args

@@ -24,6 +24,10 @@ from hybrid_kv.cli.options import (
 
 app = typer.Typer(invoke_without_command=True, help="Answer GSM8K-format questions; compare two runs.")
 AnswerFilter = Literal["strict-match", "flexible-extract"]
+Target = Annotated[str | None, typer.Option(help="Another engine, or the URL of a server that has loaded --model.")]
+Gsm8kFolder = Annotated[
+    str | None, typer.Option(help="Folder with train.jsonl and test.jsonl for gsm8k; default: the hub.")
+]
 
 
 @app.callback()
@@ -31,13 +35,9 @@ AnswerFilter = Literal["strict-match", "flexible-extract"]
 def accuracy(
     context: typer.Context,
     model: Model = None,
-    target: Annotated[
-        str | None, typer.Option(help="Another engine, or the URL of a server that has loaded --model.")
-    ] = None,
+    target: Target = None,
     task: Annotated[str | None, typer.Option(help="gsm8k_synth (generated, offline; the default) or gsm8k.")] = None,
-    gsm8k_dir: Annotated[
-        str | None, typer.Option(help="Folder with train.jsonl and test.jsonl for gsm8k; default: the hub.")
-    ] = None,
+    gsm8k_dir: Gsm8kFolder = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Number of questions; default: 250.")] = None,
     seed: Annotated[
         int | None,
@@ -53,6 +53,9 @@ def accuracy(
     answer_filter: Annotated[
         AnswerFilter, typer.Option("--filter", help="What counts as right for --against and --check-floor.")
     ] = "strict-match",
+    min_acceptance_length: Annotated[
+        float | None, typer.Option(min=1, help="Fail below this number of tokens per step with drafts.")
+    ] = None,
     samples: Annotated[
         str | None, typer.Option(help="Write one line per question to this .jsonl or .jsonl.gz file.")
     ] = None,
@@ -67,7 +70,9 @@ def accuracy(
     **options: Any,
 ) -> None:
     """Answer GSM8K-format questions through lm-eval; append the averages to a CSV, keep every answer."""
-    from hybrid_kv.ci import Verdict, published
+    from dataclasses import replace
+
+    from hybrid_kv.ci import exit_code, published
     from hybrid_kv.config import ConfigError
     from hybrid_kv.errors import require
     from hybrid_kv.files import check_outputs
@@ -105,20 +110,68 @@ def accuracy(
             repro=repro,
             **options,
         )
-        passed, reason = judged.verdict
-        keep([Verdict(judged.result.task, "ok" if passed else "failed", reason)])
+        judged = replace(judged, min_acceptance_length=min_acceptance_length)
+        keep(judged.verdicts)
     with ExitStack() as done:  # in reverse order, and each one even if another fails
         done.callback(show, judged.summary(), as_json, out, judged.print)
         if samples is not None:
             done.callback(write_samples, judged.result, samples)
         done.callback(lambda: append_rows(csv, judged.rows()))
-    if not passed:
-        raise typer.Exit(1)
+    raise typer.Exit(exit_code(judged.verdicts))
+
+
+@app.command("divergence")
+@engine_options
+def accuracy_divergence(
+    model: Model = None,
+    target: Target = None,
+    task: Annotated[str, typer.Option(help="Where the prompts are from: gsm8k_synth or gsm8k.")] = "gsm8k_synth",
+    gsm8k_dir: Gsm8kFolder = None,
+    limit: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 32,
+    seed: Annotated[int, typer.Option(max=MAX_SEED, min=0, help="As for a run.")] = 0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 64,
+    max_kl: Annotated[float | None, typer.Option(min=0, help="An absolute limit besides, in nats per token.")] = None,
+    as_json: AsJson = False,
+    out: OutFile = None,
+    junit_xml: JUnitFile = None,
+    results: ResultsFolder = None,
+    record: Record = False,
+    **options: Any,
+) -> None:
+    """Compare log-probabilities of cached answers with uncached ones; exit code 1 if the cache changes them."""
+    from hybrid_kv.ci import exit_code, published
+    from hybrid_kv.errors import require
+    from hybrid_kv.files import check_outputs
+    from hybrid_kv.results import append_rows
+
+    require("safetensors", "tokenizers", "transformers", "lm_eval", "datasets", "scipy")
+    from hybrid_kv.accuracy.divergence import evaluate
+
+    csv = rows_file("accuracy.csv", results, record)
+    check_outputs(out, junit_xml)
+    with published("hybrid-kv accuracy divergence", junit_xml) as keep:
+        found = evaluate(
+            model,
+            target,
+            task=task,
+            gsm8k_dir=gsm8k_dir,
+            num_prompts=limit,
+            seed=seed,
+            max_tokens=max_tokens,
+            max_kl=max_kl,
+            **options,
+        )
+        keep(found.verdicts)
+    try:
+        append_rows(csv, found.rows())
+    finally:
+        show(found.summary(), as_json, out, found.print)
+    raise typer.Exit(exit_code(found.verdicts))
 
 
 @app.command("compare")
 def accuracy_compare(
-    baseline: Annotated[str, typer.Argument(help="A --samples file, or a samples_*.jsonl of lm-eval.")],
+    baseline: Annotated[str, typer.Argument(help="A --samples file, or one of lm-eval, sgl-eval or vLLM.")],
     candidate: Annotated[str, typer.Argument(help="The same questions, answered by the changed version.")],
     answer_filter: Annotated[AnswerFilter, typer.Option("--filter", help="What counts as right.")] = "strict-match",
     as_json: AsJson = False,
@@ -128,27 +181,25 @@ def accuracy_compare(
     record: Record = False,
 ) -> None:
     """Compare two runs, paired by question, by McNemar's exact test; exit code 1 if answers were lost."""
-    from hybrid_kv.ci import Verdict, published
+    from hybrid_kv.ci import exit_code, published
     from hybrid_kv.errors import require
     from hybrid_kv.files import check_outputs
     from hybrid_kv.results import append_rows
 
     require("scipy")
-    from hybrid_kv.accuracy import compare as comparing
+    from hybrid_kv.accuracy.unpaired import compare_files
 
     csv = rows_file("accuracy.csv", results, record)
     check_outputs(out, junit_xml)
     with published("hybrid-kv accuracy compare", junit_xml) as keep:
-        runs = (comparing.read_answers(file, answer_filter) for file in (baseline, candidate))
-        comparison = comparing.compare(*runs, answer_filter=answer_filter)
-        keep([Verdict(comparison.task, "failed" if comparison.verdict == "worse" else "ok", comparison.reason)])
-    rows = comparing.rows(comparison)  # raises for invalid files
+        comparison = compare_files(baseline, candidate, answer_filter)
+        keep(comparison.verdicts)
+    rows = comparison.rows()  # raises for invalid files
     try:
         append_rows(csv, rows)
     finally:
-        show(comparison.summary(), as_json, out, lambda: comparing.print_comparison(comparison))
-    if comparison.verdict == "worse":
-        raise typer.Exit(1)
+        show(comparison.summary(), as_json, out, comparison.print)
+    raise typer.Exit(exit_code(comparison.verdicts))
 
 
 @app.command("threshold")

@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 
 from hybrid_kv.accuracy import compare, judge, paired, run
+from hybrid_kv.accuracy.answers import Answers
 from hybrid_kv.accuracy.guard_model import FOLDER as GUARD_MODEL
+from hybrid_kv.accuracy.read import read_answers
+from hybrid_kv.accuracy.samples import answers_of
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.results import read_rows
 from tests.cli.run import refused
@@ -43,6 +46,9 @@ def record(doc_id: int, outcome: str = "right", **changes: Any) -> dict[str, Any
         "output_sha": sha(f"{doc_id} {outcome}"),
         "steps": None,
         "needs_latch": None,
+        "question_sha": run.question_digest(f"doc {doc_id}"),
+        "n_verifications": 0,
+        "n_accepted": 0,
         "params": PARAMS,
         "commit": COMMIT,
         **changes,
@@ -79,8 +85,8 @@ def write(file: Path, lines: list[dict[str, Any]]) -> Path:
     return file
 
 
-def answers(file: Path, outcomes: list[str], answer_filter: str = run.STRICT) -> compare.Answers:
-    return compare.read_answers(write(file, [record(i, o) for i, o in enumerate(outcomes)]), answer_filter)
+def answers(file: Path, outcomes: list[str], answer_filter: str = run.STRICT) -> Answers:
+    return read_answers(write(file, [record(i, o) for i, o in enumerate(outcomes)]), answer_filter)
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -104,7 +110,7 @@ def test_counts_and_verdict(tmp_path: Path) -> None:
     assert (candidate["correct"], candidate["wrong"], candidate["invalid"]) == (5, 3, 2)
     assert document["detectable_loss"] == paired.detectable_loss(5, 10)
     assert made.verdict == document["verdict"] == "no loss shown"
-    assert [row.verdict for row in compare.rows(made)] == ["pass", "", "", ""]  # some loss, no more than chance
+    assert [row.verdict for row in made.rows()] == ["pass", "", "", ""]  # some loss, no more than chance
     json.dumps(document, allow_nan=False)
 
 
@@ -153,7 +159,7 @@ def test_lm_evals_files(tmp_path: Path, answer_filter: str) -> None:
     lines = [line for i, o in enumerate(outcomes) for line in logged(i, o)]
     # As lm-eval writes them: all lines of a filter, then all of the next.
     file = write(tmp_path / "samples_gsm8k_synth_2026-11-21T09-48-38.67.jsonl", lines[::2] + lines[1::2])
-    theirs = compare.read_answers(file, answer_filter)
+    theirs = read_answers(file, answer_filter)
     assert (theirs.task, theirs.params, theirs.commit) == ("gsm8k_synth", {}, "")
     ours = answers(tmp_path / "ours.jsonl", outcomes, answer_filter)
     flexible = answer_filter == run.FLEXIBLE
@@ -164,9 +170,9 @@ def test_lm_evals_files(tmp_path: Path, answer_filter: str) -> None:
     assert (made.lost, made.gained, made.outputs_changed) == (0, 0, None)
     # A backend's file of an unchanged run, and one that lost a question.
     worse = write(tmp_path / "b.jsonl", [line for i in range(4) for line in logged(i, "wrong")])
-    made = compare.compare(theirs, compare.read_answers(worse, answer_filter), answer_filter=answer_filter)
+    made = compare.compare(theirs, read_answers(worse, answer_filter), answer_filter=answer_filter)
     assert (made.lost, made.gained) == (1 + flexible, 0)
-    assert {row.benchmark for row in compare.rows(made)} == {"gsm8k_synth"}
+    assert {row.benchmark for row in made.rows()} == {"gsm8k_synth"}
 
 
 def test_a_real_run_of_lm_evals_hf_backend_agrees_with_the_engine(tmp_path: Path) -> None:
@@ -188,13 +194,13 @@ def test_a_real_run_of_lm_evals_hf_backend_agrees_with_the_engine(tmp_path: Path
     tracker.save_results_samples("gsm8k_synth", results["samples"]["gsm8k_synth"])
     (file,) = tmp_path.glob("samples_*.jsonl")
     engine = run.evaluate(limit=1, progress=False, device="cpu", max_model_len=640)
-    made = compare.compare(compare.read_answers(file), compare.answers_of(engine))
+    made = compare.compare(read_answers(file), answers_of(engine))
     assert (made.n, made.lost, made.gained, made.task) == (1, 0, 0, "gsm8k_synth")
     assert made.summary()["baseline"]["correct"] == 1
 
 
 REFUSALS: list[tuple[Callable[[list[dict[str, Any]]], object], str]] = [
-    (lambda lines: lines.pop(), r"a.jsonl has 6 questions, b.jsonl 5, 5 are in both.*--limit"),
+    (lambda lines: lines.pop(0), r"a.jsonl has 6 questions, b.jsonl 5, 5 are in both.*--limit"),
     (lambda lines: lines[2].update(doc_hash="x"), r"documents of 1 of 6 .*doc_hash of question 2.*another data set"),
     (lambda lines: [line.update(prompt_hash="x") for line in lines[1:]], r"prompts of 5 of 6 .*question 1.*shots"),
     (lambda lines: lines[0].update(target_hash="x"), r"targets of 1 of 6.*target_hash of question 0"),
@@ -238,7 +244,7 @@ def test_what_cannot_be_compared_is_one_line_and_exit_code_2(
         refused(capsys, "accuracy", "compare", *pair, "--results", tmp_path)
     assert not out.exists()
     with pytest.raises(HybridKVError) as raised:
-        compare.compare(compare.read_answers(a), compare.read_answers(b))
+        compare.compare(read_answers(a), read_answers(b))
     assert re.search(message, " ".join(str(raised.value).split())), raised.value
 
 
@@ -255,7 +261,7 @@ def test_what_cannot_be_compared_is_one_line_and_exit_code_2(
 def test_odd_lines_of_lm_evals(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     file = write(tmp_path / "a.jsonl", logged(0, **changes))
     with pytest.raises(HybridKVError, match=message):
-        compare.read_answers(file)
+        read_answers(file)
 
 
 @pytest.mark.parametrize(
@@ -326,12 +332,12 @@ def test_live_asks_as_few_questions_as_decide(
 def test_live_needs_the_first_questions(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [record(i) for i in (0, 1, 3)])
     with pytest.raises(HybridKVError, match=r"a.jsonl does not hold the first 3 questions"):
-        compare.compare_live(compare.read_answers(file), lambda _: pytest.fail("sent"))
+        compare.compare_live(read_answers(file), lambda _: pytest.fail("sent"))
 
 
 def test_a_loss_that_takes_the_others_company_keeps_all_that_were_lost(tmp_path: Path) -> None:
     baseline = answers(tmp_path / "a.jsonl", ["right"] * 20)
-    made = compare.compare(baseline, compare.answers_of(result_of(["wrong"] * 9 + ["right"] * 11)))
+    made = compare.compare(baseline, answers_of(result_of(["wrong"] * 9 + ["right"] * 11)))
     texts = {i: "x" * (20 - i) for i in range(20)}
     sent: list[list[int]] = []
 

@@ -25,7 +25,8 @@ from tests.cli import run as cli
 LIMIT = 6
 ENGINE = {"max_num_seqs": 3, "max_model_len": 640, "device": "cpu"}
 FIELDS = ["doc_id", "doc_hash", "prompt_hash", "target_hash", "correct", "correct_flexible", "invalid", "error"]
-FIELDS += ["n_tokens", "output_sha", "steps", "needs_latch", "params", "commit"]
+FIELDS += ["n_tokens", "output_sha", "steps", "needs_latch", "question_sha", "n_verifications", "n_accepted"]
+FIELDS += ["params", "commit"]
 
 
 @pytest.fixture(scope="module")

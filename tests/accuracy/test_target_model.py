@@ -39,6 +39,7 @@ class Fake:
     """A target that answers as configured."""
 
     name, version, model, longest = "fake", "1", FOLDER.name, 100
+    factors: dict[str, tuple[str, ...]] = {}  # noqa: RUF012  (of a kind; this is both)
 
     def __init__(self, answer: Answer) -> None:
         self.answer, self.sent, self.is_closed = answer, list[Ask](), False
@@ -49,6 +50,9 @@ class Fake:
     def ask(self, requests: Sequence[Ask]) -> list[Answer]:
         self.sent += requests
         return [self.answer for _ in requests]
+
+    def counters(self) -> dict[str, float]:
+        return {}
 
     def close(self) -> None:
         self.is_closed = True

@@ -15,6 +15,7 @@ from hybrid_kv.files import read_text
 from hybrid_kv.models.config_file import first_line
 
 if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
     from lm_eval.api.task import ConfigurableTask
 
 TASKS = ("gsm8k_synth", "gsm8k")
@@ -105,14 +106,27 @@ def question_hashes(
     """
     from lm_eval.utils import handle_non_serializable, hash_string
 
-    loaded = load_task(task, seed, limit, gsm8k_dir)
-    with quiet_lm_eval(), redirect_stderr(io.StringIO()):  # its bar cannot be switched off
-        loaded.build_all_requests(limit=limit, rank=0, world_size=1)
     hashes = {}
-    for request in loaded.instances:
+    for request in _requests(task, seed, limit, gsm8k_dir):
         doc = json.dumps(request.doc, indent=2, default=handle_non_serializable, ensure_ascii=False)
         hashes[request.doc_id] = (hash_string(doc), hash_string(request.arguments[0]))
     return hashes
+
+
+def prompts(task: str, seed: int, limit: int, gsm8k_dir: str | Path | None = None) -> list[str]:
+    """The texts of the first questions, with their shots, as a model gets them.
+
+    Raises:
+        ConfigError: as `load_task`.
+    """
+    return [request.arguments[0] for request in _requests(task, seed, limit, gsm8k_dir)]
+
+
+def _requests(task: str, seed: int, limit: int, gsm8k_dir: str | Path | None) -> list[Instance]:
+    loaded = load_task(task, seed, limit, gsm8k_dir)
+    with quiet_lm_eval(), redirect_stderr(io.StringIO()):  # its bar cannot be switched off
+        loaded.build_all_requests(limit=limit, rank=0, world_size=1)
+    return list(loaded.instances)
 
 
 def _synth_config(seed: int, limit: int | None) -> dict[str, Any]:
