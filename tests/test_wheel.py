@@ -27,6 +27,8 @@ for command in (
     ["plan", str(config), "--gpu-memory", "1GiB"],
     ["generate", "--max-tokens", "1", "Question:"],
     ["guard", "--quick", "-k", "eviction"],
+    ["report", "--results", "out"],
+    ["red", "--results", "out"],
     ["compare"],
 ):
     try:
@@ -84,7 +86,8 @@ def test_its_commands_work_outside_a_checkout(wheel: Path, tmp_path: Path) -> No
         text=True,
     )
     found = json.loads((work / "found.json").read_text())
-    assert found["codes"] == [0, 0, 0, 2], done.stdout + done.stderr
+    assert found["codes"] == [0, 0, 0, 0, 0, 2], done.stdout + done.stderr
     assert "`hybrid-kv compare` needs a checkout of hybrid-kv: run it inside one" in done.stderr
     assert not [file for file in found["files"] if Path(file).is_relative_to(ROOT) and ".venv" not in file]
-    assert sorted(file.name for file in work.iterdir()) == ["found.json", "out"]
+    assert sorted(file.name for file in work.iterdir()) == ["found.json", "out", "site"]
+    assert "✓ pass: 1 of 1 checks of the newest runs\nEvery row is of an installed package.\n" in done.stdout

@@ -28,14 +28,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tqdm import tqdm
-
 from bench.harness.cells import CellInfo
 from bench.harness.inference import log_ratio, typical
 from bench.harness.judgement import Design, Times, confirmed
 from bench.harness.pairs import Answers, Pair, start
 from bench.harness.versions import Revision, find_revision, place
 from hybrid_kv.config import ConfigError, HybridKVError
+from hybrid_kv.progress import progress_bar
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDES = ("BASE", "HEAD")
@@ -164,7 +163,7 @@ class Looks:
     def take(self, title: str, cells: Sequence[CellInfo], design: Design, found: dict[str, Times]) -> None:
         """Add what `design.pairs` pairs say to `found`; a cell that fails loses what it has there."""
         todo = [self.rng.sample(cells, len(cells)) for _ in range(design.pairs) if cells]  # of each pair
-        with tqdm(total=design.pairs * len(cells), desc=title, unit="cell", disable=None, leave=False) as progress:
+        with progress_bar(total=design.pairs * len(cells), desc=title, unit="cell", leave=False) as progress:
             while todo:  # once, but for the rest of pairs that die
                 with start(self.folders, len(todo), self.rng) as started:
                     for pair, rest in zip(started, todo, strict=True):

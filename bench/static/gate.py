@@ -9,7 +9,6 @@ speed, worse ones nearly always mean slower.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from bench.static.compile import UNITS, Measured, Measurement, jobs, measure
 from hybrid_kv.config import HybridKVError
+from hybrid_kv.progress import progress_bar
 from hybrid_kv.results import Row, provenance, read_rows
 
 STATE_BITS = 128
@@ -93,14 +93,11 @@ def run(
     Raises:
         HybridKVError: there is none.
     """
-    from tqdm.auto import tqdm
-
     known = read_baseline(baseline, provenance().triton)
     total = len(jobs(modules, targets, select))
     if not total:
         raise HybridKVError(f"no kernel has {' or '.join(select or ())!r} in its name")
-    seconds = 0.1 if sys.stderr.isatty() else 10.0  # A log keeps every line that a terminal overwrites.
-    bar = tqdm(measure(modules, targets, select), "kernels", total, mininterval=seconds)
+    bar = progress_bar(measure(modules, targets, select), "kernels", total)
     return [judge(one, known, accept) for one in bar]
 
 

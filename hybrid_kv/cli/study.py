@@ -31,10 +31,9 @@ def study(
     out: OutFile = None,
 ) -> None:
     """Run every combination that a file declares, and gather the rows in one data set."""
-    from tqdm.auto import tqdm
-
     from hybrid_kv.errors import require
     from hybrid_kv.files import check_outputs
+    from hybrid_kv.progress import progress_bar
 
     require("yaml", "duckdb", *(("ray",) if ray is not None else ()))
     from hybrid_kv.study.matrix import read_study
@@ -49,7 +48,7 @@ def study(
         return
     place = folder or Path("out/study") / file.stem
     pool = locally(jobs, limit) if ray is None else over_ray(ray, limit, retries)
-    with tqdm(total=len(cells), unit="cell", desc="study") as bar:
+    with progress_bar(total=len(cells), unit="cell", desc="study") as bar:
 
         def report(cell: Cell, done: Done) -> None:
             bar.update(done.is_result)

@@ -31,13 +31,12 @@ def guard_swarm(
     Raises:
         HybridKVError: an invalid option, or no scenario could be played.
     """
-    from tqdm.auto import tqdm
-
     from hybrid_kv.config import ConfigError
     from hybrid_kv.errors import VOID, require
     from hybrid_kv.files import check_outputs
     from hybrid_kv.guard.traffic import SEEDS_PER_BATCH
     from hybrid_kv.guard.workers import num_workers
+    from hybrid_kv.progress import progress_bar
     from hybrid_kv.results import append_rows
     from hybrid_kv.study.swarm import SEEDS_FILE, Swarm, here, in_processes
     from hybrid_kv.study.work import over_ray
@@ -52,10 +51,9 @@ def guard_swarm(
     workers = num_workers(jobs)
     pool = over_ray(ray, retries=2) if ray is not None else here if workers == 1 else in_processes(workers)
     seconds = 3600 * hours
-    with tqdm(
+    with progress_bar(
         total=seconds,
         desc="swarm",
-        mininterval=0.1 if sys.stderr.isatty() else 60.0,
         bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}{postfix}",
     ) as bar:
 

@@ -83,7 +83,7 @@ class Age:
         """The oldest row, the distance from HEAD, rows of other code."""
         place = f"HEAD ({head.commit[:7]})" if head.commit else "HEAD"
         if self.is_current:
-            return f"Every row is of the code of {place}."
+            return f"Every row is of {f'the code of {place}' if head.commit else 'an installed package'}."
         parts = [f"The oldest row is of {day(self.oldest)}."]
         if self.farthest:
             parts.append(f"Rows are up to {self.farthest:,} commit{'s' * (self.farthest != 1)} from {place}.")
@@ -99,13 +99,18 @@ class Age:
 def age_of(found: Sequence[SuiteVerdict], head: Head) -> Age:
     """The age of at least one verdict."""
     rows = pd.concat([v.rows for v in found])
-    distances = rows["commit"].map({commit: head.distance(commit) for commit in rows["commit"].unique()})
+    distances = rows["commit"].map({commit: _distance(commit, head) for commit in rows["commit"].unique()})
     return Age(
         oldest=next(rows.sort_values("time", kind="stable").itertuples()),
         farthest=max(map(int, distances.dropna()), default=0),
         unknown=int(distances.isna().sum()),
         dirty=int(rows["dirty"].sum()),
     )
+
+
+def _distance(commit: str, head: Head) -> int | None:
+    """Return the commits between a row and HEAD; 0 where neither has one, as an installed package and its rows."""
+    return head.distance(commit) if commit or head.commit else 0
 
 
 @dataclass(frozen=True)

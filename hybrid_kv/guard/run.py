@@ -6,7 +6,6 @@ run beside each other, the longest first. What measures time comes last, alone.
 
 from __future__ import annotations
 
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,13 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tqdm.auto import tqdm
-
 from hybrid_kv.config import ConfigError
 from hybrid_kv.errors import deaf_to_ctrl_c, require
 from hybrid_kv.guard.cases import reproduce
 from hybrid_kv.guard.registry import CHECKS, Check, CheckResult, Run, Size, load_checks, refuse_unknown_levels
 from hybrid_kv.guard.workers import CONTEXT, num_workers, processes
+from hybrid_kv.progress import progress_bar
 from hybrid_kv.threads import one_thread
 
 Advance = Callable[[str, float], object]  # gets a section, and how much of its amount is done
@@ -167,11 +165,10 @@ def _bar(chosen: Sequence[Check], runs: Mapping[str, Run], progress: bool) -> It
     """A bar of time."""
     seconds = {check.section: check.seconds for check in chosen}
     total = sum(runs[section].amount * each for section, each in seconds.items())
-    with tqdm(
+    with progress_bar(
         total=total,
-        disable=not progress,
+        shown=progress,
         desc="guard",
-        mininterval=0.1 if sys.stderr.isatty() else 10.0,  # A log keeps every line that a terminal overwrites.
         smoothing=0,
         bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}",
     ) as bar:

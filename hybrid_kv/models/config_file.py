@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from hybrid_kv.files import read_text
 
 # No published shape comes near; above it, what torch would allocate no longer fits 64 bits.
 MAX_SIZE = 2**31 - 1
+HUB_SECONDS = 5
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def read_config(source: str | Path | dict[str, Any]) -> dict[str, Any]:
     path = path / "config.json" if is_folder else path
     values = read_json(path)
     if values is None and not is_folder and is_hub_id(source):
-        values = read_json(from_hub(source, lambda hub: hub.hf_hub_download(str(source), "config.json")))
+        values = read_json(from_hub(source, "hf_hub_download", filename="config.json"))
     if values is None:
         raise ConfigError(
             f"{path} does not exist; give a config.json, the folder that holds it, or owner/name on the hub"
@@ -161,8 +161,15 @@ def is_hub_id(model: str | Path) -> bool:
     return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith((".json", "/"))
 
 
-def from_hub(model: str | Path, download: Callable[[Any], str]) -> Path:
-    """What `download`, called with `huggingface_hub`, gets of a repository.
+def from_hub(model: str | Path, download: str, **wanted: Any) -> Path:
+    """Return what a function of `huggingface_hub` downloads of a repository, or has of it where there is no network.
+
+    The hub's client retries for half a minute, and prints that; it is called once the hub has answered.
+
+    Args:
+        model: `owner/name`.
+        download: the function's name.
+        wanted: its further arguments.
 
     Raises:
         ConfigError: what the hub says, in one line.
@@ -170,9 +177,24 @@ def from_hub(model: str | Path, download: Callable[[Any], str]) -> Path:
     import huggingface_hub
 
     try:
-        return Path(download(huggingface_hub))
+        local = not _hub_answers(huggingface_hub, str(model))
+        return Path(getattr(huggingface_hub, download)(str(model), local_files_only=local, **wanted))
+    except huggingface_hub.errors.LocalEntryNotFoundError:
+        problem = f"not a folder, the hub does not answer within {HUB_SECONDS} s, and no earlier download has it"
+        raise ConfigError(f"model {model}: {problem}; give a folder, or try again with a network") from None
     except Exception as error:  # the hub's client raises many unrelated types for "not there" and "no network"
         raise ConfigError(f"model {model}: not a folder, and the hub says: {first_line(error)}") from None
+
+
+def _hub_answers(hub: Any, model: str) -> bool:
+    """Return whether there is a network, an answer that the repository does not exist included."""
+    try:
+        hub.get_hf_file_metadata(hub.hf_hub_url(model, "config.json"), timeout=HUB_SECONDS)
+    except hub.errors.HfHubHTTPError:
+        return True
+    except Exception:  # its errors of transport are those of one of three packages, by version
+        return False
+    return True
 
 
 def first_line(error: Exception) -> str:

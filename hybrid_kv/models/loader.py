@@ -35,7 +35,7 @@ def resolve_folder(model: str | Path) -> Path:
         raise ConfigError(f"model folder {str(model)[:80]!r} cannot be read: {error.strerror}") from None
     if is_hub_id(model):
         patterns = ["*.json", "*.safetensors", "tokenizer*"]
-        return from_hub(model, lambda hub: hub.snapshot_download(str(model), allow_patterns=patterns))
+        return from_hub(model, "snapshot_download", allow_patterns=patterns)
     raise ConfigError(f"model folder {model} does not exist; give one with config.json and *.safetensors")
 
 

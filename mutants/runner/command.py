@@ -56,11 +56,10 @@ def mutants(
     """Inject bugs of other engines into copies of this one, one by one, and report which check catches each first."""
     from dataclasses import asdict
 
-    from tqdm.auto import tqdm
-
     from hybrid_kv.ci import Verdict, published
-    from hybrid_kv.errors import ConfigError, require
+    from hybrid_kv.errors import ConfigError, VoidError, require
     from hybrid_kv.files import check_outputs
+    from hybrid_kv.progress import progress_bar
     from hybrid_kv.results import append_rows
     from mutants.runner import run
     from mutants.runner.mutant import FOLDER, read_mutants
@@ -92,11 +91,15 @@ def mutants(
         chosen = read_mutants(folder or FOLDER, ids or ())
         for mutant in chosen:
             mutant.changed()  # Code that has moved is reported before an hour's work, not in the middle of it.
+    if not chosen and not rows:
+        lines = "the code" if changed_since is None else f"the lines that differ from {changed_since}"
+        raise VoidError(f"nothing was judged, no mutant of {lines} is left to run")
     way = by or "quick"
     recorded = {mutant.id: "+".join(mutant.ways(way)) if is_generated else way for mutant in chosen}
     found = run.run_all(chosen, way, run.MutationRun(limit, repro), jobs)
     with published("hybrid-kv mutants", junit_xml) as keep:
-        for row in (bar := tqdm(found, total=len(chosen), unit="mutant", desc="mutants")):
+        bar = progress_bar(found, total=len(chosen), unit="mutant", desc="mutants")
+        for row in bar:
             rows.append(row)  # An hour's work is shown and kept as it comes.
             keep([Verdict(one.id, "failed" if one.problem else "ok", one.problem, one.seconds) for one in rows])
             append_rows(csv, row.records(recorded[row.id]))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -103,18 +106,31 @@ def test_a_model_of_the_hub_is_planned_from_its_config_alone(
 ) -> None:
     fetched = []
 
-    def download(*names: str) -> str:
-        fetched.append(names)
-        if names[0] == "nvidia/gone":
+    def download(name: str, filename: str, local_files_only: bool) -> str:
+        fetched.append((name, filename))
+        if name == "nvidia/gone":
             raise OSError("404: no such repository\nmore")
         return f"{config}/config.json"
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *_, **__: None)
     assert plan_json(capsys, "nvidia/nano", "--num-blocks", "500")["model_type"] == "nemotron_h"
     code, out, err = run(capsys, "plan", "nvidia/gone")
     assert (code, out) == (2, "")
     assert err == "error: model nvidia/gone: not a folder, and the hub says: 404: no such repository\n"
     assert fetched == [(name, "config.json") for name in ("nvidia/nano", "nvidia/gone")]
+
+
+def test_without_a_network_the_hub_is_tried_once(tmp_path: Path) -> None:
+    """By the hub's own client, in a process of its own: it reads its address once."""
+    where = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "hybrid_kv.cli", "plan", "owner/name"]
+    done = subprocess.run(command, env={**os.environ, **where}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "error: model owner/name: not a folder, the hub does not answer within 5 s, and no earlier download has it; "
+        "give a folder, or try again with a network\n"
+    )
 
 
 def test_a_file_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -34,6 +34,13 @@ def test_what_makes_a_machine_unfit_is_named(change, why):
     assert found.lines()[-1].startswith("trust     counts only: " + why if why else "trust     times that differ by")
 
 
+@pytest.mark.parametrize(("ratio", "least"), [((0.9998, 1.0002), "1.0%"), ((0.99, 1.02), "2.0%")])
+def test_a_difference_that_another_start_makes_is_not_trusted(ratio, least):
+    """However little equal work differs in turns of one process."""
+    found = replace(QUIET, ratio=Interval(1.0, *ratio))
+    assert found.lines()[-1] == f"trust     times that differ by more than {least}, and counts"
+
+
 def test_a_thread_that_gets_half_of_the_clock_is_on_a_loaded_machine(monkeypatch):
     clock = [0.0]
 
