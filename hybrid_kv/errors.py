@@ -25,6 +25,10 @@ class CheckFailedError(Exception):
     """A check found what should not be: the message is its report, line by line (exit code 1 on the command line)."""
 
 
+class VoidError(Exception):
+    """Nothing was judged: one line that says what was not there (exit code 3 on the command line)."""
+
+
 class ConfigError(HybridKVError, ValueError):
     """A setting, a model folder or a file that cannot be used."""
 
@@ -136,6 +140,8 @@ def _ending(error: Exception) -> int:
         return _say(_missing(error), 2)
     if isinstance(error, HybridKVError):
         return _say(str(error), 2)
+    if isinstance(error, VoidError):
+        return _say(str(error), VOID, "void")
     if isinstance(error, MemoryError):
         return _say(f"out of memory: {error}".rstrip(": "), 2)
     if isinstance(error, CheckFailedError):
@@ -144,14 +150,14 @@ def _ending(error: Exception) -> int:
     raise error
 
 
-def _say(line: str, code: int) -> int:
+def _say(line: str, code: int, word: str = "error") -> int:
     line = " ".join(line.split())
     if len(line) > 1000:  # a value of any length: the option is named before it, the way out behind it
         line = f"{line[:600]} … {line[-400:]}"
     # What a terminal would obey is shown as an escape.
     line = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in line)
     with suppress(OSError):  # of a closed stream
-        print("error:", line, file=sys.stderr, flush=True)
+        print(f"{word}:", line, file=sys.stderr, flush=True)
     return code
 
 

@@ -29,6 +29,10 @@ def main() -> None:
     """Serve until stdin ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [
+        folder for folder in sys.path if folder != here
+    ]  # vLLM would take our kernels.py for the hub's package
 
     def answer(**values: Any) -> None:
         answers.write(json.dumps(values) + "\n")

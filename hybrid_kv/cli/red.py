@@ -30,12 +30,15 @@ def red(
     from hybrid_kv.dashboard.failing import counted, new_failures
     from hybrid_kv.dashboard.markdown import failing_lines
     from hybrid_kv.dashboard.report import Report
+    from hybrid_kv.errors import VoidError
     from hybrid_kv.files import check_outputs, write_whole
     from hybrid_kv.results import head
 
     check_outputs(out, markdown)
     known = Report(load(before)).failing if before is not None else []
     report = Report(load(results), head())
+    if report.results.rows.empty:
+        raise VoidError(f"nothing was judged, {results} holds no row")
     found = new_failures(report.failing, known)
     if found and markdown is not None:
         write_whole(markdown, "\n".join(failing_lines(report, found)) + "\n")

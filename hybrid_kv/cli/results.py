@@ -41,7 +41,7 @@ def list_rows(
     check: Annotated[bool, typer.Option("--check", help="Check every row of the files instead.")] = False,
 ) -> None:
     """Print rows, or check that they are what later readers rely on: the command without a name."""
-    from hybrid_kv.errors import ConfigError
+    from hybrid_kv.errors import ConfigError, VoidError
     from hybrid_kv.files import check_outputs
     from hybrid_kv.results import check_file
     from hybrid_kv.results.store import opened
@@ -55,6 +55,9 @@ def list_rows(
     files = result_files(places or [Path("results")])
     if check:
         problems = [problem for file in files for problem in check_file(file)]
+        with opened([] if problems else files) as store:
+            if not problems and not next(store.records("SELECT count(*) AS n FROM rows"))["n"]:
+                raise VoidError(f"nothing was judged, {', '.join(map(str, files))} has no row")
         print(*problems, f"{len(problems)} problem{'s' * (len(problems) != 1)} in {len(files)} files", sep="\n")
         raise typer.Exit(1 if problems else 0)
     with opened(files) as store:

@@ -16,6 +16,7 @@ from bench.harness.cells import WrongResultError
 from bench.peers import vllm_process
 from bench.peers.vllm_process import VLLMProcess
 from hybrid_kv.config import ConfigError, HybridKVError
+from hybrid_kv.errors import VoidError
 from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.results import read_rows
 from hybrid_kv.timing.case import ENGINE
@@ -30,8 +31,10 @@ for line in sys.stdin:
     print(json.dumps({"tokens": tokens, "seconds": task["max_tokens"] - 0.5}), flush=True)
 """
 VLLM = """
+import importlib.util
 import json
 import sys
+assert importlib.util.find_spec("kernels") is None
 __version__ = "9.9"
 class LLM:
     def __init__(self, folder, **options):
@@ -127,7 +130,8 @@ def test_a_checkpoint_that_vllm_refuses_has_its_reason(
 ) -> None:
     stub.write_text('print(\'{"error": "ValueError: no head of 16"}\', flush=True)')
     out = tmp_path / "rows.csv"
-    assert families.main(["--family", "guard", "--rival", "vllm", "--rounds", "1", "--out", str(out)]) == 0
+    with pytest.raises(VoidError, match=r"^a rival did not run where it should: guard$"):
+        families.main(["--family", "guard", "--rival", "vllm", "--rounds", "1", "--out", str(out)])
     assert "guard            vllm                ValueError: no head of 16\n" in capsys.readouterr().out
     (reason,) = read_rows(out).query("metric == 'runs'")["params"]
     assert "no head of 16" in reason
