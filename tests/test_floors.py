@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent / "hybrid_kv"
 # Bottom up. A module belongs to the longest name that it begins with; packages of one line are on one layer, and
 # may not import each other. `cache.modes` imports nothing, so that the configuration can use it, too.
 LAYERS = [
-    ["cache.modes", "environment", "errors", "minimize", "threads"],
+    ["cache.modes", "environment", "errors", "minimize", "progress", "threads"],
     ["config", "files"],
     ["kernels", "results"],
     ["cache", "ci", "sampling"],
