@@ -63,7 +63,7 @@ titles:
 	bash .ci/titles "$$BASE"
 
 docs: $(STAMP)
-	$(BIN)/mkdocs build --quiet --strict
+	$(BIN)/python .ci/docs.py
 
 lint: $(STAMP) words
 	$(BIN)/ruff check .

@@ -4,22 +4,31 @@ if (location.protocol === "file:") {
     constructor(url) {
       super();
       this.waiting = [];
-      const frame = document.createElement("iframe");
-      frame.hidden = true;
-      frame.addEventListener("load", () => {
-        this.inside = frame.contentWindow;
-        this.inside.postMessage = (data) => this.dispatchEvent(new MessageEvent("message", { data }));
+      this.frame = document.createElement("iframe");
+      this.frame.hidden = true;
+      this.frame.addEventListener("load", () => {
+        this.inside = this.frame.contentWindow;
+        this.inside.postMessage = (data) => setTimeout(() => this.answer(new MessageEvent("message", { data })));
         this.waiting.splice(0).forEach((data) => this.postMessage(data));
       }, { once: true });
       const script = document.createElement("script");
       script.src = new URL(url, document.baseURI);
-      frame.srcdoc = script.outerHTML;
-      document.body.append(frame);
+      this.frame.srcdoc = script.outerHTML;
+      document.body.append(this.frame);
+    }
+
+    answer(event) {
+      this.dispatchEvent(event);
+      if (this.onmessage) this.onmessage(event);
     }
 
     postMessage(data) {
       if (this.inside) this.inside.dispatchEvent(new MessageEvent("message", { data }));
       else this.waiting.push(data);
+    }
+
+    terminate() {
+      this.frame.remove();
     }
   };
 }

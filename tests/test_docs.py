@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -116,11 +117,62 @@ def test_the_readme_is_read_in_a_minute() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
 
 
-def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocs", reason="mkdocs-material is not installed")
-    found = run(sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path))
-    assert found.returncode == 0, found.stderr
-    pages = {page.name: page.read_text(encoding="utf-8") for page in tmp_path.glob("*.html")}
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pages as `make docs` builds them."""
+    pytest.importorskip("zensical", reason="zensical is not installed: pip install -e '.[docs]'")
+    folder = tmp_path_factory.mktemp("pages") / "site"
+    found = run(sys.executable, ".ci/docs.py", str(folder))
+    assert (found.returncode, found.stderr) == (0, "")
+    return folder
+
+
+def test_the_pages_fetch_nothing_and_have_the_references(site: Path) -> None:
+    pages = {page.name: page.read_text(encoding="utf-8") for page in site.rglob("*.html")}
     fetched = re.compile(r'<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="(?:https?:)?//[^"]*')
     assert {name: found for name, text in pages.items() if (found := fetched.findall(text))} == {}
     assert "--mamba-cache-mode" in pages["reference-cli.html"] and "SamplingParams" in pages["reference-python.html"]
+    assert len(pages) == len([*(ROOT / "docs").rglob("*.md")]) + 3  # both references, and one of what is not found
+
+
+def test_the_search_finds_a_section_in_pages_that_are_opened_from_a_disk(site: Path) -> None:
+    pytest.importorskip("playwright", reason="needs playwright: pip install playwright")
+    from playwright.sync_api import sync_playwright
+
+    program = shutil.which("chromium") or shutil.which("google-chrome")
+    if program is None:
+        pytest.skip("needs chromium or google-chrome")
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        page = browser.new_page()
+        fetched: list[str] = []
+        page.on("request", lambda request: fetched.append(request.url))
+        page.goto((site / "index.html").as_uri())
+        page.keyboard.press("Control+k")
+        page.get_by_role("combobox").fill("hypervisor")
+        target = page.get_by_role("option").first.get_attribute("href", timeout=20_000)
+        browser.close()
+    assert target == (site / "measuring.html").as_uri() + "#is-this-machine-fit"
+    assert [url for url in fetched if not url.startswith(("file:", "data:", "about:"))] == []
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "message"),
+    [
+        ("zensical.toml", '{ "Bisect" = "bisect.md" },', "", "lacks bisect.md; add it"),
+        ("zensical.toml", '"bisect.md"', '"bisected.md"', "has bisected.md; there is none"),
+        ("docs/bisect.md", "\n", "\n[a link](nowhere.md)\n", "page does not exist"),
+    ],
+)
+def test_pages_with_a_fault_are_not_built(tmp_path: Path, file: str, old: str, new: str, message: str) -> None:
+    """A page that the navigation lacks, one that only it has; a link to nowhere."""
+    pytest.importorskip("zensical", reason="zensical is not installed: pip install -e '.[docs]'")
+    for name in ("docs", ".ci"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / "zensical.toml", tmp_path)
+    text = (tmp_path / file).read_text(encoding="utf-8")
+    assert old in text
+    (tmp_path / file).write_text(text.replace(old, new, 1), encoding="utf-8")
+    found = run(sys.executable, str(tmp_path / ".ci/docs.py"), str(tmp_path / "site"))
+    assert found.returncode == 1 and message in found.stderr
+    assert not (tmp_path / "site").exists()

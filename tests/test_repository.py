@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,21 @@ def test_the_license_is_the_whole_apache_license():
     text = (ROOT / "LICENSE").read_text()
     assert "Version 2.0, January 2004" in text
     assert "END OF TERMS AND CONDITIONS" in text
+
+
+def test_spelling_is_not_checked_in_what_a_build_leaves(tmp_path):
+    """`make lint` after `make docs`: site/ is git's to ignore, and holds minified words."""
+    codespell = Path(sys.executable).parent / "codespell"
+    if not codespell.exists():
+        pytest.skip("codespell is not installed")
+    wrong = "".join("the"[i] for i in (0, 2, 1))
+    for folder, code in (("site/docs", 0), ("out", 0), ("docs", 65)):
+        file = tmp_path / folder / "page.html"
+        file.parent.mkdir(parents=True)
+        file.write_text(f"<p>{wrong} page</p>\n", encoding="utf-8")
+        if folder == "site/docs":
+            subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+        done = subprocess.run(
+            ["bash", ROOT / ".ci/words", "0", codespell], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert (done.returncode, wrong in done.stdout) == (code, bool(code)), folder
