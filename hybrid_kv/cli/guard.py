@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import sys
 from functools import partial
@@ -120,7 +121,15 @@ def guard(
     from hybrid_kv.config import ConfigError
     from hybrid_kv.files import check_outputs
     from hybrid_kv.guard.cases import replay as replay_own
-    from hybrid_kv.guard.report import document, exit_code, print_closing, result_rows, section_text, verdicts
+    from hybrid_kv.guard.report import (
+        document,
+        exit_code,
+        print_closing,
+        result_rows,
+        section_text,
+        verdicts,
+        whole_row,
+    )
     from hybrid_kv.guard.run import amounts, run_guard
     from hybrid_kv.results import append_rows, check_writable
     from hybrid_kv.targets.kinds import kind_of
@@ -161,6 +170,7 @@ def guard(
     if long:
         print(f"the same run again: hybrid-kv guard --long --seed {seed}", file=sys.stderr)
     checks: list[CheckResult] = []
+    begun = _cpu_seconds()
 
     def report(found: list[CheckResult]) -> None:
         """What has ended is on disk, whatever becomes of the rest."""
@@ -176,8 +186,16 @@ def guard(
             amounts(size), seed, device=device, select=select, only=levels, repro=repro, fail_fast=fail_fast, jobs=jobs,
             report=report,
         )  # fmt: skip
+    if not (select or levels or fail_fast):
+        append_rows(rows, [whole_row(size, round(_cpu_seconds() - begun, 3))])
     show(document(checks, seed), as_json, out, lambda: print_closing(checks))
     raise typer.Exit(exit_code(checks))
+
+
+def _cpu_seconds() -> float:
+    """Of this process and of those that it has waited for."""
+    spent = os.times()
+    return spent.user + spent.system + spent.children_user + spent.children_system
 
 
 def _check_combination(given: dict[str, str]) -> None:

@@ -42,6 +42,12 @@ def result_rows(results: Sequence[CheckResult]) -> list[Row]:
     return rows
 
 
+def whole_row(size: str, cpu_seconds: float) -> Row:
+    """What a whole guard of a size cost. More checks cost more, so neither way is better."""
+    params = {"size": size}
+    return Row(suite="guard", benchmark="whole", metric="cpu_seconds", value=cpu_seconds, params=params, n=1)
+
+
 def _limit(text: str) -> dict[str, float]:
     """A limit as a number, by what it means: at least, at most, or the value that is due."""
     sign, _, number = text.rpartition(" ")
