@@ -64,7 +64,11 @@ def kernels(
     try:
         if update and not failed:
             measured = [*(one.measurement for one in verdicts), *counted]
-            append_rows(baseline, gate.changed_rows(measured, baseline))
+            rows = gate.changed_rows(measured, baseline)
+            if not rows and not select:
+                # The newest row says at which commit all kernels were last compared.
+                rows = gate.result_rows(measured[0])
+            append_rows(baseline, rows)
     finally:
         show(table.document(verdicts, others), as_json, out, tables)
     if failed:
