@@ -13,7 +13,7 @@ from bench.harness.cells import Case, Cell, Count, Counts, WrongResultError, gri
 
 ENTRIES = ("hybrid_kv", "hybrid_kv.cli", "hybrid_kv.cache.manager", "hybrid_kv.engine.llm")
 UNITS = {"own_modules": "modules", "late_packages": "packages"}
-LATE = ("triton", "numba", "pandas", "duckdb", "transformers", "lm_eval", "plotly")  # none of them before it is needed
+LATE = ("triton", "numba", "pandas", "duckdb", "transformers", "lm_eval", "playwright")  # none before it is needed
 
 
 def _own() -> dict[str, ModuleType]:

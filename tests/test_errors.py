@@ -62,8 +62,8 @@ def test_a_bug_is_not_dressed_up_as_a_users_error(monkeypatch: pytest.MonkeyPatc
         (MemoryError(), "out of memory"),
         (KeyboardInterrupt(), "interrupted"),
         (
-            ModuleNotFoundError("No module named 'plotly'", name="plotly.io"),
-            "plotly.io is not installed; run: pip install 'hybrid_kv[report]', in a checkout -e '.[report]'",
+            ModuleNotFoundError("No module named 'prometheus_client'", name="prometheus_client.core"),
+            "prometheus_client.core is not installed; run: pip install 'hybrid_kv[serve]', in a checkout -e '.[serve]'",
         ),
         (
             ModuleNotFoundError("it went"),
@@ -102,7 +102,6 @@ def test_a_missing_package_is_found_before_the_work(monkeypatch: pytest.MonkeyPa
         (["generate", "x"], "transformers", "models"),
         (["accuracy", "--limit", "1", "--results", "{folder}"], "datasets", "accuracy"),
         (["kernels"], "triton", "kernels"),
-        (["report", "--out", "{folder}"], "plotly", "report"),
         (["compare", "--results", "{folder}"], "scipy", "accuracy"),
     ],
 )

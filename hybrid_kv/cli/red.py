@@ -35,8 +35,9 @@ def red(
     from hybrid_kv.results import head
 
     check_outputs(out, markdown)
-    known = Report(load(before)).failing if before is not None else []
-    report = Report(load(results), head())
+    checkout = head()
+    known = Report(load(before, checkout), checkout).failing if before is not None else []
+    report = Report(load(results, checkout), checkout)
     if report.results.rows.empty:
         raise VoidError(f"nothing was judged, {results} holds no row")
     found = new_failures(report.failing, known)

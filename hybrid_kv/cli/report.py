@@ -27,27 +27,33 @@ def report(
     from hybrid_kv.dashboard.markdown import summary
     from hybrid_kv.dashboard.page import ALL_ROWS, ASV_PAGES, build_page
     from hybrid_kv.dashboard.report import COMMITS, Report
-    from hybrid_kv.errors import require
+    from hybrid_kv.dashboard.verdicts import command_of
     from hybrid_kv.files import check_outputs, write_whole
     from hybrid_kv.results import head
     from hybrid_kv.results.dataset import export_file
 
-    require("plotly")
     page = out / "index.html"
     check_outputs(page, out / ALL_ROWS, out / COMMITS / "any", markdown)
-    drawn = Report(load(results), head(), repository, site)
+    checkout = head()
+    drawn = Report(load(results, checkout), checkout, repository, site)
     html = build_page(drawn, machine, (out / ASV_PAGES).exists())
     export_file(find_files(results).read, out / ALL_ROWS)
     write_commits(drawn, out / COMMITS)
     write_whole(page, html)
     if markdown is not None:
         write_whole(markdown, summary(drawn, machine))
-    whole = drawn.headline(machine)
+    answers = drawn.answers(machine)
+    verdict = answers.verdict
+    stale = [f"{one.suite} by {one.fresh.distance}: {command_of(one.suite)}" for one in answers.stale if one.fresh]
 
     def lines() -> None:
-        typer.secho(
-            whole.finding, fg={"fail": "red", "void": "yellow", "worse": "red", "stale": "yellow"}.get(whole.word)
-        )
-        print(*filter(None, [whole.age, page]), sep="\n")
+        colours = {"fail": "red", "void": "yellow", "worse": "red", "stale": "yellow"}
+        typer.secho(verdict.text, fg=colours.get(verdict.word))
+        print(f"right? {answers.right.text}\nslower? {answers.slower.text}")
+        for line in stale:
+            print(f"stale: {line}")
+        print(f"next: {answers.command or 'nothing'}", page, sep="\n")
 
-    show({"verdict": whole.word, "finding": whole.finding, "age": whole.age, "page": str(page)}, as_json, None, lines)
+    found: dict[str, object] = {"verdict": verdict.word, "finding": verdict.text, "right": answers.right.text}
+    found |= {"slower": answers.slower.text, "next": answers.command, "stale": stale, "page": str(page)}
+    show(found, as_json, None, lines)

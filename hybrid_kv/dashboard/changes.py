@@ -20,8 +20,8 @@ from hybrid_kv.dashboard.series import Series, Step
 from hybrid_kv.dashboard.verdicts import SuiteVerdict, verdicts
 from hybrid_kv.results import TIME_UNITS
 
-# 50 nights, or 4 MB of pages beside the report.
-MAX_COMMITS = 50
+# A history of months, or 12 MB of pages beside the report.
+MAX_COMMITS = 150
 BEFORE = ["value", "ci_low", "ci_high", "commit"]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import pandas as pd
 
 from hybrid_kv.errors import HybridKVError
 from hybrid_kv.files import require_regular
+from hybrid_kv.results import NO_HEAD, Head
 from hybrid_kv.results.store import DATASET, NAMES, Store, opened
 
 # A series is one check or benchmark on one machine. Of `params` these say how a number came about, not what it is of.
@@ -32,8 +33,10 @@ class Results:
     """All rows of a folder.
 
     Attributes:
-        rows: the columns of `results.COLUMNS`, in order of time, and `parsed` (params as a dict), `case` (params that
-            say what was measured, for the reader) and `time`. `machine` includes the device unless that is a CPU.
+        rows: the columns of `results.COLUMNS`, in the order of the commits, those of one in order of time, and
+            `parsed` (params as a dict), `case` (params that say what was measured, for the reader), `time` of the
+            measurement and `moment`: when the commit was made, or `time` if the checkout lacks it. `machine` includes
+            the device unless that is a CPU.
         files: names of the files that were read.
         foreign: names of CSV files of another kind, which were not.
         total: how many measurements the files have.
@@ -47,7 +50,7 @@ class Results:
     rule: str = ""
 
     def of(self, suite: str, benchmark: str | None = None) -> pd.DataFrame:
-        """Rows of a suite, in order of time."""
+        """Rows of a suite, in order."""
         rows = self.rows[self.rows["suite"] == suite]
         return rows if benchmark is None else rows[rows["benchmark"] == benchmark]
 
@@ -103,8 +106,11 @@ def find_files(folder: Path) -> Files:
     return found
 
 
-def load(folder: Path) -> Results:
+def load(folder: Path, head: Head = NO_HEAD) -> Results:
     """Read the rows of a folder, or, of millions, those that `choose_rows` takes.
+
+    Args:
+        head: the order of its commits is that of the rows; without it they are in order of time.
 
     Raises:
         HybridKVError: as `find_files`, or a file is damaged.
@@ -113,7 +119,7 @@ def load(folder: Path) -> Results:
     with opened(files.read) as store:
         chosen = choose_rows(store)
         frame = store.frame(f"SELECT {NAMES} FROM {chosen.source} ORDER BY place, line")
-    return Results(prepare(frame), files.names, files.foreign, chosen.total, chosen.rule)
+    return Results(prepare(frame, head.times()), files.names, files.foreign, chosen.total, chosen.rule)
 
 
 @dataclass(frozen=True)
@@ -171,8 +177,12 @@ def choose_rows(store: Store, limit: int = MAX_ROWS) -> Chosen:
     return Chosen(total, "rows SEMI JOIN chosen USING (place, line)", rule)
 
 
-def prepare(frame: pd.DataFrame) -> pd.DataFrame:
-    """Rows of `results.COLUMNS`, in any order, as `Results` has them."""
+def prepare(frame: pd.DataFrame, times: Mapping[str, int] | None = None) -> pd.DataFrame:
+    """Rows of `results.COLUMNS`, in any order, as `Results` has them.
+
+    Args:
+        times: of commits, in seconds since 1970.
+    """
     frame = frame.copy()
     # Parsed once per distinct text: a long history repeats the same few thousand.
     known = {text: json.loads(text) for text in frame["params"].unique()}
@@ -189,7 +199,9 @@ def prepare(frame: pd.DataFrame) -> pd.DataFrame:
     frame["dirty"] = frame["dirty"].astype(bool)
     frame["value"] = frame["value"].astype(float)
     frame["time"] = pd.to_datetime(frame["time_utc"], format="ISO8601", utc=True)
-    return frame.sort_values("time", kind="stable", ignore_index=True)
+    made = pd.to_datetime(frame["commit"].map(times or {}), unit="s", utc=True)
+    frame["moment"] = made.fillna(frame["time"])
+    return frame.sort_values(["moment", "time"], kind="stable", ignore_index=True)
 
 
 def _fold_guard(frame: pd.DataFrame) -> pd.DataFrame:

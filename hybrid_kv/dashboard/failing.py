@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from hybrid_kv.dashboard.data import SERIES, each
+from hybrid_kv.dashboard.data import SERIES, each, is_ours
 from hybrid_kv.dashboard.series import Series, Step
 from hybrid_kv.dashboard.verdicts import verdicts
 from hybrid_kv.dashboard.words import WORDS, change_text, levels_text, with_unit
@@ -100,9 +100,9 @@ def _checks(rows: pd.DataFrame) -> list[Failing]:
 
 
 def _level(series: Series) -> Failing | None:
-    """Its newest step for the worse that stands; what a check judges fails if the check does."""
+    """The engine's newest step for the worse that stands; what a check judges fails if the check does."""
     steps = series.steps
-    if not steps or series.rows["verdict"].iloc[-1] != "":
+    if not steps or series.rows["verdict"].iloc[-1] != "" or not is_ours(series.key[3]):
         return None
     sign = 1 if series.better == "lower" else -1
     stands = [

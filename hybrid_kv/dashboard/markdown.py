@@ -7,7 +7,7 @@ from typing import Any
 
 from hybrid_kv.dashboard.failing import Failing
 from hybrid_kv.dashboard.report import COMMITS, Report
-from hybrid_kv.dashboard.verdicts import SuiteVerdict, headline, verdicts
+from hybrid_kv.dashboard.verdicts import SuiteVerdict
 from hybrid_kv.dashboard.words import WORDS, change_text, day, suite_name, title
 from hybrid_kv.results.view import plain
 
@@ -22,13 +22,15 @@ def summary(report: Report, machine: str = "") -> str:
     Args:
         machine: only rows of this one, and those without a machine; empty: all.
     """
-    found = verdicts(report.results.of_machine(machine))
+    found = report.verdicts_on(machine)
     if not found:
         return f"{MARKER}\n### hybrid-kv: no verdict\n\nNo check has run yet: `hybrid-kv guard --record`\n"
-    whole = report.headline(machine)
-    # GitHub draws a warning in amber.
-    age = [f"> [!WARNING]\n> {whole.age}"] if whole.word == "stale" else [whole.age]
-    lines = [MARKER, f"### hybrid-kv: {whole.finding}", "", *age, "", *_verdict_lines(report, found)]
+    answers = report.answers(machine)
+    lines = [MARKER, f"### hybrid-kv: {answers.verdict.text}", ""]
+    lines += [f"Right? {answers.right.text}. Slower? {answers.slower.text}.", ""]
+    if answers.command:
+        lines += [f"Next: {plain(answers.command)}", ""]
+    lines += _verdict_lines(report, found)
     if failing := report.failing_on(machine):
         lines += ["", *failing_lines(report, failing)]
     return "\n".join(lines) + "\n"
@@ -67,6 +69,6 @@ def _verdict_lines(report: Report, found: list[SuiteVerdict]) -> list[str]:
         commit = _commit(report, verdict.newest)
         count = f"{verdict.count('pass'):,} of {len(verdict.rows):,}"
         place = plain(verdict.machine or "any")
-        word = WORDS[headline([verdict], report.head).word]
+        word = WORDS[verdict.word]
         lines.append(f"| {plain(suite_name(verdict.suite))} | {word} | {count} | {commit} | {place} |")
     return lines

@@ -10,12 +10,14 @@ from html import escape
 
 import pandas as pd
 
+from hybrid_kv.dashboard.answers import Answers, answers_of
 from hybrid_kv.dashboard.changes import Measured, newest_commits
+from hybrid_kv.dashboard.charts import charted
 from hybrid_kv.dashboard.data import Results
 from hybrid_kv.dashboard.draw import of_machine
 from hybrid_kv.dashboard.failing import Failing, find_failing
 from hybrid_kv.dashboard.series import Series, histories
-from hybrid_kv.dashboard.verdicts import Headline, headline, verdicts
+from hybrid_kv.dashboard.verdicts import SuiteVerdict, verdicts
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.results import NO_HEAD, CommitInfo, Head
 
@@ -28,7 +30,7 @@ class Section:
     """One part of the page.
 
     Attributes:
-        name: in the navigation.
+        name: above its title.
         finding: its title, what the rows say.
         body: HTML.
         word: the colour of its title: `pass`, `stale`, `void`, `fail` or empty.
@@ -45,10 +47,16 @@ class Section:
 
     @property
     def html(self) -> str:
-        return (
-            f'<section id="{self.anchor}"><p class="kind">{escape(self.name)}</p>'
-            f'<h2 class="{self.word}">{escape(self.finding)}</h2>{self.body}</section>'
-        )
+        return f'<section id="{self.anchor}">{self._title}{self.body}</section>'
+
+    @property
+    def folded(self) -> str:
+        """The same as its title, which opens the rest."""
+        return f'<section id="{self.anchor}"><details><summary>{self._title}</summary>{self.body}</details></section>'
+
+    @property
+    def _title(self) -> str:
+        return f'<span class="kind">{escape(self.name)}</span><h2 class="{self.word}">{escape(self.finding)}</h2>'
 
 
 @dataclass(frozen=True)
@@ -90,10 +98,23 @@ class Report:
         """What is failing on a machine, or in what belongs to none; on any for an empty name."""
         return [one for one in self.failing if not machine or one.key[4] in (machine, "")]
 
-    def headline(self, machine: str = "") -> Headline:
-        """The one verdict of page, summary and command, of a machine or of all."""
-        worse = sum(one.word == "worse" for one in self.failing_on(machine))
-        return headline(verdicts(self.results.of_machine(machine)), self.head, worse)
+    @cached_property
+    def verdicts(self) -> list[SuiteVerdict]:
+        """Of the newest run of each suite on each machine, beside HEAD."""
+        return verdicts(self.results.rows, self.head)
+
+    def verdicts_on(self, machine: str = "") -> list[SuiteVerdict]:
+        """Those of a machine and of what belongs to none; all for an empty name."""
+        return [one for one in self.verdicts if not machine or one.machine in (machine, "")]
+
+    def series_on(self, machine: str = "") -> list[Series]:
+        """Series of a machine and of what belongs to none; all for an empty name."""
+        return [one for one in self.series if not machine or one.key[4] in (machine, "")]
+
+    def answers(self, machine: str = "") -> Answers:
+        """What HEAD is, for page, summary and command, on a machine or on all."""
+        series = list(charted(self.series_on(machine)).values())
+        return answers_of(self.verdicts_on(machine), self.failing_on(machine), series, self.head)
 
     @cached_property
     def commits(self) -> dict[str, Measured]:
@@ -103,7 +124,7 @@ class Report:
     @cached_property
     def infos(self) -> dict[str, CommitInfo]:
         """Author, day and subject of the commits that have a page or began to fail."""
-        return self.head.describe([*self.commits, *(one.first.commit for one in self.failing)])
+        return self.head.describe([self.head.commit, *self.commits, *(one.first.commit for one in self.failing)])
 
     def link(self, commit: str, folder: str = COMMITS) -> str:
         """A commit as HTML, of a changed tree too: its page, or the repository's; anything else in its place is text.
@@ -112,13 +133,17 @@ class Report:
             folder: from the page that the link is on to those of commits.
         """
         short = escape(commit[:7]) or "no commit"
-        found = re.fullmatch(r"([0-9a-f]{7,40})(-dirty)?", commit)
-        if not found:
-            return short
-        own = self.commits.get(found[1])
-        target = folder + own.file if own else self.url(found[1])
+        clean = commit.removesuffix("-dirty")
+        target = self.target(clean, folder)
         linked = f'<a href="{target}">{short}</a>' if target else short
-        return linked + (" + changes" if found[2] else "")
+        return linked + (" + changes" if clean != commit else "")
+
+    def target(self, commit: str, folder: str = COMMITS) -> str:
+        """Where a commit leads: its page, or the repository's; empty if it has neither. It may stand in HTML."""
+        if not re.fullmatch(r"[0-9a-f]{7,40}", commit):
+            return ""
+        own = self.commits.get(commit)
+        return folder + own.file if own else self.url(commit)
 
     def url(self, commit: str) -> str:
         """Where the repository has it; empty without one. It may stand in HTML."""

@@ -1,45 +1,108 @@
-"""The verdict of the newest runs, and how far they are from the code that is checked out.
+"""The verdict of the newest run of each suite, and whether what it measured is still HEAD's code.
 
-A verdict is about the code that was measured. Joined runs may be of several commits, or of a tree with changes that no
-commit has; their verdict is `pass` only where every row is of HEAD's code, else `stale`.
+A run counts for HEAD as long as no file that it measures has changed since (`hybrid_kv.results.measured`). Otherwise
+its `pass` is `stale`, by so many commits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
 from hybrid_kv.dashboard.data import CURVE, STATIC_SUITE, last_rows, newest_run
-from hybrid_kv.dashboard.words import WORDS, day
+from hybrid_kv.dashboard.words import plural
 from hybrid_kv.results import Head
+
+# How a suite is measured; any other is a file of `bench`.
+COMMANDS = {
+    "guard": "hybrid-kv guard --record",
+    "accuracy": "hybrid-kv accuracy --record",
+    STATIC_SUITE: "hybrid-kv kernels --update",
+    "compare": "hybrid-kv compare HEAD~1 HEAD --record",
+    "swarm": "hybrid-kv guard --swarm 1 --record",
+    "gpu": "make gpu-bench",
+    "families": "make bench-peers",
+}
+
+
+def command_of(suite: str) -> str:
+    """What to run for new rows of a suite."""
+    return COMMANDS.get(suite, f"python -m bench --suite {suite} --out results/microbench.csv")
+
+
+@dataclass(frozen=True)
+class Freshness:
+    """How far the code that a run measured is from HEAD's.
+
+    Attributes:
+        commits: that changed since then what the run measures; None: the checkout lacks the run's commit.
+        dirty: the run was of a changed tree.
+    """
+
+    commits: int | None
+    dirty: bool
+
+    @property
+    def is_current(self) -> bool:
+        return self.commits == 0 and not self.dirty
+
+    @property
+    def distance(self) -> str:
+        """From HEAD, in words."""
+        if self.dirty:
+            return "a changed tree"
+        return "a commit that this checkout lacks" if self.commits is None else plural(self.commits, "commit")
+
+    @property
+    def text(self) -> str:
+        return "HEAD's code" if self.is_current else f"stale: {self.distance}"
+
+
+def freshness(rows: pd.DataFrame, head: Head) -> Freshness:
+    """Of the newest row of a suite: static metrics that did not change keep their older rows."""
+    newest = rows.iloc[-1]
+    commit = str(newest["commit"])
+    # An installed package and its rows have no commit.
+    commits = head.commits_since(commit, str(newest["suite"])) if commit or head.commit else 0
+    return Freshness(commits, bool(newest["dirty"]))
 
 
 @dataclass(frozen=True)
 class SuiteVerdict:
-    """Of the last run of a suite on a machine. A void check did not see what it must see: it has not passed."""
+    """Of the newest run of a suite on a machine. A void check did not see what it must see: it has not passed.
+
+    Attributes:
+        fresh: beside HEAD; None where the verdict is about the commit that was measured, whatever came after.
+    """
 
     suite: str
     machine: str
     rows: pd.DataFrame
+    fresh: Freshness | None = None
+
+    @property
+    def is_stale(self) -> bool:
+        return self.fresh is not None and not self.fresh.is_current
 
     @property
     def newest(self) -> Any:
         """The row that was measured last: commit, time, versions."""
-        return self.rows.iloc[-1]
+        return next(self.rows.tail(1).itertuples())
 
     def count(self, verdict: str) -> int:
         return int((self.rows["verdict"] == verdict).sum())
 
     @property
     def word(self) -> str:
-        """`fail` if one row failed, else `void` if one was void, else `pass`."""
-        return overall(self.rows["verdict"])
+        """`fail` if one row failed, else `void` if one was void; else `pass`, or `stale` if HEAD is other code."""
+        word = overall(self.rows["verdict"])
+        return "stale" if word == "pass" and self.is_stale else word
 
 
-def verdicts(rows: pd.DataFrame) -> list[SuiteVerdict]:
+def verdicts(rows: pd.DataFrame, head: Head | None = None) -> list[SuiteVerdict]:
     """Per suite and machine the rows with a verdict of the newest run, of `kernels` the last row of each series.
 
     The operating curve judges the harness: a benchmark that fails there is quarantined, and nothing else has failed.
@@ -48,96 +111,13 @@ def verdicts(rows: pd.DataFrame) -> list[SuiteVerdict]:
     found = []
     for key, group in judged.groupby(["suite", "machine"], sort=True):
         suite, machine = map(str, key)
-        found.append(SuiteVerdict(suite, machine, last_rows(group) if suite == STATIC_SUITE else newest_run(group)))
+        newest = last_rows(group) if suite == STATIC_SUITE else newest_run(group)
+        fresh = None if head is None else freshness(newest, head)
+        found.append(SuiteVerdict(suite, machine, newest, fresh))
     return found
 
 
 def overall(words: Iterable[str]) -> str:
-    """`fail` before `void` before `pass`; `none` without any."""
+    """`fail` before `void` before `stale` before `pass`; `none` without any."""
     found = set(words)
-    return next((word for word in ("fail", "void", "pass") if word in found), "none")
-
-
-@dataclass(frozen=True)
-class Age:
-    """How far the rows of some verdicts are from HEAD.
-
-    Attributes:
-        oldest: the row that was measured first.
-        farthest: commits from HEAD, of the rows whose commit the checkout has.
-        unknown: rows of commits that it lacks.
-        dirty: rows of a changed tree.
-    """
-
-    oldest: Any
-    farthest: int
-    unknown: int
-    dirty: int
-
-    @property
-    def is_current(self) -> bool:
-        """Every row is of HEAD's code."""
-        return not (self.farthest or self.unknown or self.dirty)
-
-    def text(self, head: Head) -> str:
-        """The oldest row, the distance from HEAD, rows of other code."""
-        place = f"HEAD ({head.commit[:7]})" if head.commit else "HEAD"
-        if self.is_current:
-            return f"Every row is of {f'the code of {place}' if head.commit else 'an installed package'}."
-        parts = [f"The oldest row is of {day(self.oldest)}."]
-        if self.farthest:
-            parts.append(f"Rows are up to {self.farthest:,} commit{'s' * (self.farthest != 1)} from {place}.")
-        if self.dirty:
-            parts.append(f"Of a changed tree: {self.dirty:,} rows.")
-        if not head.commit:
-            parts.append("There is no checkout to compare them with.")
-        elif self.unknown:
-            parts.append(f"Of a commit that this checkout does not have: {self.unknown:,} rows.")
-        return " ".join(parts)
-
-
-def age_of(found: Sequence[SuiteVerdict], head: Head) -> Age:
-    """The age of at least one verdict."""
-    rows = pd.concat([v.rows for v in found])
-    distances = rows["commit"].map({commit: _distance(commit, head) for commit in rows["commit"].unique()})
-    return Age(
-        oldest=next(rows.sort_values("time", kind="stable").itertuples()),
-        farthest=max(map(int, distances.dropna()), default=0),
-        unknown=int(distances.isna().sum()),
-        dirty=int(rows["dirty"].sum()),
-    )
-
-
-def _distance(commit: str, head: Head) -> int | None:
-    """Return the commits between a row and HEAD; 0 where neither has one, as an installed package and its rows."""
-    return head.distance(commit) if commit or head.commit else 0
-
-
-@dataclass(frozen=True)
-class Headline:
-    """The verdicts in two lines.
-
-    Attributes:
-        word: `fail`, `void`, `worse`, `stale`, `pass` or `none`.
-        finding: the word with its figures.
-        age: of which code the rows are; empty without rows.
-    """
-
-    word: str
-    finding: str
-    age: str = ""
-
-
-def headline(found: Sequence[SuiteVerdict], head: Head, num_worse: int = 0) -> Headline:
-    """The verdict over all suites; with levels that are worse, which no check judges, it is not `pass`."""
-    if not found:
-        return Headline("none", "No check has passed or failed yet")
-    age = age_of(found, head)
-    word = overall(v.word for v in found)
-    if word == "pass" and not age.is_current:
-        word = "stale"
-    if num_worse and word in ("pass", "stale"):
-        word = "worse"
-    passed, judged = sum(v.count("pass") for v in found), sum(len(v.rows) for v in found)
-    levels = f", {num_worse:,} level{'s are' if num_worse > 1 else ' is'} worse" if num_worse else ""
-    return Headline(word, f"{WORDS[word]}: {passed:,} of {judged:,} checks of the newest runs{levels}", age.text(head))
+    return next((word for word in ("fail", "void", "stale", "pass") if word in found), "none")

@@ -11,8 +11,8 @@ import pandas as pd
 from hybrid_kv.dashboard.data import STATIC_SUITE
 from hybrid_kv.dashboard.series import Step
 
-WORDS = {"pass": "✓ pass", "fail": "✕ fail", "void": "○ void", "stale": "△ passed on other code", "none": "no verdict"}
-WORDS["worse"] = "✕ worse"
+SIGNS = {"pass": "✓", "fail": "✕", "worse": "✕", "void": "○", "stale": "△", "none": "–"}
+WORDS = {word: f"{sign} {word}" for word, sign in SIGNS.items()} | {"none": "no verdict"}
 NANOSECONDS = {"ns": 1.0, "us": 1e3, "ms": 1e6, "s": 1e9}
 AXES = {"": "value", "time ratio": "ratio of two times", "share": "share, %", "1/B": "per byte", "B": "bytes"}
 # Keys of metrics whose words are not the key without its underscores.
@@ -27,6 +27,11 @@ METRICS = {
     "exact_match_strict": "right answers, strict",
     "exact_match_flexible": "right answers, flexible",
 }
+
+
+def plural(count: int, noun: str) -> str:
+    """1 commit, 1,200 commits."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def suite_name(suite: str) -> str:
@@ -64,6 +69,11 @@ def change_text(step: Step) -> str:
     return f"{100 * step.change:+.3g} %" if step.before else f"{step.after - step.before:+.3g}"
 
 
+def short_change(step: Step) -> str:
+    """A change in two digits: +9 %, +0.03 where there was nothing before."""
+    return f"{100 * step.change:+.2g} %" if step.before else f"{step.after:+.2g}"
+
+
 def percent_change(row: Any) -> str:
     """A time ratio as a change with its interval: +8 % (+7 to +9)."""
     change, low, high = (f"{100 * (ratio - 1):+.3g}" for ratio in (row.value, row.ci_low, row.ci_high))
@@ -97,6 +107,8 @@ def metric(value: float, unit: str) -> str:
         return f"{number(value)}×"
     if unit == "share":
         return f"{100 * value:.1f} %"
+    if unit == "B" and abs(value) >= 1e6:
+        return f"{number(value / 1e6)} MB"
     return f"{number(value)} {unit}".strip()
 
 

@@ -14,9 +14,9 @@ from importlib import metadata
 from pathlib import Path
 
 from hybrid_kv import environment
+from hybrid_kv.results.measured import CODE, IMPORTS, measured_paths
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
-_NO_CODE = (":!results", ":!docs", ":!*.md")  # A commit that appends rows and redraws them changes nothing measured.
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,28 @@ class Head:
 
     commit: str
 
-    def distance(self, commit: str) -> int | None:
-        """Commits that changed code between a commit and this one, on either side; None: the checkout lacks it."""
+    def commits_since(self, commit: str, suite: str) -> int | None:
+        """Commits, on either side, that changed what a suite measures between a commit and this one.
+
+        0: its files are the same, also where a change was taken back. None: the checkout lacks the commit.
+        """
         if not self.commit or not re.fullmatch(r"[0-9a-f]{40}", commit):
             return None
-        count = _git("rev-list", "--count", f"{commit}...{self.commit}", "--", ".", *_NO_CODE)
-        return None if count is None else int(count)
+        return _commits_between(commit, self.commit, suite)
+
+    def times(self) -> dict[str, int]:
+        """When each commit of this one's history was made, in seconds since 1970; the oldest first.
+
+        Each is later than the one before it, whatever the clocks of their authors said.
+        """
+        text = _git("log", "--reverse", "--topo-order", "--format=%H %ct", self.commit) if self.commit else None
+        times: dict[str, int] = {}
+        newest = 0
+        for line in (text or "").splitlines():
+            commit, time = line.split()
+            newest = max(newest + 1, int(time))
+            times[commit] = newest
+        return times
 
     def describe(self, commits: Iterable[str]) -> dict[str, CommitInfo]:
         """Those of the commits that the checkout has."""
@@ -128,6 +144,23 @@ class Head:
 
 
 NO_HEAD = Head("")
+
+
+@cache
+def _commits_between(commit: str, head: str, suite: str) -> int | None:
+    paths = measured_paths(suite, *_tree(head))
+    count = _git("rev-list", "--count", f"{commit}...{head}", "--", *paths)
+    if count is None:
+        return None
+    return 0 if _git("diff", "--quiet", commit, head, "--", *paths) is not None else int(count)
+
+
+@cache
+def _tree(commit: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Files with code at a commit, and their import statements for `measured_paths`."""
+    files = _git("ls-tree", "-r", "--name-only", commit, "--", *CODE) or ""
+    imports = _git("grep", "-E", IMPORTS, commit, "--", "*.py") or ""
+    return tuple(files.splitlines()), tuple(line.partition(":")[2] for line in imports.splitlines())
 
 
 def head() -> Head:

@@ -10,5 +10,4 @@ from tests.dashboard.rows import results
 @pytest.fixture(scope="session")
 def full(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A page with every section, of a repository."""
-    pytest.importorskip("plotly", reason="the report needs plotly: pip install -e '.[report]'")
     return page_of(results(tmp_path_factory.mktemp("rows"), *everything(), *swarms()), "https://example.org/a/b/")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from html import unescape
-from typing import Any
 
 from hybrid_kv.dashboard.data import Results
 from hybrid_kv.dashboard.markdown import summary
@@ -34,14 +32,25 @@ def section(html: str, anchor: str) -> str:
 
 
 def titles(html: str) -> dict[str, str]:
-    found = re.findall(r'<section id="([\w-]+)"><p class="kind">[^<]*</p><h2 class="\w*">(.*?)</h2>', html)
+    title = r'<span class="kind">[^<]*</span><h2 class="\w*">(.*?)</h2>'
+    found = re.findall(rf'<section id="([\w-]+)">(?:<details><summary>)?{title}', html)
     return {anchor: unescape(title) for anchor, title in found}
 
 
-def data(html: str) -> dict[str, Any]:
-    found = re.search(r'id="history-data">(.*?)</script>', html, re.DOTALL)
-    assert found
-    return json.loads(found[1])  # type: ignore[no-any-return]
+def views(html: str) -> dict[str, list[str]]:
+    """By machine: the verdict, then the charts."""
+    made: dict[str, list[str]] = {}
+    for machine, block in re.findall(
+        r'<div data-view="(.*?)"(?: hidden)?>(<section.*?</section>)</div>', html, re.DOTALL
+    ):
+        made.setdefault(unescape(machine), []).append(block)
+    return made
+
+
+def charts(html: str, machine: str = "") -> dict[str, str]:
+    """The charts of a machine by title."""
+    found = re.findall(r'<article class="card.*?</article>', views(html)[machine][1], re.DOTALL)
+    return {unescape(re.search(r"<h3>(.*?)</h3>", card)[1]): card for card in found}  # type: ignore[index]
 
 
 def comment_of(results: Results, machine: str = "", head: Head = NO_HEAD) -> str:

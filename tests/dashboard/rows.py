@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from hybrid_kv.dashboard.data import Results, load
-from hybrid_kv.results import COLUMNS
+from hybrid_kv.results import COLUMNS, NO_HEAD, Head
 
 START = datetime(2026, 1, 1, tzinfo=timezone.utc)
 RECEIPT = {"checked_before": True, "checked_after": True, "max_error": 0.0}
@@ -54,6 +54,6 @@ def write(folder: Path, rows: list[dict[str, Any]], name: str = "made.csv") -> P
     return folder
 
 
-def results(folder: Path, *rows: dict[str, Any]) -> Results:
+def results(folder: Path, *rows: dict[str, Any], head: Head = NO_HEAD) -> Results:
     """The rows, written and read."""
-    return load(write(folder, list(rows)))
+    return load(write(folder, list(rows)), head)

@@ -19,7 +19,9 @@ def test_it_is_short_and_starts_with_its_marker(tmp_path: Path) -> None:
     text = comment_of(results(tmp_path, *everything()))
     lines = text.splitlines()
     assert lines[0] == MARKER == "<!-- hybrid-kv report -->"
-    assert lines[1] == "### hybrid-kv: ✕ fail: 51 of 54 checks of the newest runs, 1 level is worse"
+    assert lines[1] == "### hybrid-kv: ✕ HEAD is wrong"
+    assert lines[3] == "Right? ✕ no: 1 check failed. Slower? ✕ yes: compare engine_step/decode ✕ fail, and 2 more."
+    assert lines[5] == 'Next: `hybrid-kv guard -k "layout"`'
     assert len(lines) < 40
     assert "| `guard` | ✕ fail | 0 of 1 | `0004100` | `rack, H200` |" in lines
     assert "| `guard: layout, views` | `3 requests` | `0` | `0004100` 2026-02-11 | – | never |" in lines
@@ -38,9 +40,9 @@ def test_one_machine_leaves_the_others_out(tmp_path: Path) -> None:
 
 def test_when_all_is_well_only_verdicts_are_listed(tmp_path: Path) -> None:
     text = comment_of(results(tmp_path, row(0, verdict="pass")))
-    assert "△ passed on other code: 1 of 1" in text
+    assert "| △ stale | 1 of 1 |" in text
     assert text.count("\n|---") == 1
-    assert "not passed" not in text and "worse" not in text
+    assert "failing" not in text and "worse" not in text
 
 
 def test_steps_for_the_better_are_not_listed(tmp_path: Path) -> None:

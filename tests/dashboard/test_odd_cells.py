@@ -7,7 +7,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,8 +19,6 @@ from hybrid_kv.results import COLUMNS
 from tests.dashboard.html import comment_of
 from tests.dashboard.kinds import everything, swarms
 from tests.dashboard.rows import write
-
-pytest.importorskip("plotly", reason="the report needs plotly: pip install -e '.[report]'")
 
 ROWS = [*everything(), *swarms()]
 SUITES = sorted({one["suite"] for one in ROWS})

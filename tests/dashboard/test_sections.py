@@ -6,22 +6,18 @@ import json
 import re
 from pathlib import Path
 
-import pytest
-
 from hybrid_kv.dashboard.data import SWARM
 from hybrid_kv.dashboard.series import histories
-from tests.dashboard.html import Checkout, cells, data, page_of, section, titles
+from tests.dashboard.html import Checkout, cells, page_of, section, titles
 from tests.dashboard.kinds import everything, swarm, swarms
-from tests.dashboard.rows import history, results, row
-
-pytest.importorskip("plotly", reason="the report needs plotly: pip install -e '.[report]'")
+from tests.dashboard.rows import results, row
 
 
 def test_each_section_says_what_it_found(full: str) -> None:
     assert titles(full) == {
         "failing-now": "6 checks failed, 1 level is worse",
-        "verdict": "✕ fail: 52 of 58 checks of the newest runs, 1 level is worse",
-        "history": "1 of 136 series changed their level; 1 changes are worse",
+        "suites": "52 of 58 checks of the newest runs passed",
+        "history": "1 of 136 series changed their level, 1 of 1 steps for the worse",
         "commits": "0 of the 46 newest commits changed a metric",
         "swarms": "Swarms ran 95,400 exact requests; the newest violated 2 rules",
         "comparison": "1 of 5 benchmarks is slower than fffffff",
@@ -56,26 +52,17 @@ def test_the_author_of_the_first_failing_commit_is_named(tmp_path: Path) -> None
     assert "failing-now" not in titles(page_of(results(tmp_path / "b", row(0))))
 
 
-def test_the_history_has_levels_steps_and_both_commits(full: str) -> None:
-    document = data(full)
-    (series,) = [s for s in document["series"] if s["steps"]]
-    assert series["machine"] == "rack, H200" and sum(series["dirty"]) == 1
-    assert [level["value"] for level in series["levels"]] == [101, 121]
-    assert [(step["word"], step["time"]) for step in series["steps"]] == [("worse", series["time"][20])]
-    assert document["series"][document["start"]] == series
-    assert [document["commits"][c][:5] for c in series["commit"]][:3] == ["00000", "00001", "00002"]
-    ((name, change, _, levels, _, commits),) = cells(section(full, "history"))
-    assert "state_update: slots" in name and (change, levels) == ("+19.8 %", "101 ns → 121 ns")
-    assert commits.index("0001900") < commits.index("0002000")
-    assert {s["name"].split(":")[0] for s in document["series"]}.isdisjoint({"compare", "operating_curve", "swarm"})
-
-
-@pytest.mark.parametrize(("count", "folded"), [(5, False), (6, True)])
-def test_many_steps_are_folded(tmp_path: Path, count: int, folded: bool) -> None:
-    rows = [one for i in range(count) for one in history([1.0, 2.0], unit="B", metric=f"m{i}")]
-    own = section(page_of(results(tmp_path, *rows)), "history")
-    assert (f"<summary>{count} steps, newest first</summary>" in own) == folded
-    assert own.count("data-series=") == count
+def test_the_history_lists_all_series_those_with_steps_first(full: str) -> None:
+    lines = cells(section(full, "history"))
+    assert len(lines) == 136
+    name, runs, newest, change, line, commits, machine = lines[0]
+    assert name == "state_update: slots, CPU time<br><small>K=3, model=nano</small>"
+    assert (runs, newest, change) == ("40", "120 ns", '<b class="worse">+19.8 %</b>')
+    assert commits.index("0001900") < commits.index("0002000") and "rack, H200" in machine
+    corners = re.search(r'<polyline class="trace" points="(.*?)"', line)
+    assert corners and len(corners[1].split()) == 39  # the run of a changed tree is left out
+    assert line.count('class="tick"') == 1
+    assert not any(re.match(r"(compare|operating_curve|swarm):", name) for name, *_ in lines)
 
 
 def test_a_comparison_lists_times_and_counts_that_changed(tmp_path: Path) -> None:
@@ -136,11 +123,12 @@ def test_a_swarm_that_was_saved_twice_counts_once(full: str, tmp_path: Path) -> 
 
 
 def test_each_suite_and_machine_has_a_tile(full: str, tmp_path: Path) -> None:
-    own = section(full, "verdict")
+    own = section(full, "suites")
     for machine, word, suite in (("rack, H200", "fail", "guard"), ("box", "stale", "guard"), ("", "stale", "static")):
         tile = rf'<li class="tile" data-machine="{machine}"><b class="{word}">[^<]*</b><span class="name">{suite}'
         assert re.search(tile, own)
+    assert "stale: a commit that this checkout lacks: hybrid-kv guard --record</span>" in own
     guard = {"suite": "guard", "benchmark": "block ids", "unit": "", "verdict": "pass"}
     rows = [row(1, {"unfit": "others took 33% <b>"}, **guard), row(1, machine="rack", **guard)]
-    tiles = section(page_of(results(tmp_path, *rows)), "verdict")
-    assert tiles.count("not fit for times: others took 33% &lt;b&gt;</span></li>") == 1
+    tiles = section(page_of(results(tmp_path, *rows)), "suites")
+    assert tiles.count("not fit for times: others took 33% &lt;b&gt;</span>") == 1

@@ -164,7 +164,7 @@ def left_over(folder: Path, no_json: set[str]) -> list[str]:
 @pytest.fixture(autouse=True, scope="module")
 def _slow_start() -> None:
     """Imports and compilation, which a slow disk would make look like a hang."""
-    for late in ("transformers.models.auto.tokenization_auto", "hybrid_kv.accuracy.run", "duckdb", "plotly"):
+    for late in ("transformers.models.auto.tokenization_auto", "hybrid_kv.accuracy.run", "duckdb"):
         pytest.importorskip(late)
     HostTables([TableLayout(1, 1, 1, 1)], 1, 1)
 

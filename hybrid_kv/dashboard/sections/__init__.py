@@ -12,14 +12,14 @@ from hybrid_kv.dashboard.report import Report, Section
 from hybrid_kv.dashboard.sections.checks import accuracy, drafts_and_hits, swarms
 from hybrid_kv.dashboard.sections.expansion import kernel_blocks
 from hybrid_kv.dashboard.sections.history import history
-from hybrid_kv.dashboard.sections.status import commits, failing_now, verdict
+from hybrid_kv.dashboard.sections.status import commits, failing_now, suites
 from hybrid_kv.dashboard.sections.times import comparison, gpu, operating_curve, other_engines, static_kernel_metrics
 
 # In the order of the page, each with the command that measures it; empty: not listed where rows are missing.
 SECTIONS: dict[Callable[[Report], Section | None], str] = {
     failing_now: "",
-    verdict: "hybrid-kv guard --record",
-    history: "",
+    suites: "hybrid-kv guard --record",
+    history: "make history",
     commits: "",
     swarms: "",
     comparison: "hybrid-kv compare HEAD~1 HEAD --record",

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from html import escape
 from typing import Any
 
 from hybrid_kv.dashboard.changes import MAX_COMMITS, Measured
 from hybrid_kv.dashboard.data import column
-from hybrid_kv.dashboard.draw import coloured, folded, in_script, name_of, paragraph, table, with_small_case
+from hybrid_kv.dashboard.draw import coloured, folded, name_of, paragraph, table, with_small_case
 from hybrid_kv.dashboard.failing import Failing, counted
 from hybrid_kv.dashboard.report import Report, Section
-from hybrid_kv.dashboard.verdicts import SuiteVerdict, age_of, headline, overall, verdicts
+from hybrid_kv.dashboard.verdicts import SuiteVerdict, command_of, overall
 from hybrid_kv.dashboard.words import WORDS, day, suite_name
 
 NOTHING = "Every check of the newest runs passed, and no level that has no check is worse than it was."
@@ -21,6 +19,10 @@ RULE = (
     "A check fails since the first of its last runs in a row that did not pass, a level since a step for the worse "
     "that was not reverted; where a check judges the level, its verdict counts. The cause lies between the last commit "
     "that passed and the first that failed: hybrid-kv bisect GOOD BAD finds it."
+)
+STALE_RULE = (
+    "A run counts for HEAD as long as none of the files that it measures has changed since: the modules that its suite "
+    "imports, directly or not, and their data. Otherwise it is stale, by so many commits that changed one of them."
 )
 MAX_UNFOLDED = 8  # commits
 
@@ -55,31 +57,30 @@ def _run(report: Report, row: Any) -> str:
     return report.link(row.commit + "-dirty" * row.dirty) + f", <time>{day(row)}</time>"
 
 
-def verdict(report: Report) -> Section | None:
+def suites(report: Report) -> Section | None:
     """What passed and what did not, in the newest run of each suite on each machine."""
-    found = verdicts(report.results.rows)
+    found = report.verdicts
     if not found:
         return None
-    whole = report.headline()
-    headlines = {machine: asdict(report.headline(machine)) for machine in ("", *report.results.machines)}
-    body = f"""<p class="age {whole.word}">{escape(whole.age)}</p>
-<script type="application/json" id="headlines">{in_script(json.dumps(headlines))}</script>
-<ul class="tiles">{"".join(_tile(report, v) for v in found)}</ul>"""
-    return Section("Verdict", whole.finding, body, whole.word)
+    passed, judged = sum(v.count("pass") for v in found), sum(len(v.rows) for v in found)
+    finding = f"{passed:,} of {judged:,} checks of the newest runs passed"
+    word = overall(v.word for v in found)
+    body = f'<ul class="tiles">{"".join(_tile(report, v) for v in found)}</ul>' + paragraph(STALE_RULE)
+    return Section("Suites", finding, body, word)
 
 
 def _tile(report: Report, v: SuiteVerdict) -> str:
-    age, word = age_of([v], report.head), headline([v], report.head).word
     commit = report.link(v.newest.commit) + (" + changes" if v.newest.dirty else "")
-    far = f"<span class=where>{age.farthest:,} commits from HEAD</span>" if age.farthest else ""
     mark = next((text for text in column(v.rows, "unfit", str) if text), None)
-    unfit = f"<span class=where>not fit for times: {escape(mark)}</span>" if mark else ""
+    notes = [f"{v.fresh.text}: {command_of(v.suite)}"] if v.fresh and v.is_stale else []
+    notes += [f"not fit for times: {mark}"] if mark else []
     return (
-        f'<li class="tile" data-machine="{escape(v.machine)}">{coloured(word, WORDS[word])}'
+        f'<li class="tile" data-machine="{escape(v.machine)}">{coloured(v.word, WORDS[v.word])}'
         f'<span class="name">{escape(suite_name(v.suite))}</span>'
         f"<span>{v.count('pass'):,} of {len(v.rows):,} checks</span>"
-        f"<span class=where>{commit}, <time>{day(v.newest)}</time></span>{far}"
-        f"<span class=where>{escape(v.machine) or 'any machine'}</span>{unfit}</li>"
+        f"<span class=where>{commit}, <time>{day(v.newest)}</time></span>"
+        f"{''.join(f'<span class=where>{escape(note)}</span>' for note in notes)}"
+        f"<span class=where>{escape(v.machine) or 'any machine'}</span></li>"
     )
 
 
