@@ -168,10 +168,9 @@ def expansion_table(results: Results) -> str | None:
         return None
     lines = [[f"{way.blocks_per_kv_block}, {way.name}", *_marked(expansion.cells(way))] for way in found]
     text = f"{expansion.crossover_text(found)} {expansion.launch_text()}"
-    made = f"{text}\n\n{markdown_table(['µs of ids', *expansion.head()], lines)}"
+    made = f"{text}\n\n{markdown_table([expansion.WAY_HEAD, *expansion.head()], lines)}"
     if compiled := expansion.predicted(results):
-        made += "\n\nTriton's kernel as compiled and as predicted; nothing here is measured:\n\n"
-        made += markdown_table(expansion.PREDICTED_HEAD, compiled)
+        made += f"\n\n{expansion.PREDICTED_TEXT}\n\n{markdown_table(expansion.PREDICTED_HEAD, compiled)}"
     return made
 
 
@@ -183,7 +182,7 @@ def expansion_short_table(results: Results) -> str | None:
     metrics = ("end_to_end_time",)
     ways = [way for way in found if way.blocks_per_kv_block == SHORT_BLOCKS_PER_KV_BLOCK]
     lines = [[way.name, *_marked(expansion.cells(way, metrics=metrics))] for way in ways]
-    table = markdown_table(["µs of ids", *expansion.head(metrics=metrics)], lines)
+    table = markdown_table(["way", *expansion.head(metrics=metrics)], lines)
     return f"{table}\n\n{expansion.crossover_text(found)} {expansion.launch_text()}"
 
 

@@ -80,6 +80,8 @@ def test_a_time_of_a_gpu_takes_the_place_of_its_mark(tmp_path: Path) -> None:
     found = results(tmp_path, *expansions(), *made)
     by_subject = {way.subject: expansion.cells(way)[-3:] for way in expansion.ways(found)}
     assert by_subject.pop("triton") == [NOT_MEASURED, "2.4", "31"]
+    (raced,) = [line for line in cells(section(page_of(found), "gpu")) if "num_ids=1024" in line[0]]
+    assert raced[1].startswith("31 µs")  # what the ratios beside it are of
     assert set(map(tuple, by_subject.values())) == {(NOT_MEASURED,) * 3}
 
 
@@ -97,13 +99,13 @@ def test_predictions_have_a_table_of_their_own(tmp_path: Path) -> None:
     assert line[:5] == ["8", "–", "9", "–", "–"]  # 2 for each of 4.5 bytes
     assert line[5].startswith("1.7") and " to " in line[5]
     text = figures.expansion_table(found) or ""
-    measured, _, known = text.partition("nothing here is measured:")
+    measured, _, known = text.partition("Nothing here is measured:")
     assert "predicted µs" in known and "predicted µs" not in measured
     assert measured.count(f"*{NOT_MEASURED}*") == 15
     assert "| 8, list | 0.9 | 13.3 | 410 | 26,215 | 32,768 | 0 | *not measured* |" in measured
     short = figures.expansion_short_table(found) or ""
     assert "| Triton | 0.212 | 0.584 | 12.5 | 787 | 4,096 | 1 | *not measured* |\n" in short
-    assert "from this many ids on: 6 (5 to 7) at 8 kernel blocks" in short and "at 32 blocks" in short
+    assert "per block: 6 (5 to 7) with 8. In the review of vllm!38831 it was 32." in short
 
 
 def test_sizes_that_are_shown_are_measured_and_counted() -> None:

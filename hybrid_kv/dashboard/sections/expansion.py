@@ -32,6 +32,7 @@ TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 PREDICTED_ON = ("h100", "b200")
 PREDICTED_IDS = (1024, 65536)
 KERNEL = "kernel_blocks.expand"
+WAY_HEAD = "kernel blocks per block, way"
 SHAPE = r"^([1-9]\d{0,4}) per block$"  # of its compiled cases
 PROGRAM = 1024  # kernel blocks of one program of the kernel
 
@@ -135,26 +136,26 @@ def crossovers(found: Sequence[Way]) -> dict[int, Crossover]:
 
 def crossover_text(found: Sequence[Way]) -> str:
     """The crossover of list and numpy in words, beside the reviewed one."""
-    parts = [f"{one.text} at {bpk}" for bpk, one in crossovers(found).items()]
+    places = [f"{one.text} with {bpk}" for bpk, one in crossovers(found).items()]
     return (
-        f"The host's part is shorter in numpy than in a list from this many ids on: {', '.join(parts)} kernel blocks "
-        "per block (in brackets by the ends of both times' 95 % intervals). "
-        f"The review of vllm!38831 put it at {REVIEWED} blocks."
+        f"numpy overtakes a list at this many ids, by kernel blocks per block: {', '.join(places)}. "
+        f"In the review of vllm!38831 it was {REVIEWED}."
     )
 
 
 def launch_text() -> str:
     """What the host's parts leave out."""
     return (
-        "The host's part ends where an upload begins. torch and Triton prepare the same ids there; each of their "
-        f"launches costs the host {number(LAUNCH)} µs more, as predicted. The engine's launch serves a whole step."
+        f"A launch costs the host a predicted {number(LAUNCH)} µs more. torch and Triton prepare the same ids; the "
+        "engine's launch serves a whole step."
     )
 
 
 def head(ids: Sequence[int] = SHOWN_IDS, metrics: Sequence[str] = GPU_METRICS) -> list[str]:
     """Of `cells`."""
-    named = {"host_time": "GPU: host", "gpu_time": "GPU: device", "end_to_end_time": "GPU: end to end"}
-    return [*(f"{n:,}" for n in ids), "uploaded, B", "launches", *(named[metric] for metric in metrics)]
+    named = {"host_time": "GPU: host, µs", "gpu_time": "GPU: device, µs", "end_to_end_time": "GPU: end to end, µs"}
+    sizes = [f"{n:,} {'id' if n == 1 else 'ids'}, µs" for n in ids]
+    return [*sizes, "uploaded, B", "launches", *(named[metric] for metric in metrics)]
 
 
 def cells(way: Way, ids: Sequence[int] = SHOWN_IDS, metrics: Sequence[str] = GPU_METRICS) -> list[str]:
@@ -170,6 +171,10 @@ def _microseconds(row: Any) -> str:
 
 # ---- what is known without a GPU ----
 
+PREDICTED_TEXT = (
+    "Triton's kernel as compiled, in instructions of a thread for each kernel block, and as predicted, in µs of a "
+    "launch on the device with their 90 % interval. Nothing here is measured:"
+)
 PREDICTED_HEAD = [
     "kernel blocks per block",
     *(f"instructions, {target}" for target in TARGETS),
@@ -218,11 +223,11 @@ def kernel_blocks(report: Report) -> Section | None:
     finding = f"numpy is faster than a list from {firsts} ids on; {on_gpu}"
     lines = [[f"{way.blocks_per_kv_block}, {way.name}", *map(escape, cells(way))] for way in found]
     body = paragraph(f"{crossover_text(found)} {launch_text()}")
-    body += table(["µs by number of ids; kernel blocks per block, way", *head()], lines, limit=1000)
+    body += table([WAY_HEAD, *head()], lines, limit=1000)
     first = next(row for way in found for row in way.host.values())
     measured_on = f"Measured on {first.machine}, {day(first)}. " if first.machine else ""
     body += paragraph(f"{measured_on}Uploads, launches and times on a GPU are those of {GPU_IDS:,} ids.")
     if compiled := predicted(report.results):
-        text = paragraph("Triton's kernel as compiled and as predicted: nothing here is measured.")
+        text = paragraph(PREDICTED_TEXT)
         body += folded("Known without a GPU", text + table(PREDICTED_HEAD, compiled))
     return Section("Kernel blocks", finding, body)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from html import escape
 from typing import Any
 
@@ -134,7 +134,7 @@ def _gpu_table(rows: pd.DataFrame) -> str:
     lines = [
         [
             f"{escape(subject)}<br><small>{escape(case)}</small>",
-            with_small_interval(of["gpu_time"]) if "gpu_time" in of else "",
+            _raced_time(of),
             escape(with_unit(of["bandwidth"])) if "bandwidth" in of else "",
             f"{100 * of['share_of_copy'].value:.0f} %" if "share_of_copy" in of else "",
             with_small_interval(of["ratio"]) if "ratio" in of else "",
@@ -142,6 +142,12 @@ def _gpu_table(rows: pd.DataFrame) -> str:
         for (case, subject), of in metrics.items()
     ]
     return table(["subject", "time", "bandwidth", "of a copy's", "times ours"], lines)
+
+
+def _raced_time(metrics: Mapping[str, Any]) -> str:
+    """The time that rivals were compared by, as HTML: end to end if it was measured, else the device's."""
+    time = metrics.get("end_to_end_time", metrics.get("gpu_time"))
+    return "" if time is None else with_small_interval(time)
 
 
 def static_kernel_metrics(report: Report) -> Section | None:
