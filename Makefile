@@ -14,7 +14,7 @@ export N ?= 5
 
 .PHONY: guard guard-quick test fuzz mutants bench lint words lint-workflows kernels check-results compare commit-page may-bench step-summary comment
 .PHONY: report red figures docs titles history asv-page peers bench-peers
-.PHONY: rehearse gpu-test gpu-guard gpu-bench gpu-compare gpu-accuracy guard-engine merge-results push-results alarm wheel announce clean
+.PHONY: rehearse smoke gpu-test gpu-guard gpu-bench gpu-compare gpu-accuracy guard-engine merge-results push-results alarm wheel announce clean
 guard: $(STAMP)
 	$(BIN)/hybrid-kv guard
 
@@ -111,6 +111,10 @@ rehearse: $(STAMP)
 		echo "rehearsal $$fault"; $(BIN)/python .ci/rehearse $${fault:+--fault $$fault} || failed=1; \
 	done; \
 	wait $$steps || failed=1; cat out/steps.txt; exit $$failed
+
+# Every other target and every command of README and docs, in a clean clone; SMOKE=--reverse, or --only=peers.
+smoke: $(STAMP)
+	$(BIN)/python .ci/smoke $$SMOKE
 
 gpu-test: $(STAMP)
 	$(BIN)/python -m pytest -m gpu
