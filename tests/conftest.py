@@ -26,6 +26,8 @@ settings.register_profile(
 )
 # `make fuzz`: other examples every time, as many as ten minutes take.
 settings.register_profile("nightly", parent=settings.get_profile("hybrid-kv"), derandomize=False, max_examples=3000)
+# `make rehearse`
+settings.register_profile("rehearsal", parent=settings.get_profile("nightly"), max_examples=2)
 # `hybrid-kv mutants --by triton`, which wants to know that a test fails and not the smallest example.
 settings.register_profile("mutants", parent=settings.get_profile("hybrid-kv"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile("hybrid-kv")
