@@ -116,6 +116,7 @@ SCRIPTS = [ROOT / "Makefile", *(path for path in sorted((ROOT / ".ci").iterdir()
 COMMANDS = {
     (name, option)
     for path in SCRIPTS
+    if path.suffix != ".yaml"  # tests/test_smoke.py
     for name, line in re.findall(r"hybrid[-_]kv\"? ([a-z]+)(.*)", path.read_text())
     for option in re.findall(r" (--[\w-]+)", line)
 }
@@ -197,6 +198,31 @@ def test_a_night_is_compared_with_the_last_that_passed(script, tmp_path):
     assert script("gpu-compare", "hybrid-kv", BASE="slow") == "" and not (tmp_path / "nightly/gpu-passed").exists()
     assert script("gpu-compare", "hybrid-kv") == "compare --tier gpu --results nightly -- def .\n"
     assert len((tmp_path / "nightly/gpu-passed").read_text()) == 41
+
+
+def test_a_first_night_has_compared_nothing_and_is_what_the_next_is_compared_with(script, tmp_path):
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "commit", "-q", "--allow-empty", "-m", "x")
+    assert script("gpu-compare", "hybrid-kv").startswith("void: no commit has passed yet")
+    assert len((tmp_path / "nightly/gpu-passed").read_text()) == 41
+
+
+# In place of hybrid-kv: no line has changed.
+VOID = """#!/bin/sh
+echo "$@" >>"$CALLS"
+case "$*" in *changed-since*) exit 3;; esac
+"""
+
+
+def test_a_day_without_a_changed_line_takes_a_sample_or_is_void(script, tmp_path):
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "commit", "-q", "--allow-empty", "-m", "x")
+    (tmp_path / "hybrid-kv").write_text(VOID)
+    first, second = script("mutants", "hybrid-kv", N="100", SAMPLE="20").splitlines()
+    assert "--generated 100 --changed-since" in first and "--generated 20 --seed" in second
+    done = subprocess.run(["bash", ROOT / ".ci/titles", "HEAD"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 3 and done.stdout.startswith("void: ")
+    assert script("mutants", "hybrid-kv", N="100") == ""
 
 
 def test_rows_are_appended_to_their_branch(script, tmp_path):
@@ -291,11 +317,11 @@ def test_the_action_guards_and_keeps_its_verdict(script, tmp_path):
     assert script("action", RUN="all", **where) == "error: run=all: use guard, compare or comment\n"
 
 
-def test_an_engine_without_an_image_is_left_out_and_an_unknown_one_refused(tmp_path):
+def test_an_engine_without_an_image_and_an_unknown_one_are_refused(tmp_path):
     given = {**os.environ, "RESULTS": str(tmp_path), "MODEL": "lfm2", "IMAGE": ""}
     command = ["bash", ROOT / ".ci/guard-engine", "hybrid-kv"]
     for engine, code, text in (
-        ("vllm", 0, "no image of vllm is named"),
+        ("vllm", 2, "error: no image of vllm is named; IMAGE=NAME names one"),
         ("tgi", 2, "error: ENGINE=tgi: use vllm or sglang"),
     ):
         done = subprocess.run(command, env={**given, "ENGINE": engine}, capture_output=True, text=True)
