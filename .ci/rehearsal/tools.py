@@ -60,7 +60,7 @@ def two_contests() -> None:
 
     def contests(*_: object, **__: object) -> Iterator[gpu.Contest]:
         yield gated_norm.norms("cuda", "tiny", 5)
-        yield kernel_blocks.expansions("cuda", 3, 5, 34)
+        yield kernel_blocks.contest("cuda", 16, 8)
 
     SHAPES["tiny"] = LayerShape(4, 16, 16, 2, 4, 2, 32)
     gpu.contests = contests
