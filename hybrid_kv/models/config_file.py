@@ -177,7 +177,7 @@ def from_hub(model: str | Path, download: str, **wanted: Any) -> Path:
     import huggingface_hub
 
     try:
-        local = not _hub_answers(huggingface_hub, str(model))
+        local = not hub_answers(str(model))
         return Path(getattr(huggingface_hub, download)(str(model), local_files_only=local, **wanted))
     except huggingface_hub.errors.LocalEntryNotFoundError:
         problem = f"not a folder, the hub does not answer within {HUB_SECONDS} s, and no earlier download has it"
@@ -186,10 +186,12 @@ def from_hub(model: str | Path, download: str, **wanted: Any) -> Path:
         raise ConfigError(f"model {model}: not a folder, and the hub says: {first_line(error)}") from None
 
 
-def _hub_answers(hub: Any, model: str) -> bool:
-    """Return whether there is a network, an answer that the repository does not exist included."""
+def hub_answers(repository: str, file: str = "config.json", kind: str = "model") -> bool:
+    """Return whether there is a network, an answer that the hub has no such file included."""
+    import huggingface_hub as hub
+
     try:
-        hub.get_hf_file_metadata(hub.hf_hub_url(model, "config.json"), timeout=HUB_SECONDS)
+        hub.get_hf_file_metadata(hub.hf_hub_url(repository, file, repo_type=kind), timeout=HUB_SECONDS)
     except hub.errors.HfHubHTTPError:
         return True
     except Exception:  # its errors of transport are those of one of three packages, by version

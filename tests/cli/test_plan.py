@@ -121,16 +121,27 @@ def test_a_model_of_the_hub_is_planned_from_its_config_alone(
     assert fetched == [(name, "config.json") for name in ("nvidia/nano", "nvidia/gone")]
 
 
-def test_without_a_network_the_hub_is_tried_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (
+            "plan owner/name",
+            "model owner/name: not a folder, the hub does not answer within 5 s, and no earlier download has it; give "
+            "a folder, or try again with a network",
+        ),
+        (
+            "accuracy --task gsm8k --limit 2",
+            "openai/gsm8k cannot be loaded, the hub does not answer within 5 s; give --gsm8k-dir, or set "
+            "HF_HUB_OFFLINE=1 to use an earlier download",
+        ),
+    ],
+)
+def test_without_a_network_the_hub_is_tried_once(tmp_path: Path, words: str, error: str) -> None:
     """By the hub's own client, in a process of its own: it reads its address once."""
     where = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
-    command = [sys.executable, "-m", "hybrid_kv.cli", "plan", "owner/name"]
-    done = subprocess.run(command, env={**os.environ, **where}, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "error: model owner/name: not a folder, the hub does not answer within 5 s, and no earlier download has it; "
-        "give a folder, or try again with a network\n"
-    )
+    command = [sys.executable, "-m", "hybrid_kv.cli", *words.split()]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, **where}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {error}\n")
 
 
 def test_a_file_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

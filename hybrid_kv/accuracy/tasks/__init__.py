@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.files import read_text
-from hybrid_kv.models.config_file import first_line
+from hybrid_kv.models.config_file import HUB_SECONDS, first_line, hub_answers
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -80,6 +80,8 @@ def load_task(
     from lm_eval.tasks import TaskManager
 
     config = _synth_config(seed, limit) if task == "gsm8k_synth" else _gsm8k_config(gsm8k_dir)
+    if task == "gsm8k" and gsm8k_dir is None:
+        _require_hub(config["dataset_path"])
     with quiet_lm_eval():
         try:
             # Without lm-eval's own tasks, whose index takes 10 s to read.
@@ -147,6 +149,17 @@ def _gsm8k_config(folder: str | Path | None) -> dict[str, Any]:
         files = {Path(name).stem: str(Path(folder).resolve() / name) for name in GSM8K_FILES}
         config |= {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": files}}
     return config
+
+
+def _require_hub(dataset: str) -> None:
+    """Raise where the hub does not answer: its client would retry for most of a minute, and print that."""
+    from huggingface_hub import is_offline_mode
+
+    if not is_offline_mode() and not hub_answers(dataset, "README.md", "dataset"):
+        raise ConfigError(
+            f"{dataset} cannot be loaded, the hub does not answer within {HUB_SECONDS} s; give --gsm8k-dir, or set "
+            "HF_HUB_OFFLINE=1 to use an earlier download"
+        )
 
 
 @contextmanager
