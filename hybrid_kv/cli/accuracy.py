@@ -204,6 +204,16 @@ def accuracy_compare(
 
 @app.command("threshold")
 def accuracy_threshold(
+    runs: Annotated[
+        list[str] | None, typer.Argument(help="With --for: files of ten or more equal runs, as compare reads them.")
+    ] = None,
+    engine: Annotated[
+        Literal["vllm", "sglang", "trtllm"] | None,
+        typer.Option("--for", help="Print the lines of this engine's own gate instead."),
+    ] = None,
+    false_alarms: Annotated[
+        float, typer.Option(min=1e-6, max=0.5, help="With --for: share of unchanged runs that may be below.")
+    ] = 0.01,
     rows: Annotated[str, typer.Option(help="CSV with the runs.")] = "results/accuracy.csv",
     model: Annotated[str, typer.Option(help="Name of the model in the rows.")] = "guard_model",
     task: Annotated[str, typer.Option(help="Name of the task in the rows.")] = "gsm8k_synth",
@@ -212,17 +222,23 @@ def accuracy_threshold(
     as_json: AsJson = False,
     out: OutFile = None,
 ) -> None:
-    """Compute the floors for --check-floor from ten or more runs and write them to a file."""
+    """Compute the floors for --check-floor from ten or more runs and write them to a file; or an engine's lines."""
     from dataclasses import asdict
 
+    from hybrid_kv.config import ConfigError
     from hybrid_kv.errors import require
     from hybrid_kv.files import check_outputs
     from hybrid_kv.results import read_rows
 
     require("scipy", "yaml")
+    check_outputs(out)
+    if (engine is None) != (not runs):
+        raise ConfigError("--for and files of runs go together: hybrid-kv accuracy threshold --for vllm RUN RUN …")
+    if engine is not None and runs:
+        _show_engine_threshold(engine, runs, false_alarms, as_json, out)
+        return
     from hybrid_kv.accuracy import threshold
 
-    check_outputs(out)
     file = file or threshold.FILE
     frame = read_rows(rows)
     floors = [threshold.floor_from_rows(frame, model, task, name, limit) for name in threshold.METRICS]
@@ -235,3 +251,11 @@ def accuracy_threshold(
             print(f"{floor.filter}: floor {floor.floor:.2%}{was}, {spread}")
 
     show({"floors": [asdict(floor) for floor in floors]}, as_json, out, lines)
+
+
+def _show_engine_threshold(engine: str, runs: list[str], false_alarms: float, as_json: bool, out: Path | None) -> None:
+    from hybrid_kv.accuracy.engine_threshold import ENGINES, threshold_from_files
+
+    made = threshold_from_files(runs, false_alarms)
+    lines = ENGINES[engine](made)
+    show(made.summary() | {"for": engine, "lines": lines}, as_json, out, lambda: print("\n".join(lines)))
