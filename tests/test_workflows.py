@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hybrid_kv import LLM
+from hybrid_kv.accuracy.guard_model import FOLDER
+from hybrid_kv.results import read_rows
 from tests.bench.harness.toy import git
+from tests.serve.conftest import OPTIONS, served
 from tests.test_docs import check_options
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -314,7 +318,56 @@ def test_the_action_guards_and_keeps_its_verdict(script, tmp_path):
     assert script("action", RUN="compare", BASE="main", **where).endswith(" -- main .\n") and not page.exists()
     (tmp_path / "out/summary.md").write_text("### 1 of 2\n")
     assert script("action", RUN="guard", TARGET="slow", MODEL="m", **where) == "" and page.read_text() == "### 1 of 2\n"
-    assert script("action", RUN="all", **where) == "error: run=all: use guard, compare or comment\n"
+    assert script("action", RUN="all", **where) == "error: run=all: use guard, accuracy, compare or comment\n"
+
+
+def test_the_action_runs_all_gates_of_accuracy(script, tmp_path):
+    given = {"HYBRID_KV": "hybrid-kv", "RUN": "accuracy", "TARGET": "http://x", "MODEL": "m", "TASK": "gsm8k"}
+    first, second = script("action", **given, MIN_ACCEPTANCE_LENGTH="2.6", MAX_KL="0.0025").splitlines()
+    assert first.startswith(
+        "accuracy --target=http://x --model=m --results out --task=gsm8k --min-acceptance-length=2.6 "
+    )
+    assert second.startswith("accuracy divergence --target=http://x --model=m --results out --max-kl=0.0025 ")
+    first, _ = script("action", **given, BASELINE="a b.jsonl").splitlines()
+    assert "--against=a b.jsonl " in first and "--task" not in first
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"), [("00", 0), ("10", 1), ("01", 1), ("21", 1), ("12", 1), ("30", 3), ("03", 3), ("20", 2)]
+)
+def test_the_action_ends_with_the_worst_of_the_gates(codes, expected, tmp_path):
+    command = tmp_path / "hybrid-kv"
+    command.write_text(f'#!/bin/sh\nif [ "$2" = divergence ]; then exit {codes[1]}; fi\nexit {codes[0]}\n')
+    command.chmod(0o755)
+    given = {**os.environ, "HYBRID_KV": str(command), "RUN": "accuracy", "TARGET": "t", "MODEL": "m", "TASK": "gsm8k"}
+    done = subprocess.run(["bash", ROOT / ".ci/action"], cwd=tmp_path, env=given, check=False)
+    assert done.returncode == expected
+
+
+def test_the_action_runs_all_gates_for_real(tmp_path):
+    """Against a server, with the command that is installed."""
+    options = {**OPTIONS, "max_model_len": 1024, "mamba_cache_mode": "align"}
+    options |= {"speculative_method": "mtp", "num_speculative_tokens": 3}
+    with served(LLM(str(FOLDER), **options)) as server:
+        given = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "HYBRID_KV": str(Path(sys.executable).with_name("hybrid-kv")),
+            "GITHUB_STEP_SUMMARY": str(tmp_path / "page.md"),
+            **{"RUN": "accuracy", "TARGET": server.url, "MODEL": "guard_model", "TASK": "gsm8k_synth"},
+            **{"QUESTIONS": "8", "MIN_ACCEPTANCE_LENGTH": "2"},
+        }
+        done = subprocess.run(["bash", ROOT / ".ci/action"], cwd=tmp_path, env=given, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = read_rows(tmp_path / "out/accuracy.csv").set_index("metric")["verdict"]
+    assert {name: rows[name] for name in ("acceptance_length", "cached_kl", "unlikely_tokens")} == {
+        "acceptance_length": "pass",
+        "cached_kl": "pass",
+        "unlikely_tokens": "pass",
+    }
+    assert "exact_match_strict" in rows
+    kept = {"accuracy.xml", "accuracy.json", "divergence.xml", "divergence.json", "samples.jsonl.gz", "summary.md"}
+    assert kept <= {file.name for file in (tmp_path / "out").iterdir()}
 
 
 def test_an_engine_without_an_image_and_an_unknown_one_are_refused(tmp_path):

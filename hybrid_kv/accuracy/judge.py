@@ -15,7 +15,9 @@ from typing import Any
 
 from hybrid_kv.accuracy import acceptance, answers, compare, run, threshold
 from hybrid_kv.accuracy.answers import Answers
+from hybrid_kv.accuracy.chat import PLAIN, ChatMode, Template, mode_of, template_of
 from hybrid_kv.accuracy.compare import Comparison
+from hybrid_kv.accuracy.guard_model import embedded
 from hybrid_kv.accuracy.read import read_answers
 from hybrid_kv.accuracy.run import STRICT, AccuracyResult
 from hybrid_kv.accuracy.samples import answers_of
@@ -25,6 +27,7 @@ from hybrid_kv.ci import Verdict
 from hybrid_kv.config import ConfigError
 from hybrid_kv.files import write_whole
 from hybrid_kv.minimize import minimize
+from hybrid_kv.models.loader import load_tokenizer
 from hybrid_kv.results.row import Row
 
 QUESTIONS = 250  # as many as a first look at two runs takes (`paired.looks`)
@@ -98,6 +101,7 @@ def judge(
     check_floor: bool = False,
     answer_filter: str = STRICT,
     repro: Path | None = None,
+    mode: ChatMode = PLAIN,
     **engine_options: Any,
 ) -> Judgement:
     """Run a task and compare its answers with what is known.
@@ -109,6 +113,7 @@ def judge(
         against: the baseline, a file of `run.write_samples`.
         check_floor: compare the score with the floor recorded for so many questions.
         answer_filter: decides for both what is right.
+        mode: as for `run.evaluate`; default: the baseline's.
         repro: folder for the questions that lost their answers, as few as lose one again; None writes none.
 
     Raises:
@@ -121,17 +126,26 @@ def judge(
     if baseline is not None:
         task = _same("task", task, baseline.task or None)
         seed = _same("seed", seed, _seed_of(baseline))
+        mode = _same_mode(mode, baseline)
     task, seed = task or "gsm8k_synth", seed or 0
 
     def ask(questions: int, only: Sequence[int] | None = None) -> AccuracyResult:
         return run.evaluate(
-            model, task, limit=questions, questions=only, seed=seed, gsm8k_dir=gsm8k_dir, **engine_options
+            model,
+            task,
+            limit=questions,
+            questions=only,
+            seed=seed,
+            gsm8k_dir=gsm8k_dir,
+            mode=mode,
+            **engine_options,
         )
 
     if against is not None and baseline is not None:
         baseline = baseline.first(len(baseline.by_doc) if limit is None else limit)
         total = max(baseline.by_doc) + 1 if baseline.chosen else len(baseline.by_doc)
-        hashes = question_hashes(task, seed, total, gsm8k_dir)
+        template = _template(model) if mode.apply_chat_template else None
+        hashes = question_hashes(task, seed, total, gsm8k_dir, template)
         if baseline.chosen:
             hashes = {number: known for number, known in hashes.items() if number in baseline.by_doc}
         compare.check_questions(baseline, "this run", hashes)
@@ -160,6 +174,21 @@ def _same(name: str, given: Any, recorded: Any) -> Any:
     if given is not None and recorded is not None and given != recorded:
         raise ConfigError(f"--{name} {given} does not fit --against, whose run had {recorded}; leave --{name} out")
     return recorded if given is None else given
+
+
+def _same_mode(given: ChatMode, baseline: Answers) -> ChatMode:
+    recorded = mode_of(baseline.params)
+    if given not in (PLAIN, recorded):
+        raise ConfigError(
+            f"the prompts or answers would differ: {given} does not fit --against, whose run had {recorded}; leave "
+            "--apply-chat-template, --think-end-token and --max-gen-toks out"
+        )
+    return recorded
+
+
+def _template(model: str | None) -> Template:
+    folder = embedded(model)
+    return template_of(load_tokenizer(folder), Path(folder).name)
 
 
 def _seed_of(baseline: Answers) -> int | None:

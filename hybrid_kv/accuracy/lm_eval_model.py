@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 import lm_eval.models  # noqa: F401 - lm-eval fills its registry only while that is empty: let it, before we register
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from hybrid_kv.accuracy.chat import ChatMode, template_of
 from hybrid_kv.accuracy.guard_model import embedded
 from hybrid_kv.accuracy.tasks import NO_ANSWER
 from hybrid_kv.config import ConfigError, HybridKVError
@@ -47,6 +49,7 @@ class HybridKVLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
             `max_num_seqs`, with a warning.
         device: as for the engine; `cuda:0`, lm-eval's default on its command line, means auto.
         progress: show a bar while the engine works.
+        think_end_token: what ends the reasoning of an answer, which is then cut off.
         options: fields of `EngineConfig`, `CacheConfig` and `SchedulerConfig`; an unknown one is an error.
 
     Attributes:
@@ -64,9 +67,11 @@ class HybridKVLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         max_batch_size: int | None = None,
         device: str = "auto",
         progress: bool = True,
+        think_end_token: str | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
+        self.mode = ChatMode(think_end_token=think_end_token)
         if llm is not None and (pretrained is not None or options):
             raise ConfigError("give either a ready engine or the model and its options, not both")
         if llm is None:
@@ -144,19 +149,7 @@ class HybridKVLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         Raises:
             HybridKVError: the checkpoint has none.
         """
-        if not getattr(self._tokenizer, "chat_template", None):
-            raise HybridKVError(
-                f"{self.tokenizer_name} has no chat template; leave --apply_chat_template out or add one to its "
-                "tokenizer_config.json"
-            )
-        return str(
-            self._tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
-        )
+        return template_of(self._tokenizer, self.tokenizer_name)(chat_history, add_generation_prompt)
 
     @property
     def _tokenizer(self) -> Any:
@@ -175,8 +168,6 @@ class HybridKVLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         Raises:
             ConfigError: a parameter that the engine does not know.
         """
-        from lm_eval.models.utils import normalize_gen_kwargs
-
         from hybrid_kv.sampling import SamplingParams
 
         kwargs: dict[str, Any] = dict(normalize_gen_kwargs(generation_kwargs, self.max_gen_toks))
@@ -191,7 +182,7 @@ class HybridKVLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
             top_k=int(kwargs.get("top_k", 0)),
             top_p=float(kwargs.get("top_p", 1.0)),
             seed=seed * 1_000_003 + index,
-            stop=tuple(stop for stop in kwargs["until"] if stop),  # lm-eval ignores empty ones, too
+            stop=self.mode.stops_while_generating(kwargs["until"], getattr(self.tokenizer, "eos_token", None)),
         )
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -205,9 +196,11 @@ class HybridKVLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         texts = []
         for request, output in zip(requests, outputs, strict=True):
             self.outputs[request.task_name, request.doc_id].append(output)
-            texts.append(output.text if output.error is None else NO_ANSWER)
+            until = normalize_gen_kwargs(request.args[1], self.max_gen_toks)["until"]
+            text = NO_ANSWER if output.error is not None else self.mode.answer(output.text, until)
+            texts.append(text)
             if output.error is None:
-                self.cache_hook.add_partial("generate_until", request.args, output.text)
+                self.cache_hook.add_partial("generate_until", request.args, text)
         if errors := [output.error for output in outputs if output.error is not None]:
             _log.warning("%d of %d requests could not run; the first: %s", len(errors), len(outputs), errors[0])
         return texts

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid_kv.accuracy.acceptance import Drafts
+from hybrid_kv.accuracy.chat import PLAIN, ChatMode, template_of
 from hybrid_kv.accuracy.guard_model import FOLDERS, embedded
 from hybrid_kv.accuracy.tasks import NO_ANSWER, check_task, load_task, quiet_lm_eval
 from hybrid_kv.config import ConfigError, HybridKVError
@@ -181,6 +182,7 @@ def evaluate(
     seed: int = 0,
     gsm8k_dir: str | Path | None = None,
     progress: bool = True,
+    mode: ChatMode = PLAIN,
     **engine_options: Any,
 ) -> AccuracyResult:
     """Run a task.
@@ -195,6 +197,7 @@ def evaluate(
         seed: of the documents (gsm8k_synth) or of the choice of shots (gsm8k; 0 gives lm-eval's own prompts).
         gsm8k_dir: train.jsonl and test.jsonl for task gsm8k; None takes the hub's.
         progress: show bars.
+        mode: whether questions are a conversation, and answers begin with reasoning.
         engine_options: as for `LLM`.
 
     Raises:
@@ -207,12 +210,17 @@ def evaluate(
 
     folder = embedded(model) if model is None or isinstance(model, str | Path) else None
     # The model first: an unusable one is found in seconds, a task from the hub may take minutes.
-    lm = _lm(model, folder, target, progress, engine_options)
+    lm = _lm(model, folder, target, progress, mode, engine_options)
     try:
+        if mode.apply_chat_template:
+            template_of(lm.tokenizer, lm.model_name if folder is None else Path(folder).name)  # or there is none
         loaded = load_task(task, seed, limit, gsm8k_dir)
+        if mode.max_gen_toks is not None:
+            loaded.config.generation_kwargs["max_gen_toks"] = mode.max_gen_toks
         with one_thread() if folder in FOLDERS.values() else nullcontext(), quiet_lm_eval(), _bars(progress):
             # Not simple_evaluate: that adds 10 s (an index of tasks, a report on the machine) and seeds global RNGs.
-            which = {"limit": limit} if questions is None else {"samples": {task: sorted(questions)}}
+            which: dict[str, Any] = {"limit": limit} if questions is None else {"samples": {task: sorted(questions)}}
+            which["apply_chat_template"] = mode.apply_chat_template
             results = lm_eval_evaluate(lm, {"tasks": {task: loaded}}, bootstrap_iters=0, **which)
     finally:
         lm.close()
@@ -226,6 +234,7 @@ def evaluate(
         **({"limit": limit} if questions is None else {"questions": sorted(questions)}),
         "num_fewshot": loaded.config.num_fewshot,
         "lm_eval": lm_eval.__version__,
+        **mode.params,
         **({} if target is None else {"target": lm.model_name}),
         **{name: _without_folder(value) for name, value in engine_options.items()},
     }
@@ -248,6 +257,7 @@ def _lm(
     folder: str | Path | None,
     target: str | None,
     progress: bool,
+    mode: ChatMode,
     engine_options: dict[str, Any],
 ) -> HybridKVLM | TargetLM:
     """The model in lm-eval's terms."""
@@ -255,13 +265,13 @@ def _lm(
         from hybrid_kv.accuracy.lm_eval_model import HybridKVLM
 
         llm = None if isinstance(model, str | Path) else model
-        return HybridKVLM(folder, llm=llm, progress=progress, **engine_options)
+        return HybridKVLM(folder, llm=llm, progress=progress, think_end_token=mode.think_end_token, **engine_options)
     if folder is None or engine_options:
         what = next(iter(engine_options), "a ready engine")
         raise ConfigError(f"target {target}: {what} is for this engine alone; leave it out")
     from hybrid_kv.accuracy.target_model import TargetLM
 
-    return TargetLM(target, folder)
+    return TargetLM(target, folder, mode)
 
 
 def _without_folder(option: Any) -> Any:

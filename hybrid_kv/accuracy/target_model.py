@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lm_eval.api.model import LM
 from lm_eval.models.utils import normalize_gen_kwargs
 
+from hybrid_kv.accuracy.chat import PLAIN, ChatMode, template_of
 from hybrid_kv.accuracy.tasks import NO_ANSWER
 from hybrid_kv.config import ConfigError
 from hybrid_kv.engine.llm import RequestOutput
@@ -52,6 +53,7 @@ class TargetLM(LM):  # type: ignore[misc]  # lm-eval is not typed
     """
     Args:
         target: as for `start_target`.
+        mode: its reasoning is cut off.
         folder: the checkpoint; behind an address, the one that is served: its tokenizer makes the prompts.
 
     Attributes:
@@ -64,8 +66,9 @@ class TargetLM(LM):  # type: ignore[misc]  # lm-eval is not typed
         TargetError: the engine does not start.
     """
 
-    def __init__(self, target: str, folder: str | Path) -> None:
+    def __init__(self, target: str, folder: str | Path, mode: ChatMode = PLAIN) -> None:
         super().__init__()
+        self.mode, self._name = mode, Path(folder).name
         self.tokenizer = load_tokenizer(folder)
         self._ends = load_eos_token_ids(resolve_folder(folder))
         self.target = start_target(target, folder)
@@ -77,6 +80,15 @@ class TargetLM(LM):  # type: ignore[misc]  # lm-eval is not typed
     def model_name(self) -> str:
         """The engine; not its address, which is private where rows are published."""
         return f"{self.target.name} {self.target.version}"
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What lm-eval's cache of requests calls the tokenizer."""
+        return self._name
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A conversation as a prompt, by the checkpoint's own template."""
+        return template_of(self.tokenizer, self.tokenizer_name)(chat_history, add_generation_prompt)
 
     def close(self) -> None:
         """End an engine that was started."""
@@ -99,7 +111,8 @@ class TargetLM(LM):  # type: ignore[misc]  # lm-eval is not typed
         for request, ask, answer in zip(requests, sent, answers, strict=True):
             output = self._output(request.args[0], ask, answer)
             self.outputs[request.task_name, request.doc_id].append(output)
-            texts.append(output.text if output.error is None else NO_ANSWER)
+            until = normalize_gen_kwargs(request.args[1], MAX_GEN_TOKS)["until"]
+            texts.append(NO_ANSWER if output.error is not None else self.mode.answer(output.text, until))
         return texts
 
     def _count(self, before: Mapping[str, float]) -> None:
@@ -125,8 +138,9 @@ class TargetLM(LM):  # type: ignore[misc]  # lm-eval is not typed
         kwargs: dict[str, Any] = normalize_gen_kwargs(given, MAX_GEN_TOKS)
         if kwargs["do_sample"]:
             raise ConfigError("a target cannot run a task that samples; leave do_sample out")
-        stop = tuple(one for one in kwargs["until"] if one)
-        prompt = tuple(self.tokenizer.encode(text))
+        stop = self.mode.stops_while_generating(kwargs["until"], self.tokenizer.eos_token)
+        bos = getattr(self.tokenizer, "bos_token", None)  # a template has written it
+        prompt = tuple(self.tokenizer.encode(text, add_special_tokens=not (bos and text.startswith(bos))))
         room = max(1, self.target.longest - len(prompt))  # our engine ends an answer there, a server refuses it
         return Ask(prompt, min(kwargs["max_gen_toks"], room), stop=stop, after=max(0, index - AT_ONCE + 1))
 

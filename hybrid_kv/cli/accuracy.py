@@ -53,6 +53,16 @@ def accuracy(
     answer_filter: Annotated[
         AnswerFilter, typer.Option("--filter", help="What counts as right for --against and --check-floor.")
     ] = "strict-match",
+    apply_chat_template: Annotated[
+        bool,
+        typer.Option("--apply-chat-template", help="Put the questions as a conversation, by the model's template."),
+    ] = False,
+    think_end_token: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="What ends the reasoning, which is not read, such as </think>.")
+    ] = None,
+    max_gen_toks: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of an answer with its reasoning; default: 256.")
+    ] = None,
     min_acceptance_length: Annotated[
         float | None, typer.Option(min=1, help="Fail below this number of tokens per step with drafts.")
     ] = None,
@@ -83,6 +93,7 @@ def accuracy(
             raise ConfigError(f"{given[0]} belongs to a run; give options after {context.invoked_subcommand!r}")
         return
     require("safetensors", "tokenizers", "transformers", "lm_eval", "datasets", "scipy")
+    from hybrid_kv.accuracy.chat import ChatMode
     from hybrid_kv.accuracy.guard_model import FOLDERS, embedded
     from hybrid_kv.accuracy.judge import judge
     from hybrid_kv.accuracy.run import write_samples
@@ -108,6 +119,7 @@ def accuracy(
             check_floor=check_floor,
             answer_filter=answer_filter,
             repro=repro,
+            mode=ChatMode(apply_chat_template, think_end_token, max_gen_toks),
             **options,
         )
         judged = replace(judged, min_acceptance_length=min_acceptance_length)

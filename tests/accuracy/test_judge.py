@@ -36,13 +36,13 @@ def test_against_on_the_command_line(
         return result_of(outcomes[: options["limit"]], questions=options["questions"])
 
     monkeypatch.setattr(run, "evaluate", evaluate)
-    monkeypatch.setattr(judge, "question_hashes", lambda _, __, limit, ___: {i: () for i in range(limit)})
+    monkeypatch.setattr(judge, "question_hashes", lambda _, __, limit, *more: {i: () for i in range(limit)})
     monkeypatch.chdir(tmp_path)
     given = ["--against", baseline, "--results", tmp_path, "--out", summary, "--samples", samples]
     code, printed, _ = call(capsys, *given, "--num-blocks", "9")
     assert code == 1 and "verdict: worse" in printed and "239 of 250" in printed
     # The seed is the baseline's.
-    common = {"model": None, "task": "gsm8k_synth", "seed": 3, "gsm8k_dir": None, "num_blocks": 9}
+    common = {"model": None, "task": "gsm8k_synth", "seed": 3, "gsm8k_dir": None, "num_blocks": 9, "mode": judge.PLAIN}
     assert calls[0] == {**common, "limit": 250, "questions": None}
     # Then as few of those that were lost as lose one again, the shortest one if it does.
     assert calls[1] == {**common, "limit": 300, "questions": calls[1]["questions"]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,9 +99,12 @@ def load_task(
 
 
 def question_hashes(
-    task: str, seed: int, limit: int, gsm8k_dir: str | Path | None = None
+    task: str, seed: int, limit: int, gsm8k_dir: str | Path | None = None, template: Callable[..., str] | None = None
 ) -> dict[int, tuple[str, str]]:
     """lm-eval's hashes of document and prompt of each question of a run, by doc_id, without running it.
+
+    Args:
+        template: of conversations, where the run applies it.
 
     Raises:
         ConfigError: as `load_task`.
@@ -109,7 +112,7 @@ def question_hashes(
     from lm_eval.utils import handle_non_serializable, hash_string
 
     hashes = {}
-    for request in _requests(task, seed, limit, gsm8k_dir):
+    for request in _requests(task, seed, limit, gsm8k_dir, template):
         doc = json.dumps(request.doc, indent=2, default=handle_non_serializable, ensure_ascii=False)
         hashes[request.doc_id] = (hash_string(doc), hash_string(request.arguments[0]))
     return hashes
@@ -124,10 +127,13 @@ def prompts(task: str, seed: int, limit: int, gsm8k_dir: str | Path | None = Non
     return [request.arguments[0] for request in _requests(task, seed, limit, gsm8k_dir)]
 
 
-def _requests(task: str, seed: int, limit: int, gsm8k_dir: str | Path | None) -> list[Instance]:
+def _requests(
+    task: str, seed: int, limit: int, gsm8k_dir: str | Path | None, template: Callable[..., str] | None = None
+) -> list[Instance]:
     loaded = load_task(task, seed, limit, gsm8k_dir)
     with quiet_lm_eval(), redirect_stderr(io.StringIO()):  # its bar cannot be switched off
-        loaded.build_all_requests(limit=limit, rank=0, world_size=1)
+        chat = {} if template is None else {"apply_chat_template": True, "chat_template": template}
+        loaded.build_all_requests(limit=limit, rank=0, world_size=1, **chat)
     return list(loaded.instances)
 
 
