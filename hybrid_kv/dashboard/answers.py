@@ -30,7 +30,7 @@ class Answers:
         right, slower: the first two answers.
         cause: what failed first in the list of what is failing; None if nothing is.
         command: to run next; empty if there is nothing to do.
-        stale: suites whose newest run is no longer of HEAD's code.
+        stale: suites that check what is right, and whose newest run is no longer of HEAD's code.
     """
 
     verdict: Answer
@@ -51,18 +51,14 @@ def answers_of(
         failing: what is failing, the worst first.
         charted: the series of the first screen.
     """
-    checks = [one for one in found if one.suite != COMPARE]
-    wrong = [one for one in failing if not _is_slower(one)]
-    right = _right(checks, wrong)
-    slower = _slower([one for one in failing if _is_slower(one)], charted, head)
-    cause = next(iter([*wrong, *failing]), None)
+    checks = [one for one in found if not one.is_of_speed]
+    speed = {(one.suite, one.machine) for one in found if one.is_of_speed}
+    worse = [one for one in failing if one.word == "worse" or (one.key[0], one.key[4]) in speed]
+    wrong = [one for one in failing if one not in worse]
+    right, slower = _right(checks, wrong), _slower(worse, charted, head)
+    cause = next(iter([*wrong, *worse]), None)
     old = sorted((one for one in checks if one.is_stale), key=_distance)
     return Answers(_verdict(right, slower), right, slower, cause, _command(cause, checks), tuple(old))
-
-
-def _is_slower(failing: Failing) -> bool:
-    """It is no check of what is right: a level that is worse, or a comparison with another commit that failed."""
-    return failing.word == "worse" or failing.key[0] == COMPARE
 
 
 def _verdict(right: Answer, slower: Answer) -> Answer:

@@ -29,7 +29,7 @@ from hybrid_kv.dashboard.words import (
     with_interval,
 )
 
-OURS = "subject=engine"
+OURS, BY_ASV = "subject=engine", "by=asv, "  # rivals are measured by `python -m bench` alone
 ARROWS = {"worse": "▲", "better": "▼", "changed": "◆"}
 
 
@@ -73,7 +73,7 @@ def _card(report: Report, chart: Chart, series: Series, others: Sequence[Series]
     newest = next(each(series.rows.tail(1)))
     standing = next((one for one in report.failing if one.key == series.key), None)
     word = standing.word if standing else ""
-    beside = _second_text(second, chart.second_name) + _rival_text(report, chart, series)
+    beside = _second_text(chart, second) + _rival_text(report, chart, series)
     drawn = plot(
         f"{chart.title}: {plural(len(series.rows), 'run')}, {plural(len(series.steps), 'step')}",
         _points(report, series, axis),
@@ -81,10 +81,11 @@ def _card(report: Report, chart: Chart, series: Series, others: Sequence[Series]
         [_mark(report, series, step, axis) for step in series.steps],
         [Point(axis.x(row), float(row.value), "") for row in each(second.rows)] if second else [],
     )
-    links = f' <a href="{asv}">asv</a>' if asv else ""
+    links = f' <a href="{asv}#{chart.asv}">asv</a>' if asv and chart.asv else ""
+    value = metric(newest.value, series.unit or chart.line.unit)
     return (
         f'<article class="card {word}" title="{escape(title(series.key))}"><h3>{escape(chart.title)}</h3>'
-        f'<p class="now"><b>{escape(metric(newest.value, series.unit))}</b> {_trend(report, series)}</p>{drawn}'
+        f'<p class="now"><b>{escape(value)}</b> {_trend(report, series)}</p>{drawn}'
         f'<p class="foot"><span>{_span(series)}</span>{links}</p>{beside}{_stale_text(report, series)}</article>'
     )
 
@@ -120,7 +121,7 @@ def _rival_text(report: Report, chart: Chart, series: Series) -> str:
     """The newest figure of the rival in the same case, and how many times ours it is."""
     if not chart.rival or OURS not in series.key[3]:
         return ""
-    theirs = series.key[3].replace(OURS, f"subject={chart.rival}")
+    theirs = series.key[3].replace(OURS, f"subject={chart.rival}").replace(BY_ASV, "")
     same = [one.rows for one in report.series if one.key[:3] == series.key[:3] and one.key[4] == series.key[4]]
     rows = [next(each(own.tail(1))) for own in same if theirs in own["case"].iloc[-1]]
     if not rows:
@@ -130,11 +131,11 @@ def _rival_text(report: Report, chart: Chart, series: Series) -> str:
     return f"<p>{escape(str(newest.parsed['subject']))}: {metric(newest.value, series.unit)}, {number(ratio)}× ours</p>"
 
 
-def _second_text(second: Series | None, name: str) -> str:
-    if second is None:
+def _second_text(chart: Chart, second: Series | None) -> str:
+    if chart.second is None or second is None:
         return ""
-    value = metric(float(second.rows["value"].iloc[-1]), second.unit or "share")
-    return f'<p><span class="key"></span>{value} {escape(name)}</p>'
+    value = metric(float(second.rows["value"].iloc[-1]), second.unit or chart.second.unit)
+    return f'<p><span class="key"></span>{value} {escape(chart.second_name)}</p>'
 
 
 def _points(report: Report, series: Series, axis: Axis) -> list[Point]:

@@ -5,18 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hybrid_kv.dashboard.data import is_ours
+from hybrid_kv.dashboard.data import ACCURACY, is_ours
 from hybrid_kv.dashboard.series import Series
+
+_ENGINE_STEP = "engine_step.DecodeBlock.time_decode_block"
 
 
 @dataclass(frozen=True)
 class Line:
-    """What is drawn: of all series with these names the engine's with most of `case` in its own, then the longest."""
+    """What is drawn: of all series with these names the engine's with most of `case` in its own, then the longest.
+
+    Attributes:
+        unit: of its figures, where the rows have none.
+    """
 
     suite: str
     benchmark: str
     metric: str = "cpu_time"
     case: tuple[str, ...] = ()
+    unit: str = ""
 
     def choose(self, series: Sequence[Series]) -> Series | None:
         """The series; None if none of them has these names."""
@@ -31,30 +38,42 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """One of the small multiples: a series, beside it another of the same runs, or a rival's newest figure."""
+    """One of the small multiples.
+
+    Attributes:
+        line: the series that is drawn.
+        asv: the benchmark's name there; empty: asv does not measure it.
+        rival: how the subject begins whose newest figure stands beside the engine's.
+        second: a series that is drawn below the first, and what its newest figure is.
+    """
 
     title: str
     line: Line
+    asv: str = ""
+    rival: str = ""
     second: Line | None = None
     second_name: str = ""
-    rival: str = ""
 
 
 CHARTS = (
-    Chart("Block tables, a step", Line("block_tables", "total"), rival="vllm"),
-    Chart("Scheduler, decode", Line("scheduler", "decode")),
-    Chart("Engine, decode", Line("engine_step", "decode", case=("K=0",))),
-    Chart("Engine, verify 3 drafts", Line("engine_step", "decode", case=("K=3",))),
-    Chart("Prefill", Line("end_to_end", "nemotron")),
-    Chart("Prefix lookup", Line("prefix_lookup", "hit")),
-    Chart("Kernel-block expansion", Line("kernel_blocks", "expand"), rival="list"),
-    Chart("Memory of a request", Line("memory", "plan", "bytes_per_request")),
+    Chart("Block tables, a step", Line("block_tables", "total"), "block_tables.Total.time_total", "vllm"),
+    Chart("Scheduler, decode", Line("scheduler", "decode", case=("K=0",)), "scheduler.Decode.time_decode"),
+    Chart("Scheduler, prefill", Line("scheduler", "admit"), "scheduler.Admit.time_admit"),
+    Chart("Engine, decode", Line("engine_step", "decode_block", case=("K=0",)), _ENGINE_STEP),
+    Chart("Engine, verify 3 drafts", Line("engine_step", "decode_block", case=("K=3",)), _ENGINE_STEP),
+    Chart("End to end", Line("end_to_end", "nemotron"), "end_to_end.Nemotron.time_nemotron"),
+    Chart("Kernel-block expansion", Line("kernel_blocks", "step"), "kernel_blocks.Step.time_step", "list"),
+    Chart(
+        "Memory of a request",
+        Line("memory", "plan", "bytes_per_request", ("model=nemotron-3-nano", "mode=all", "K=3")),
+        "memory.Plan.track_bytes_per_request",
+    ),
     Chart("Quick guard, CPU seconds", Line("guard", "whole", "cpu_seconds", ("size=quick",))),
     Chart(
         "GSM8K-format answers",
-        Line("accuracy", "gsm8k_synth", "exact_match_strict", ("speculative_method=mtp",)),
-        Line("accuracy", "gsm8k_synth", "draft_acceptance", ("speculative_method=mtp",)),
-        "of drafts accepted",
+        Line(ACCURACY, "gsm8k_synth", "exact_match_strict", ("speculative_method=mtp",), "share"),
+        second=Line(ACCURACY, "gsm8k_synth", "draft_acceptance", ("speculative_method=mtp",), "share"),
+        second_name="of drafts accepted",
     ),
 )
 

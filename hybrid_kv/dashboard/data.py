@@ -23,6 +23,7 @@ COMPARE, CURVE, BISECT, SWARM, MUTANTS = "compare", "operating_curve", "bisect",
 # Ratios to some baseline, rates of the harness, counts that grow, and figures of an engine that is wrong on purpose:
 # these have no level over time.
 NO_LEVEL = (COMPARE, CURVE, BISECT, SWARM, MUTANTS)
+ACCURACY = "accuracy"
 STATIC_SUITE = "kernels"  # Compiled ahead of time: the same on every machine, and only what changed is appended.
 
 MAX_ROWS = 300_000  # of a page; `choose_rows` has the rule

@@ -94,8 +94,8 @@ def _verdict(report: Report, machine: str) -> str:
         info = report.infos.get(cause.first.commit)
         since += f" <small>{escape(info.subject)}</small>" if info else ""
     command = f"{code(answers.command)} <button type=button data-copy>copy</button>" if answers.command else "nothing"
-    old = ", ".join(f"{one.suite} {one.fresh.distance}" for one in answers.stale if one.fresh)
-    stale = f"<small>stale by: {escape(old)}</small>" if old else ""
+    old = ", ".join(f"{one.suite} by {one.fresh.distance}" for one in answers.stale if one.fresh)
+    stale = f"<small>stale: {escape(old)}</small>" if old else ""
     lines = {
         "Is HEAD right?": f'<b class="{answers.right.word}">{escape(answers.right.text)}</b>{stale}',
         "Is it slower?": f'<b class="{answers.slower.word}">{escape(answers.slower.text)}</b>',

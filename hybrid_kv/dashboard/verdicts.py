@@ -12,18 +12,19 @@ from typing import Any
 
 import pandas as pd
 
-from hybrid_kv.dashboard.data import CURVE, STATIC_SUITE, last_rows, newest_run
+from hybrid_kv.dashboard.data import ACCURACY, COMPARE, CURVE, STATIC_SUITE, last_rows, newest_run
 from hybrid_kv.dashboard.words import plural
 from hybrid_kv.results import Head
 
 # How a suite is measured; any other is a file of `bench`.
 COMMANDS = {
     "guard": "hybrid-kv guard --record",
-    "accuracy": "hybrid-kv accuracy --record",
+    ACCURACY: "hybrid-kv accuracy --record",
     STATIC_SUITE: "hybrid-kv kernels --update",
-    "compare": "hybrid-kv compare HEAD~1 HEAD --record",
+    COMPARE: "hybrid-kv compare HEAD~1 HEAD --record",
     "swarm": "hybrid-kv guard --swarm 1 --record",
     "gpu": "make gpu-bench",
+    "generate": "python -m bench.generate --out results/microbench.csv",
     "families": "make bench-peers",
 }
 
@@ -70,6 +71,19 @@ def freshness(rows: pd.DataFrame, head: Head) -> Freshness:
     return Freshness(commits, bool(newest["dirty"]))
 
 
+def newest_rows(suite: str, rows: pd.DataFrame) -> pd.DataFrame:
+    """Of a suite's newest run on a machine; where runs measure only a part, of the newest of each part.
+
+    Static metrics are kept when they change, and each gate of accuracy has a command of its own.
+    """
+    if suite == STATIC_SUITE:
+        return last_rows(rows)
+    if suite != ACCURACY:
+        return newest_run(rows)
+    parts = [newest_run(part) for _, part in rows.groupby("metric", sort=False)]
+    return pd.concat(parts).sort_index()
+
+
 @dataclass(frozen=True)
 class SuiteVerdict:
     """Of the newest run of a suite on a machine. A void check did not see what it must see: it has not passed.
@@ -82,6 +96,11 @@ class SuiteVerdict:
     machine: str
     rows: pd.DataFrame
     fresh: Freshness | None = None
+
+    @property
+    def is_of_speed(self) -> bool:
+        """Its checks are ratios of times, or a comparison with another commit; nothing in it can be wrong."""
+        return self.suite == COMPARE or bool((self.rows["unit"] == "time ratio").all())
 
     @property
     def is_stale(self) -> bool:
@@ -103,7 +122,7 @@ class SuiteVerdict:
 
 
 def verdicts(rows: pd.DataFrame, head: Head | None = None) -> list[SuiteVerdict]:
-    """Per suite and machine the rows with a verdict of the newest run, of `kernels` the last row of each series.
+    """Per suite and machine the rows with a verdict of the newest run.
 
     The operating curve judges the harness: a benchmark that fails there is quarantined, and nothing else has failed.
     """
@@ -111,7 +130,7 @@ def verdicts(rows: pd.DataFrame, head: Head | None = None) -> list[SuiteVerdict]
     found = []
     for key, group in judged.groupby(["suite", "machine"], sort=True):
         suite, machine = map(str, key)
-        newest = last_rows(group) if suite == STATIC_SUITE else newest_run(group)
+        newest = newest_rows(suite, group)
         fresh = None if head is None else freshness(newest, head)
         found.append(SuiteVerdict(suite, machine, newest, fresh))
     return found

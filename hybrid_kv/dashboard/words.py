@@ -108,7 +108,7 @@ def metric(value: float, unit: str) -> str:
     if unit == "share":
         return f"{100 * value:.1f} %"
     if unit == "B" and abs(value) >= 1e6:
-        return f"{number(value / 1e6)} MB"
+        return f"{number(value / 1e9)} GB" if abs(value) >= 1e9 else f"{number(value / 1e6)} MB"
     return f"{number(value)} {unit}".strip()
 
 

@@ -106,6 +106,10 @@ def accuracy() -> list[dict[str, Any]]:
         params = {"model": "guard_model", "seed": run}
         same = {"suite": "accuracy", "benchmark": "gsm8k_synth", "unit": "", "better": "higher", "n": 250}
         made.append(row(run, params, metric="exact_match_strict", value=share, ci_low=0.93, ci_high=0.99, **same))
+    gates = {"suite": "accuracy", "benchmark": "gsm8k_synth", "unit": "", "n": 2048, "params": {"model": "guard_model"}}
+    made.append(row(31, metric="acceptance_length", value=3.78, **gates | {"unit": "tokens", "n": 180}))
+    made.append(row(33, metric="cached_kl", value=0.0, verdict="pass", **gates))
+    made.append(row(33, metric="uncached_kl", value=0.0, **gates))
     paired = {**same, "params": {"filter": "strict-match", "candidate_commit": "c" * 40}, "baseline_commit": "b" * 40}
     figures = {"mcnemar_p": 0.0004, "questions_lost": 15, "questions_gained": 2, "detectable_loss": 0.038}
     made.append(
@@ -192,14 +196,16 @@ def swarm(run: int, seeds: int, patterns: int, broken: int, verdict: str, **own:
     ]
 
 
-def charted(runs: int = 30, slower: str = "scheduler") -> list[dict[str, Any]]:
-    """A series for each chart of the first screen, on `box`; one suite became a fifth slower with run 20."""
+def charted(runs: int = 30, slower: str = "scheduler/decode") -> list[dict[str, Any]]:
+    """A series for each chart of the first screen, on `box`; one became a fifth slower with run 20."""
     made = []
     for chart in CHARTS:
         for line in filter(None, (chart.line, chart.second)):
             params = {**TIMED, **dict(word.split("=") for word in line.case)}
             unit = "ns" if line.metric == "cpu_time" else ""
             same = {"suite": line.suite, "benchmark": line.benchmark, "metric": line.metric, "unit": unit, **BOX}
-            levels = [100.5 + run % 2 + 20 * (line.suite == slower and run >= 20) for run in range(runs)]
+            levels = [
+                100.5 + run % 2 + 20 * (f"{line.suite}/{line.benchmark}" == slower and run >= 20) for run in range(runs)
+            ]
             made += history(levels, params=params, **same)
     return made

@@ -58,7 +58,7 @@ def test_charts_share_their_commits_in_the_order_of_git(tmp_path: Path) -> None:
 
 
 def test_a_machine_has_its_own_charts(tmp_path: Path) -> None:
-    rows = charted() + [one | {"machine": "rack"} for one in charted(12) if one["suite"] == "scheduler"]
+    rows = charted() + [one | {"machine": "rack"} for one in charted(12) if one["benchmark"] == "decode"]
     page = page_of(results(tmp_path, *rows))
     assert charts(page)["Scheduler, decode"].count("<circle") == 30  # the longest of all
     assert list(charts(page, "rack")) == ["Scheduler, decode"]

@@ -16,15 +16,15 @@ from tests.dashboard.rows import results, row
 def test_each_section_says_what_it_found(full: str) -> None:
     assert titles(full) == {
         "failing-now": "6 checks failed, 1 level is worse",
-        "suites": "52 of 58 checks of the newest runs passed",
-        "history": "1 of 136 series changed their level, 1 of 1 steps for the worse",
+        "suites": "53 of 59 checks of the newest runs passed",
+        "history": "1 of 139 series changed their level, 1 of 1 steps for the worse",
         "commits": "0 of the 46 newest commits changed a metric",
         "swarms": "Swarms ran 95,400 exact requests; the newest violated 2 rules",
         "comparison": "1 of 5 benchmarks is slower than fffffff",
         "other-engines": "The engine is faster in 9 of 9 cells",
         "kernel-blocks": "numpy is faster than a list from 6 ids on; on a GPU nothing is measured",
         "gpu": "Kernels move their bytes at 10 to 75 % of the bandwidth of a copy",
-        "accuracy": "Right answers: 98.0 % of 250 questions of gsm8k_synth",
+        "accuracy": "Right answers: 98.0 % of 250 questions of gsm8k_synth; acceptance length 3.78; cached KL 0",
         "hits-and-drafts": "Caching costs no accepted draft: hits and drafts by cache mode",
         "kernels": "None of 4 compiled cases spills registers",
         "operating-curve": "1 of 50 comparisons of equal code raised an alarm; an injected slowdown of 5 % is found in "
@@ -54,7 +54,7 @@ def test_the_author_of_the_first_failing_commit_is_named(tmp_path: Path) -> None
 
 def test_the_history_lists_all_series_those_with_steps_first(full: str) -> None:
     lines = cells(section(full, "history"))
-    assert len(lines) == 136
+    assert len(lines) == 139
     name, runs, newest, change, line, commits, machine = lines[0]
     assert name == "state_update: slots, CPU time<br><small>K=3, model=nano</small>"
     assert (runs, newest, change) == ("40", "120 ns", '<b class="worse">+19.8 %</b>')
@@ -101,7 +101,13 @@ def test_a_spill_is_reported(tmp_path: Path) -> None:
 
 
 def test_answers_hits_and_drafts(full: str) -> None:
-    share, paired = cells(section(full, "accuracy"))
+    *gates, share, paired = cells(section(full, "accuracy"))
+    assert [(line[0].partition("<")[0], *line[1:4]) for line in gates] == [
+        ("right answers, strict", "0.98 <small>(0.93 to 0.99)</small>", "250", "–"),
+        ("acceptance length", "3.78 tokens", "180", "–"),
+        ("KL per token, cached answers against uncached scoring", "0", "2,048", '<b class="pass">✓ pass</b>'),
+        ("the same without cache hits: the noise", "0", "2,048", "–"),
+    ]
     assert share[1:] == ["98.0 % <small>(93.0 % to 99.0 %)</small>", "250", "2"]
     assert paired[1:6] == ["-5.2 points <small>(-8.4 to -2.0)</small>", "15", "2", "0.0004", "+3.8 points"]
     hits = cells(section(full, "hits-and-drafts"))

@@ -116,6 +116,17 @@ def test_a_tenth_more_is_found_five_runs_later(runs: int) -> None:
     assert found >= 0.9 * 100
 
 
+@pytest.mark.parametrize("length", [5, 8, 12])
+def test_a_short_level_that_came_and_went_is_found(length: int) -> None:
+    found = 0
+    for seed in range(50):
+        values = noise(70, 7000 + seed)
+        values[40 : 40 + length] *= 1.19
+        places = [step.index for step in find_steps(values, exact=False)]
+        found += len(places) == 2 and abs(places[0] - 40) <= 1 and abs(places[1] - 40 - length) <= 1
+    assert found >= 0.5 * 50
+
+
 def test_a_run_counts_once(tmp_path: Path) -> None:
     (series,) = histories(results(tmp_path, row(0, value=1.0), row(0, value=2.0), row(1, value=3.0)).rows)
     assert list(series.rows["value"]) == [2, 3]

@@ -56,6 +56,16 @@ def test_a_static_metric_stands_until_it_is_replaced(tmp_path: Path) -> None:
     assert passed.word == "pass"  # what did not change keeps its old row
 
 
+def test_each_gate_of_accuracy_is_judged_by_its_own_newest_run(tmp_path: Path) -> None:
+    def gate(run: int, metric: str, verdict: str) -> dict[str, Any]:
+        return row(run, suite="accuracy", benchmark="gsm8k", metric=metric, unit="", verdict=verdict)
+
+    rows = [gate(7, "cached_kl", "pass"), gate(8, "cached_kl", "fail"), gate(9, "exact_match_strict", "pass")]
+    verdict = only(tmp_path, *rows)
+    assert (verdict.word, verdict.count("pass"), verdict.count("fail")) == ("fail", 1, 1)
+    assert only(tmp_path / "mended", *rows, gate(9, "cached_kl", "pass")).word == "pass"
+
+
 def test_each_machine_has_a_verdict_of_its_own(tmp_path: Path) -> None:
     found = results(tmp_path, row(0, verdict="fail"), row(1, machine="b", verdict="pass"), row(2))
     assert [(v.machine, v.word) for v in verdicts(found.rows)] == [("b", "pass"), ("box", "fail")]
@@ -122,7 +132,7 @@ def test_a_failed_check_is_run_again(tmp_path: Path) -> None:
     assert found.verdict.text == "✕ HEAD is wrong"
     assert found.right.text == "✕ no: 1 check failed"
     assert found.command == 'hybrid-kv guard -k "layout"'
-    void = answers(tmp_path / "void", row(9, verdict="void", suite="ssd"))
+    void = answers(tmp_path / "void", row(9, verdict="void", suite="ssd", unit=""))
     assert void.verdict.text == "○ HEAD is not proved right"
     assert void.command == "python -m bench --suite ssd --out results/microbench.csv"
 
@@ -144,13 +154,21 @@ def test_a_comparison_that_failed_says_that_head_is_slower_not_wrong(tmp_path: P
     assert found.command == "hybrid-kv bisect bbbbbbbbbb 0000900009 --benchmark ssd/scan"
 
 
+def test_a_promise_of_speed_that_is_not_kept_is_not_wrong_either(tmp_path: Path) -> None:
+    same = {"suite": "ssd", "params": {"receipt": RECEIPT}, "unit": "time ratio", "metric": "ratio_to_engine"}
+    found = answers(tmp_path, row(9, verdict="pass", suite="guard"), row(9, verdict="fail", **same))
+    assert (found.right.word, found.slower.word) == ("pass", "worse")
+    stale = answers(tmp_path / "stale", row(9, verdict="pass", suite="guard"), row(3, verdict="pass", **same))
+    assert (found.right.word, stale.verdict.word, stale.stale) == ("pass", "pass", ())
+
+
 def test_a_rival_that_became_slower_is_no_news(tmp_path: Path) -> None:
     rows = timed(range(20), 12, params={"receipt": RECEIPT, "subject": "vllm"})
     assert answers(tmp_path, row(9, verdict="pass", suite="guard"), *rows).slower.word == "none"
 
 
 def test_what_is_stale_is_measured_again_the_guard_first(tmp_path: Path) -> None:
-    rows = [row(run, verdict="pass", suite=suite) for run, suite in ((2, "ssd"), (8, "guard"), (9, "kernels"))]
+    rows = [row(run, verdict="pass", suite=suite, unit="") for run, suite in ((2, "ssd"), (8, "guard"), (9, "kernels"))]
     found = answers(tmp_path, *rows)
     assert found.verdict.text == "△ HEAD has not been measured"
     assert found.right.text == "△ not known: 2 of 3 suites measured other code"

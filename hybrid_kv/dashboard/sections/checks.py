@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from hybrid_kv.dashboard.data import SWARM, Results, column, each, fullest_run, newest_run, with_params
+from hybrid_kv.dashboard.data import ACCURACY, SWARM, Results, column, each, fullest_run, newest_run, with_params
 from hybrid_kv.dashboard.draw import code, coloured, name_of, paragraph, table, with_small_interval
 from hybrid_kv.dashboard.report import Report, Section
 from hybrid_kv.dashboard.words import WORDS, day, metric_name, number
@@ -20,29 +20,65 @@ PAIRED = {
     "mcnemar_p": "McNemar p, one-sided",
     "detectable_loss": "smallest loss found with 80 % power",
 }
+# The gates of accuracy, with what each is held against: a limit in the row's own run, or the noise of the same run.
+GATES = {
+    "exact_match_strict": "right answers, strict",
+    "acceptance_length": "acceptance length",
+    "acceptance_length_change": "change of the acceptance length",
+    "cached_kl": "KL per token, cached answers against uncached scoring",
+    "uncached_kl": "the same without cache hits: the noise",
+    "unlikely_tokens": "greedy tokens 1 nat or more below the likeliest",
+    "unpaired_difference": "difference of two scores without pairs",
+}
 NO_SETTING = ("seed", "limit", "task", "lm_eval", "num_fewshot")
 METHODS = {"ngram": "n-gram", "mtp": "MTP"}
 
 
 def accuracy(report: Report) -> Section | None:
-    """Shares of right answers, and paired tests of two versions."""
-    rows = report.results.of("accuracy")
-    rows = rows[rows["metric"].str.contains("match|invalid") | rows["metric"].isin(PAIRED)]
+    """The three gates of accuracy, shares of right answers, and paired tests of two versions."""
+    rows = report.results.of(ACCURACY)
+    rows = rows[rows["metric"].str.contains("match|invalid") | rows["metric"].isin({*PAIRED, *GATES})]
     if rows.empty:
         return None
-    return Section("Accuracy", right_answers(rows), report.by_machine(rows, lambda own: shares(own) + _paired(own)))
+
+    def block(own: pd.DataFrame) -> str:
+        return gates(own, report) + shares(own) + _paired(own)
+
+    return Section("Accuracy", right_answers(rows), report.by_machine(rows, block))
+
+
+def gates(rows: pd.DataFrame, report: Report) -> str:
+    """The newest figure of each gate that has been measured, for each task and model, with its verdict."""
+    rows = with_params(rows[rows["metric"].isin(GATES)], model=str)
+    newest = rows.drop_duplicates(["benchmark", "model", "metric"], keep="last")
+    order = {metric: place for place, metric in enumerate(GATES)}
+    lines = [
+        [
+            f"{escape(GATES[row.metric])}<br><small>{escape(f'{row.benchmark}, {row.model}')}</small>",
+            with_small_interval(row),
+            f"{row.n:,}",
+            coloured(row.verdict, WORDS[row.verdict]) if row.verdict else "–",
+            f"{report.link(row.commit)}, <time>{day(row)}</time>",
+        ]
+        for row in sorted(each(newest), key=lambda row: order[row.metric])
+    ]
+    return table(["gate", "newest", "n", "", "at"], lines) if lines else ""
 
 
 def right_answers(rows: pd.DataFrame) -> str:
-    """The newest share of each task."""
+    """The newest share of each task, and the newest figures of the other two gates."""
     right = rows[rows["metric"] == "exact_match_strict"].drop_duplicates("benchmark", keep="last")
     found = [f"{100 * row.value:.1f} % of {row.n:,} questions of {row.benchmark}" for row in each(right)]
-    return f"Right answers: {', '.join(found)}" if found else "Answers to the task's questions"
+    title = f"Right answers: {', '.join(found)}" if found else "Answers to the task's questions"
+    for metric, name in (("acceptance_length", "acceptance length"), ("cached_kl", "cached KL")):
+        own = rows[rows["metric"] == metric]
+        title += f"; {name} {number(own['value'].iloc[-1])}" if len(own) else ""
+    return title
 
 
 def shares(rows: pd.DataFrame) -> str:
     """A line for each task, metric and settings of a model with its newest share; runs of other seeds are one line."""
-    rows = rows[~rows["metric"].isin(PAIRED)]
+    rows = rows[rows["metric"].str.contains("match|invalid")]
     settings = [{k: v for k, v in p.items() if k not in NO_SETTING} for p in rows["parsed"]]
     rows = rows.assign(settings=[json.dumps(one, sort_keys=True) for one in settings])
     lines = []
