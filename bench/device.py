@@ -68,6 +68,14 @@ class Step(NamedTuple):
     stale: str | None
 
 
+def require_cpu_build() -> None:
+    """Raise ImportError where the pretend device cannot be."""
+    import torch
+
+    if torch.version.cuda is not None:
+        raise ImportError("the pretend device needs a build of torch for the CPU")
+
+
 def _engine(device: str, kernels: str, mode: str, scheme: str, K: int, folder: Path | None = None) -> Any:
     from hybrid_kv.accuracy.guard_model import FOLDER
     from hybrid_kv.engine.llm import LLM
@@ -248,7 +256,12 @@ def _most(steps: Sequence[Step]) -> dict[str, int]:
 
 
 def cells() -> list[Cell]:
-    """Triton's kernels in every mode and scheme; one engine on torch's, which takes seconds."""
+    """Triton's kernels in every mode and scheme; one engine on torch's, which takes seconds.
+
+    Raises:
+        ImportError: torch is built for CUDA, which the pretend device does not work with.
+    """
+    require_cpu_build()
     cached = {**ENGINES, "mode": ("align", "all"), "step": CACHED}
     return [
         *grid("device", "steps", "count", steps, {**ENGINES, "step": STEPS}, units=UNITS),
