@@ -118,17 +118,17 @@ def _stale_text(report: Report, series: Series) -> str:
 
 
 def _rival_text(report: Report, chart: Chart, series: Series) -> str:
-    """The newest figure of the rival in the same case, and how many times ours it is."""
+    """How many times our time the rival takes in the same case, as `python -m bench` measured them side by side."""
     if not chart.rival or OURS not in series.key[3]:
         return ""
     theirs = series.key[3].replace(OURS, f"subject={chart.rival}").replace(BY_ASV, "")
-    same = [one.rows for one in report.series if one.key[:3] == series.key[:3] and one.key[4] == series.key[4]]
-    rows = [next(each(own.tail(1))) for own in same if theirs in own["case"].iloc[-1]]
-    if not rows:
+    rows = report.results.of(series.key[0], series.key[1])
+    rows = rows[(rows["metric"] == "ratio_to_engine") & (rows["machine"] == series.key[4])]
+    same = [row for row in each(rows) if row.case.startswith(theirs)]
+    if not same:
         return ""
-    newest = max(rows, key=attrgetter("moment", "case"))
-    ratio = newest.value / series.rows["value"].iloc[-1]
-    return f"<p>{escape(str(newest.parsed['subject']))}: {metric(newest.value, series.unit)}, {number(ratio)}× ours</p>"
+    newest = max(same, key=attrgetter("moment", "case"))
+    return f"<p>{escape(str(newest.parsed['subject']))}: {number(newest.value)}× our time</p>"
 
 
 def _second_text(chart: Chart, second: Series | None) -> str:

@@ -43,7 +43,7 @@ class Chart:
     Attributes:
         line: the series that is drawn.
         asv: the benchmark's name there; empty: asv does not measure it.
-        rival: how the subject begins whose newest figure stands beside the engine's.
+        rival: how the subject begins of which it is said how many times the engine's time it takes.
         second: a series that is drawn below the first, and what its newest figure is.
     """
 
@@ -62,13 +62,13 @@ CHARTS = (
     Chart("Engine, decode", Line("engine_step", "decode_block", case=("K=0",)), _ENGINE_STEP),
     Chart("Engine, verify 3 drafts", Line("engine_step", "decode_block", case=("K=3",)), _ENGINE_STEP),
     Chart("End to end", Line("end_to_end", "nemotron"), "end_to_end.Nemotron.time_nemotron"),
-    Chart("Kernel-block expansion", Line("kernel_blocks", "step"), "kernel_blocks.Step.time_step", "list"),
+    Chart("Kernel-block expansion", Line("kernel_blocks", "step"), "kernel_blocks.Step.time_step", "vllm"),
     Chart(
         "Memory of a request",
         Line("memory", "plan", "bytes_per_request", ("model=nemotron-3-nano", "mode=all", "K=3")),
         "memory.Plan.track_bytes_per_request",
     ),
-    Chart("Quick guard, CPU seconds", Line("guard", "whole", "cpu_seconds", ("size=quick",))),
+    Chart("Guard, all its checks", Line("guard", "whole", "seconds", ("size=full",), "s")),
     Chart(
         "GSM8K-format answers",
         Line(ACCURACY, "gsm8k_synth", "exact_match_strict", ("speculative_method=mtp",), "share"),

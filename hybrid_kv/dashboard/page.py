@@ -125,7 +125,7 @@ def _missing(made: dict[Callable[[Report], Section | None], Section | None]) -> 
 
 def _header(report: Report, machine: str) -> str:
     results, info = report.results, report.infos.get(report.head.commit)
-    newest = f"rows up to {results.rows['time'].max():%Y-%m-%d %H:%M} UTC" if len(results.rows) else "no rows yet"
+    newest = f"up to {results.rows['time'].max():%m-%d %H:%M} UTC" if len(results.rows) else "no rows yet"
     place = f"HEAD {report.link(report.head.commit)}" if report.head.commit else "no checkout"
     subject = f" {escape(info.subject)}" if info else ""
     options = "".join(

@@ -71,7 +71,10 @@ def change_text(step: Step) -> str:
 
 def short_change(step: Step) -> str:
     """A change in two digits: +9 %, +0.03 where there was nothing before."""
-    return f"{100 * step.change:+.2g} %" if step.before else f"{step.after:+.2g}"
+    percent = 100 * step.change
+    if not step.before:
+        return f"{step.after:+.2g}"
+    return f"{percent:+,.0f} %" if abs(percent) >= 10 else f"{percent:+.2g} %"
 
 
 def percent_change(row: Any) -> str:

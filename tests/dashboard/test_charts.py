@@ -67,19 +67,20 @@ def test_a_machine_has_its_own_charts(tmp_path: Path) -> None:
 
 
 def test_a_rival_stands_beside_ours_in_the_same_case(tmp_path: Path) -> None:
-    def total(run: int, scenario: str, subject: str, value: float) -> dict[str, object]:
+    def total(run: int, scenario: str, subject: str, **own: object) -> dict[str, object]:
         params = {"receipt": RECEIPT, "scenario": scenario, "subject": subject}
-        return row(run, params, suite="block_tables", benchmark="total", value=value)
+        return row(run, params | ({"by": "asv"} if subject == "engine" else {}), **{**TOTAL, **own})
 
-    rows = [total(run, "a", "engine", 100.0) for run in range(3)]
-    rows += [
-        total(1, "a", "vllm 0.22.0 V1", 900.0),
-        total(2, "a", "vllm 0.32.0 V1", 400.0),
-        total(2, "b", "vllm 9", 1.0),
-    ]
+    ratio = {"metric": "ratio_to_engine", "unit": "time ratio"}
+    rows = [total(run, "a", "engine") for run in range(3)]
+    rows += [total(1, "a", "vllm 0.22.0 V1", value=9.0, **ratio), total(1, "a", "vllm 0.32.0 V1", value=4.0, **ratio)]
+    rows.append(total(2, "b", "vllm 9", value=1.0, **ratio))
     card = charts(page_of(results(tmp_path, *rows)))["Block tables, a step"]
-    assert "<p>vllm 0.32.0 V1: 400 ns, 4× ours</p>" in card
+    assert "<p>vllm 0.32.0 V1: 4× our time</p>" in card
     assert card.count("<circle") == 3
+
+
+TOTAL = {"suite": "block_tables", "benchmark": "total"}
 
 
 def test_asvs_pages_are_linked_where_they_are(tmp_path: Path) -> None:

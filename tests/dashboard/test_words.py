@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from hybrid_kv.dashboard.words import duration, number
+from hybrid_kv.dashboard.series import Step
+from hybrid_kv.dashboard.words import duration, number, short_change
+
+
+def test_a_change_is_short_whatever_its_size() -> None:
+    steps = [Step(1, before, after) for before, after in ((100, 109), (100, 109.4), (1, 3.1), (100, 99.7), (0, 3))]
+    assert [short_change(step) for step in steps] == ["+9 %", "+9.4 %", "+210 %", "-0.3 %", "+3"]
 
 
 def test_numbers_and_durations() -> None:

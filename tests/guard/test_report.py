@@ -54,7 +54,15 @@ def test_a_clean_run_exits_0_and_writes_a_row_per_check(
     rows = read_rows(tmp_path / "results" / "guard.csv")
     assert document["passed"]
     numbers = rows[rows["metric"].str.contains(":")]
-    rows = rows[~rows["metric"].str.contains(":")]
+    (whole,) = rows[rows["benchmark"] == "whole"].itertuples()
+    assert (whole.params, whole.metric, whole.n, whole.verdict) == (
+        '{"size":"quick"}',
+        "seconds",
+        len(document["checks"]),
+        "",
+    )
+    assert whole.value >= 1.5  # three checks of half a second each
+    rows = rows[~rows["metric"].str.contains(":") & (rows["benchmark"] != "whole")]
     assert [metric_key(check["name"]) for check in document["checks"]] == rows["metric"].tolist()
     assert [check["value"] for check in document["checks"]] == pytest.approx(rows["value"].tolist())
     assert {"wrong_tokens/exact_model:limit", "wrong_tokens/exact_model:seconds"} <= set(numbers["metric"])
