@@ -25,6 +25,7 @@ from hybrid_kv.models.specs import (
     caches,
     delta_rule_spec,
     gdn_spec,
+    hybrid_kinds,
     indexed_kinds,
     latent_spec,
     layer_kinds,
@@ -172,7 +173,7 @@ register(
 _register("qwen3_next", qwen_kinds, _DELTA_NETS)
 _register(
     "zamba2",
-    layer_kinds,
+    hybrid_kinds,
     caches(
         Mamba2Spec("n_mamba_heads", "mamba_headdim", "mamba_d_state", "mamba_ngroups", "mamba_d_conv"),
         partial(attention_spec, num_inputs=2),

@@ -109,12 +109,20 @@ def _kinds_of(config: ConfigFile, key: str) -> list[str] | None:
     return [_KINDS[str(name)] for name in listed]
 
 
-def indexed_kinds(config: ConfigFile, key: str, first: int = 0) -> list[str]:
-    """The kind of every layer where `key` lists the attention layers, counted from `first`; all others keep a state."""
+def indexed_kinds(config: ConfigFile, key: str, first: int = 0, kind: str = ATTENTION) -> list[str]:
+    """The kind of every layer where `key` lists those of one kind, counted from `first`; all others keep a state."""
     layers, listed = range(first, first + config.size("num_hidden_layers")), config.get(key) or []
     if not isinstance(listed, list) or any(number not in layers for number in listed):
         raise config.fail(f"{key}={listed!r} must list layers from {first} to {layers[-1]}")
-    return [ATTENTION if number in listed else MAMBA for number in layers]
+    return [kind if number in listed else MAMBA for number in layers]
+
+
+def hybrid_kinds(config: ConfigFile) -> list[str]:
+    """The kind of every layer: listed one by one or, as in files of the hub, by the numbers of the hybrid ones."""
+    is_listed = config.get("layers_block_type") is not None
+    if is_listed or config.get("hybrid_layer_ids") is None:
+        return layer_kinds(config)
+    return indexed_kinds(config, "hybrid_layer_ids", kind=HYBRID)
 
 
 def all_mamba(config: ConfigFile) -> list[str]:

@@ -23,7 +23,7 @@ from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import Adapted, ForwardContext, Linear, RMSNorm
 from hybrid_kv.models.mixers.mamba2 import Mamba2Mixer
 from hybrid_kv.models.rope import read_rope
-from hybrid_kv.models.specs import HYBRID, layer_kinds
+from hybrid_kv.models.specs import HYBRID, hybrid_kinds
 from hybrid_kv.models.weights import Tensors, converted, joined, renamed
 
 Specs = dict[str, KVCacheSpec]
@@ -93,7 +93,7 @@ def build(file: ConfigFile, specs: Specs) -> nn.Module:
     """See `Family.build`."""
     for key, value in (("hidden_act", "gelu"), ("use_conv_bias", True), ("use_long_context", False)):
         file.only(key, value)
-    kinds = layer_kinds(file)
+    kinds = hybrid_kinds(file)
     first = next((cast(FullAttentionSpec, spec) for name, spec in specs.items() if name.endswith(".attention")), None)
     blocks = [Shared(file, first) for _ in range(file.size("num_mem_blocks", default=1))] if first else []
     layers: list[nn.Module] = []

@@ -30,7 +30,7 @@ from mutants.runner.units import BY_TESTS, is_unit, tests_of_all
 
 FOLDER = Path(__file__).parents[1]
 PACKAGE = FOLDER.parent / "hybrid_kv"
-ID = re.compile(r"[A-L]\d\d")
+ID = re.compile(r"[A-M]\d\d")
 UNCHANGED = "none"  # the id of a copy without a bug, in which nothing may be found
 Changed = dict[str, str]  # text by path in the package
 # What judges the engine: a bug there would be one of the judge.

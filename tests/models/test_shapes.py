@@ -233,3 +233,18 @@ def test_kv_heads_are_repeated_equally_often_or_not_at_all() -> None:
     # Six copies of a head: four ranks that follow each other would divide the tokens of two heads.
     with pytest.raises(ConfigError, match="use a --decode-context-parallel-size that divides 6, not 4"):
         model_shape(config | {"num_key_value_heads": 2}, ranks=Ranks(12, 1, 4))
+
+
+ZAMBA2 = {
+    "model_type": "zamba2", "hidden_size": 64, "vocab_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "n_mamba_heads": 4, "mamba_d_state": 16, "mamba_ngroups": 1, "mamba_headdim": 32,
+    "mamba_d_conv": 4, "torch_dtype": "bfloat16", "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+def test_zamba2_names_its_layers_one_by_one_or_by_the_numbers_of_the_hybrid_ones() -> None:
+    listed = ZAMBA2 | {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]}
+    numbered = ZAMBA2 | {"hybrid_layer_ids": [1, 3]}
+    assert model_shape(numbered).layers == model_shape(listed).layers
+    with pytest.raises(ConfigError, match=r"hybrid_layer_ids=\[4\] must list layers from 0 to 3"):
+        model_shape(ZAMBA2 | {"hybrid_layer_ids": [4]})
