@@ -175,7 +175,7 @@ class MutationRun:
         """
         row = Row(mutant.id, "", "", "", 0, 0.0, **mutant.labels())
         for by_tests, part in groupby(ways, BY_TESTS.__eq__):
-            if row.section:
+            if row.caught:
                 break
             with tempfile.TemporaryDirectory() as folder:
                 root = Path(folder)
@@ -189,7 +189,8 @@ class MutationRun:
                 except FailedError as error:
                     found = {"section": RUN, "rule": error.args[0], "detail": error.args[1]}
                 requests, seconds = max(row.requests, found.get("requests", 0)), found.get("seconds", self.limit)
-                row = replace(row, **{**found, "requests": requests, "seconds": row.seconds + seconds})
+                caught = found if found["section"] or not row.section else {}  # a loop that no test has seen stays one
+                row = replace(row, **{**caught, "requests": requests, "seconds": row.seconds + seconds})
                 if self.repro is not None and (root / forks.CASE).exists():
                     row = self._reduced(row, root, self.repro, forked)
         return row

@@ -1,4 +1,7 @@
-"""Which files have unit tests that kill their mutants, and those tests: run by a fresh process in the folder of a copy.
+"""Which tests kill the mutants of a file, and running them: by a fresh process in the folder of a copy.
+
+Of units a table names the tests, since they are to kill every mutant. Tests of all other files follow from what imports
+what: first those by the file's own name, then those that import it or what stands above it in its folder.
 
 Tests of Triton's kernels start Triton's interpreter themselves, in a process of its own. The tests are the checkout's,
 linked beside the copy, so that they import the copy.
@@ -6,10 +9,12 @@ linked beside the copy, so that they import the copy.
 
 from __future__ import annotations
 
+import ast
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from fnmatch import fnmatch
+from functools import cache
 from multiprocessing import active_children
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +26,12 @@ if TYPE_CHECKING:
     import pytest
 
 BY_TESTS = "tests"  # the name of this way to kill a mutant
-# By pattern of a file, the first that matches: its tests, with `{folder}` and `{name}` of its path. Without tests a
-# mutant is for the guard alone.
+ROOT = Path(__file__).parents[2]  # of the checkout
+PACKAGE, TESTS_FOLDER = ROOT / "hybrid_kv", ROOT / "tests"
+# Whose tests are tests of the engine; those of the judges say nothing of it that the guard does not say.
+ENGINE = ("attention", "cache", "engine", "kernels", "models", "serve", "spec_decode")
+MOST = 10  # derived tests of a file
+# By pattern of a file, the first that matches: its tests, with `{folder}` and `{name}` of its path.
 TESTS: dict[str, tuple[str, ...]] = {
     "kernels/common/compiled.py": ("tests/kernels/common", "tests/kernels/block_tables/test_host.py"),
     "kernels/common/spans.py": ("tests/kernels/common/test_spans.py", "tests/kernels/ssd/test_prefill.py"),
@@ -44,27 +53,20 @@ TESTS: dict[str, tuple[str, ...]] = {
     "cache/offload.py": ("tests/cache/test_offload.py", "tests/engine/test_folder.py"),
     "cache/folder_tier.py": ("tests/cache/test_folder_tier.py", "tests/cache/test_offload.py"),
     "cache/block_hash.py": ("tests/cache/test_block_hash.py", "tests/cache/test_block_pool.py"),
-    "cache/prefix.py": ("tests/cache/test_manager.py", "tests/cache/test_prefixes_in_any_order.py"),
-    "cache/manager.py": (
-        "tests/cache/test_manager.py", "tests/cache/test_prefixes_in_any_order.py", "tests/cache/test_unequal_pages.py",
-    ),
-    "cache/request_blocks.py": ("tests/cache/test_manager.py", "tests/cache/test_block_table.py"),
-    "cache/observe.py": (),
-    "cache/[!_]*": ("tests/cache/test_{name}.py",),
+    "cache/layout.py": ("tests/cache/test_layout.py",),
     "attention/rollback.py": (
         "tests/attention", "tests/engine/test_runner.py", "tests/cache/test_spec.py", "tests/cache/test_layout.py",
         "tests/engine/test_limits.py",
     ),
     "attention/*": ("tests/attention", "tests/engine/test_runner.py"),
-    "engine/scheduler.py": ("tests/engine/test_scheduler.py",),
-    "engine/runner.py": ("tests/engine/test_runner.py",),
+    "models/*": ("tests/models/test_layers.py", "tests/models/test_families.py"),
     "spec_decode/*": ("tests/spec_decode",),
     "config.py": ("tests/test_config.py", "tests/engine/test_limits.py"),
 }  # fmt: skip
 # What an engine does with these the guard sees, and soonest: their tests come behind it.
 GUARD_FIRST = (
-    "attention/*", "engine/*", "spec_decode/*", "config.py", "cache/block_*.py", "cache/manager.py", "cache/modes.py",
-    "cache/prefix.py", "cache/request_blocks.py", "cache/spec.py",
+    "attention/*", "engine/*", "models/*", "spec_decode/*", "*.py", "cache/block_*.py", "cache/manager.py",
+    "cache/modes.py", "cache/observe.py", "cache/prefix.py", "cache/request_blocks.py", "cache/spec.py",
 )  # fmt: skip
 # Without those that compile, which say nothing of a result, and of other packages.
 OPTIONS = (
@@ -76,17 +78,93 @@ FAILED, BROKEN = 1, 2  # pytest's exit codes: of a test, and of a file of tests 
 
 
 def tests_of(file: str) -> list[str]:
-    """The tests of a file of the package; empty: the guard alone is to kill its mutants."""
+    """The tests of a file of the package, the nearest first; empty: the guard alone is to kill its mutants."""
     path = Path(file)
-    for pattern, tests in TESTS.items():
-        if fnmatch(file, pattern):
-            return [test.format(folder=path.parent.name, name=path.stem) for test in tests]
-    return []
+    rows = (tests for pattern, tests in TESTS.items() if fnmatch(file, pattern))
+    named = [test.format(folder=path.parent.name, name=path.stem) for test in next(rows, ())]
+    if named and not is_seen_by_guard(file):
+        return named
+    covered = [test for test in derived_tests(file) if not any(Path(test).is_relative_to(known) for known in named)]
+    return named + covered[:MOST]
+
+
+def derived_tests(file: str) -> list[str]:
+    """Tests that import a file, or one of its folder that needs it: by its name, of its folder, the narrowest."""
+    path = Path(file)
+    above = {file, *_users(file)}
+    found: list[tuple[bool, bool, int, str]] = []
+    for test in sorted(TESTS_FOLDER.rglob("test_*.py")):
+        folder = test.parent.relative_to(TESTS_FOLDER)
+        is_own = folder == path.parent and test.stem == f"test_{path.stem}"
+        is_judge = not is_own and folder.parts[:1] not in [(name,) for name in ENGINE]
+        imported = _package_files(test)
+        if is_judge or not (is_own or imported & above):
+            continue
+        place = (not is_own, folder != path.parent, len(imported), test.relative_to(ROOT).as_posix())
+        found.append(place)
+    return [test for _, _, _, test in sorted(found)]
+
+
+@cache
+def _users(file: str) -> frozenset[str]:
+    """Files of the same folder that import this one, themselves or through each other."""
+    folder = [one.relative_to(PACKAGE).as_posix() for one in (PACKAGE / file).parent.glob("[!_]*.py")]
+    users, reached = set[str](), {file}
+    while reached:
+        reached = {one for one in folder if one not in users and _package_files(PACKAGE / one) & reached}
+        users |= reached
+    return frozenset(users)
+
+
+@cache
+def _package_files(file: Path) -> frozenset[str]:
+    """Files of the package that a file imports; a test also through what helps it."""
+    found = set[str]()
+    for module, name in _imports(file):
+        source = _defined_in(module, name)
+        if source is None or source == file:
+            continue
+        if source.is_relative_to(PACKAGE):
+            found.add(source.relative_to(PACKAGE).as_posix())
+        elif source.is_relative_to(TESTS_FOLDER) and not source.name.startswith("test_"):
+            found |= _package_files(source)
+    return frozenset(found)
+
+
+@cache
+def _imports(file: Path) -> frozenset[tuple[str, str]]:
+    """Module and name of all that a file imports."""
+    found = set[tuple[str, str]]()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {(node.module, alias.name) for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {(alias.name, "") for alias in node.names}
+    return frozenset(found)
+
+
+def _defined_in(module: str, name: str) -> Path | None:
+    """The file of the checkout that an imported name comes from, behind packages that hand it on; None: no such."""
+    for dotted in (f"{module}.{name}", module):
+        path = ROOT.joinpath(*dotted.split("."))
+        file = next((one for one in (path.with_suffix(".py"), path / "__init__.py") if one.is_file()), None)
+        if file is None:
+            continue
+        handed_on = [source for source, known in _imports(file) if known == name and source != module]
+        if file.name == "__init__.py" and handed_on:
+            return _defined_in(handed_on[0], name)
+        return file
+    return None
+
+
+def is_seen_by_guard(file: str) -> bool:
+    """Whether the guard sees what an engine does with a file, sooner than its tests."""
+    return any(fnmatch(file, pattern) and (pattern != "*.py" or "/" not in file) for pattern in GUARD_FIRST)
 
 
 def is_unit(file: str) -> bool:
     """Whether generated mutants of a file are run by its tests alone."""
-    return bool(tests_of(file)) and not any(fnmatch(file, pattern) for pattern in GUARD_FIRST)
+    return bool(tests_of(file)) and not is_seen_by_guard(file)
 
 
 def tests_of_all(files: Iterable[str]) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 from hybrid_kv.errors import HybridKVError
 from mutants.runner import units
 from mutants.runner.generated import Generated, files
-from mutants.runner.mutant import PACKAGE, Change, KnownBug
+from mutants.runner.mutant import JUDGES, PACKAGE, Change, KnownBug
 from mutants.runner.run import Forks, MutationRun
 from tests.cli.run import run
 
@@ -63,6 +63,23 @@ def test_a_loop_is_killed(forked: Forks, monkeypatch: pytest.MonkeyPatch) -> Non
     assert (found.section, found.rule, found.caught) == ("run", "time limit", True)
 
 
+def test_a_known_bug_that_loops_is_caught_if_a_test_of_its_file_fails(
+    forked: Forks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter(({"section": "tests", "rule": "test_it", "detail": "", "test": ""}, {"section": "", "test": ""}))
+
+    def call(_: object, function: str, *__: object) -> dict[str, str]:
+        if function == "guard.run":
+            return {"section": "run", "rule": "time limit", "detail": "not done after 20 CPU seconds"}
+        return dict(next(answers))
+
+    monkeypatch.setattr(forked, "call", lambda *given: call(*given))
+    known = KnownBug("Z01", (), "", {}, (Change("engine/text.py", "TAIL_MARGIN = 8", "TAIL_MARGIN = 9"),))
+    caught, left = (MutationRun(300).judge(known, ("quick", "tests"), forked) for _ in range(2))
+    assert (caught.section, caught.rule, caught.caught) == ("tests", "test_it", True)
+    assert (left.section, left.rule, left.problem) == ("run", "time limit", "not caught")
+
+
 def test_a_test_that_fails_without_a_mutant_too_kills_none(forked: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
     failed = {"section": "tests", "rule": "test_it", "detail": "assert 1 == 2", "test": "tests/test_it.py::test_it"}
     monkeypatch.setattr(forked, "call", lambda *_: {**failed})
@@ -73,15 +90,34 @@ def test_a_test_that_fails_without_a_mutant_too_kills_none(forked: Forks, monkey
 def test_every_file_has_tests_that_exist_or_is_for_the_guard() -> None:
     assert units.tests_of("kernels/ssd/slots.py") == ["tests/kernels/ssd", "tests/kernels/test_recurrences.py"]
     assert units.tests_of("kernels/moe.py") == units.tests_of_all(["kernels/moe.py"]) == ["tests/kernels/test_moe.py"]
-    assert units.tests_of("engine/llm.py") == units.tests_of_all(["engine/llm.py", "cache/plan.py"]) == []
-    named = {test for file in [*files(), "config.py"] for test in units.tests_of(file)}
+    every = [file.relative_to(PACKAGE).as_posix() for file in PACKAGE.rglob("*.py") if file.stem != "__init__"]
+    engine = [file for file in every if file.split("/")[0] not in JUDGES]
+    named = {test for file in engine for test in units.tests_of(file)}
     assert not [test for test in named if not (PACKAGE.parent / test).exists()]
-    assert {file for file in files() if not units.tests_of(file)} == {
-        "cache/__init__.py", "cache/observe.py", "kernels/__init__.py",
-    }  # fmt: skip
+    of_engine = [file for file in engine if file.split("/")[0] in units.ENGINE]
+    assert [file for file in of_engine if not units.tests_of(file)] == []
     assert not {*files("tests")} & {*files("quick")} and len(files()) == len(files("tests")) + len(files("quick"))
     for patterns in (units.TESTS, units.GUARD_FIRST):
         assert not [pattern for pattern in patterns if not [*PACKAGE.glob(pattern)]]
+
+
+@pytest.mark.parametrize(
+    ("file", "test"),
+    [
+        ("engine/kv_transfer.py", "engine/test_kv_transfer.py"),  # by its name
+        ("engine/text.py", "engine/test_text.py"),
+        ("engine/state_cursor.py", "engine/test_llm.py"),  # of the engine, which imports it
+        ("cache/prefix.py", "cache/test_manager.py"),
+        ("cache/manager.py", "engine/test_scheduler.py"),  # of another folder
+        ("cache/modes.py", "cache/test_capacity.py"),
+        ("serve/answers.py", "serve/test_app.py"),
+        ("models/layers.py", "models/test_layers.py"),
+        ("models/mixers/conv.py", "models/test_families.py"),
+    ],
+)
+def test_tests_follow_from_what_imports_what(file: str, test: str) -> None:
+    assert f"tests/{test}" in units.tests_of(file)
+    assert not any(found.startswith(("tests/guard/", "tests/probes/", "tests/cli/")) for found in units.tests_of(file))
 
 
 def test_known_bugs_of_units_go_to_their_tests_and_then_to_the_guard() -> None:
@@ -90,7 +126,8 @@ def test_known_bugs_of_units_go_to_their_tests_and_then_to_the_guard() -> None:
 
     assert ways("quick", "cache/plan.py") == ways("quick", "cache/plan.py", "cache/ranks.py") == ("tests", "quick")
     assert ways("quick", "cache/manager.py") == ("quick", "tests")
-    assert ways("quick", "cache/plan.py", "engine/llm.py") == ("quick",) and ways("full", "cache/plan.py") == ("full",)
+    assert ways("quick", "cache/plan.py", "engine/llm.py") == ("quick", "tests")
+    assert ways("full", "cache/plan.py") == ("full",)
 
 
 def test_a_mutant_is_run_by_its_row(
