@@ -26,20 +26,23 @@ def causal_conv1d(
         window: [num_rows, kernel - 1, channels], the inputs before them (zeros at the start of a request).
 
     Returns:
-        y [num_rows, len, channels], after SiLU if `silu`, and all inputs [num_rows, kernel - 1 + len, channels]: the
-        window after the first n tokens begins at row n of them, see `windows_at`.
+        y [num_rows, len, channels] in the dtype of `x`, after SiLU if `silu`, and all inputs [num_rows, kernel - 1 +
+        len, channels]: the window after the first n tokens begins at row n of them, see `windows_at`.
     """
     length, kernel = x.shape[1], weight.shape[1]
     inputs = torch.cat([window, x], dim=1)
+    # Rounded once, at the end: in 16 bits one token and several would be summed differently.
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    seen, weight, bias = inputs.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if length == 1:
-        y = (inputs * weight.T).sum(1, keepdim=True)
+        y = (seen * weight.T).sum(1, keepdim=True)
         y = y if bias is None else y.add_(bias)
-        return F.silu(y, inplace=True) if silu else y, inputs
-    first = inputs[:, :length], weight[:, 0]
-    y = torch.mul(*first) if bias is None else torch.addcmul(bias, *first)
-    for j in range(1, kernel):
-        y.addcmul_(inputs[:, j : j + length], weight[:, j])
-    return F.silu(y, inplace=True) if silu else y, inputs
+    else:
+        first = seen[:, :length], weight[:, 0]
+        y = torch.mul(*first) if bias is None else torch.addcmul(bias, *first)
+        for j in range(1, kernel):
+            y.addcmul_(seen[:, j : j + length], weight[:, j])
+    return (F.silu(y, inplace=True) if silu else y).to(x.dtype), inputs
 
 
 def windows_at(inputs: torch.Tensor, rows: torch.Tensor, first: torch.Tensor, size: int) -> torch.Tensor:
