@@ -11,14 +11,16 @@ expects (vllm!43258). So the engine says once which blocks each group has; the r
 how much of a prompt every group can restore.
 
 What is reported is the difference since the last time, so that a key is in one of two sets and events have no order. A
-router that misses one forgets all that it knew: it predicts too little until the next `snapshot`, never too much. What
-an offload tier holds is not reported: the engine may restore more than is predicted.
+router that misses one forgets all that it knew: it predicts too little until the next `snapshot`, never too much.
+Events that come twice, or behind later ones, say nothing, and neither do those of a log that another one has followed.
+What an offload tier holds is not reported: the engine may restore more than is predicted.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybrid_kv.cache.block_hash import BlockHashes
 from hybrid_kv.cache.block_pool import BlockKey
@@ -42,12 +44,14 @@ class CacheEvents:
     Attributes:
         number: one more than that of the last ones.
         is_snapshot: `stored` is all that lookups find.
+        log: which log they are from; an engine that starts again has another one.
     """
 
     number: int
     stored: frozenset[BlockKey]
     removed: frozenset[BlockKey] = frozenset()
     is_snapshot: bool = False
+    log: str = ""
 
 
 class EventLog(EngineObserver):
@@ -58,6 +62,7 @@ class EventLog(EngineObserver):
         self.groups = tuple(Group(spec.block_size, isinstance(spec, MambaSpec)) for spec in specs)
         self.hit_granularity = llm.manager.hit_granularity
         self._pool = llm.manager.pool
+        self._name = secrets.token_hex(8)
         self._number = 0
         self._is_stored: dict[BlockKey, bool] = {}  # of keys that changed
         llm.observers.append(self)
@@ -82,7 +87,7 @@ class EventLog(EngineObserver):
     def _next(self, events: CacheEvents) -> CacheEvents:
         self._number += 1
         self._is_stored.clear()
-        return events
+        return replace(events, log=self._name)
 
 
 class KnownCache:
@@ -99,13 +104,21 @@ class KnownCache:
         self.groups, self.hit_granularity = groups, hit_granularity
         self.keys: set[BlockKey] = set()
         self._next = 0
+        self._log = ""
+        self._ended: set[str] = set()  # logs that another one has followed
 
     def apply(self, events: CacheEvents) -> None:
-        """Behind missed events all is forgotten but what these say. Those that come behind later ones say nothing: what
-        they stored may be gone."""
-        if events.number < self._next and not events.is_snapshot:
+        """Take over what has changed. After a gap, or from a new log, nothing is known but what these events say.
+
+        Those that come twice or late say nothing: what they stored may be gone.
+        """
+        is_new = events.log != self._log
+        if events.log in self._ended or (events.number < self._next and not is_new):
             return
-        if events.is_snapshot or events.number != self._next:
+        if is_new:
+            self._ended.add(self._log)
+            self._log = events.log
+        if events.is_snapshot or is_new or events.number != self._next:
             self.keys.clear()
         self.keys |= events.stored
         self.keys -= events.removed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from hybrid_kv import LLM, SamplingParams
 from hybrid_kv.cache.block_hash import BlockHashes
 from hybrid_kv.engine.events import CacheEvents, EventLog, Group, KnownCache
@@ -95,6 +97,41 @@ def test_events_that_come_late_say_nothing() -> None:
     assert known.predict(PROMPT) == 0
     known.apply(CacheEvents(3, frozenset({key})))
     assert known.predict(PROMPT) == 8
+
+
+@pytest.mark.parametrize("again", [0, 1, 2])
+def test_events_that_come_twice_say_nothing_snapshots_too(again: int) -> None:
+    llm = engine(num_blocks=16)
+    log = EventLog(llm)
+    known, heard = KnownCache(log.groups, log.hit_granularity), list[CacheEvents]()
+    for prompt in (PROMPT, [7, *PROMPT], [8, *range(58)]):
+        send(llm, prompt)
+        heard.append(log.snapshot() if len(heard) == 1 else log.take())
+        known.apply(heard[-1])
+    before = set(known.keys)
+    known.apply(heard[again])
+    assert known.keys == before == set(llm.manager.pool.published_keys())
+    third = [9, *PROMPT]
+    send(llm, third)
+    known.apply(log.take())
+    assert known.keys == set(llm.manager.pool.published_keys())
+
+
+def test_an_engine_that_starts_again_is_known_anew() -> None:
+    first, second = engine(), engine()
+    old, new = EventLog(first), EventLog(second)
+    known = KnownCache(old.groups, old.hit_granularity)
+    send(first, PROMPT)
+    late = old.take()
+    known.apply(late)
+    known.apply(new.take())
+    assert known.predict(PROMPT) == 0
+    known.apply(late)
+    known.apply(old.snapshot())
+    assert known.predict(PROMPT) == 0
+    send(second, [7, *PROMPT])
+    known.apply(new.take())
+    assert known.predict([7, *PROMPT]) == 32
 
 
 def _chains(token_ids: list[int], block_size: int) -> list[bytes]:
