@@ -15,7 +15,7 @@ from hybrid_kv import LLM, SamplingParams
 from hybrid_kv.accuracy.guard_model import FOLDER
 from hybrid_kv.config import CheckFailedError
 from hybrid_kv.observe import EngineObserver
-from hybrid_kv.request import ScheduledRequest
+from hybrid_kv.request import Request, ScheduledRequest
 from hybrid_kv.serve.engine import BusyError, Engine, Piece, StoppedError, Submission
 from tests.serve.conftest import OPTIONS, QUESTION, Served, served
 from tests.serve.test_metrics import counters
@@ -79,6 +79,32 @@ def test_who_leaves_is_aborted_and_its_blocks_return(
     assert after["request_success_total abort"] == before.get("request_success_total abort", 0) + 1
     assert after["kv_cache_usage_perc"] == 0
     server.llm.scheduler.check_integrity()
+
+
+def test_who_leaves_while_its_sequences_are_opened_is_aborted(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = counters(server).get("request_success_total abort", 0)
+    begun, go_on, add = threading.Event(), threading.Event(), server.llm.add_request
+
+    def slow(*given: Any) -> Request:
+        begun.set()
+        assert go_on.wait(60)
+        return add(*given)
+
+    monkeypatch.setattr(server.llm, "add_request", slow)
+
+    async def leave() -> None:
+        submission = Submission([([5, 6, 7], SamplingParams(max_tokens=400, ignore_eos=True))])
+        opening = asyncio.create_task(server.engine.submit(submission))
+        await asyncio.to_thread(begun.wait, 60)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+
+    asyncio.run(leave())
+    go_on.set()
+    monkeypatch.setattr(server.llm, "add_request", add)
+    assert server.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+    assert counters(server)["request_success_total abort"] == before + 1
 
 
 def test_sequences_beyond_the_limit_are_sent_away(server: Served, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:

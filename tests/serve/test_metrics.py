@@ -7,7 +7,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hybrid_kv import LLM, SamplingParams
 from hybrid_kv.accuracy.guard_model import FOLDER
-from tests.serve.conftest import OPTIONS, Served
+from hybrid_kv.models.exact import ExactConfig, ExactModel
+from hybrid_kv.serve.app import Access
+from tests.serve.conftest import OPTIONS, Served, served
 
 PROMPT = [9 + 5 * i % 70 for i in range(200)]
 
@@ -109,3 +111,17 @@ def test_a_reset_forgets_what_was_cached(server: Served, query: str, status: int
     answer = server.http.post(f"/reset_prefix_cache{query}")
     assert answer.status_code == status
     assert ("prefix_cache_hits_total" in send(server)) == (status != 200)
+
+
+def test_where_groups_disagree_it_is_what_was_restored_that_is_reported() -> None:
+    """Attention has two blocks of the last prompt, the states only that after the first."""
+    model = ExactModel(ExactConfig(pattern="*M"))
+    llm = LLM(model, device="cpu", block_size=8, mamba_cache_mode="align", max_model_len=96, num_blocks=60)
+    text = [9 + 5 * i % 70 for i in range(30)]
+    body = {"max_tokens": 2, "temperature": 0}
+    with served(llm, Access("guard_model")) as server:
+        for prompt, due in ((text, 0), (text[:9], 0), ([*text[:20], *range(9)], 8)):
+            before = counters(server).get("prefix_cache_hits_total", 0)
+            reply = server.http.post("/v1/completions", json=body | {"prompt": prompt}).json()
+            hits = counters(server)["prefix_cache_hits_total"] - before
+            assert (reply["usage"]["prompt_tokens_details"]["cached_tokens"], hits) == (due, due)
