@@ -115,6 +115,7 @@ class Compared:
     num_tokens: int = 0
     cached_tokens: int = 0
     accepted: int = 0
+    verified: int = 0
     preemptions: int = 0
     error: tuple[str, str] = ("", "")
     void: str = ""
@@ -161,6 +162,7 @@ class Compared:
         self.num_tokens += len(logits)
         self.cached_tokens += output.cached_tokens
         self.accepted += output.num_accepted_draft_tokens
+        self.verified += output.num_draft_tokens
         self.preemptions += output.num_preemptions
 
 

@@ -150,12 +150,38 @@ def _mixed_sampling(d: Draw) -> Scenario:
     return d.scenario([*prompts, prompts[0]], params, K=2, drafts="mixed")
 
 
-def _offload_hit(d: Draw) -> Scenario:
+def _offload_hit(d: Draw, *events: Event) -> Scenario:
     text, *others = d.prompts(30, 60, 60, 60)
     mode = d.one_of(*CACHED)
     options: dict[str, Any] = {"num_blocks": 20, "kv_offload_bytes": 2**20, "max_num_seqs": 1}
     layers = "**" if mode == "attention" else "M*"
-    return d.scenario([text, *others, text], [4] * 5, waves=(1, 3, 1), modes=(mode,), layers=layers, **options)
+    sent: dict[str, Any] = {"waves": (1, 3, 1), "modes": (mode,), "layers": layers, "events": events}
+    return d.scenario([text, *others, text], [4] * 5, **sent, **options)
+
+
+def _verify_shapes(d: Draw) -> Scenario:
+    """Prompts of as many tokens as a verify step has: one alone, then three of them, then one beside verify steps."""
+    K = d.number(1, 8)
+    prompts = d.prompts(*[1 + K] * 5)
+    return d.scenario(prompts, [3, 9, 12, 15, 3], waves=(1, 4), K=K, drafts="right", max_num_seqs=3)
+
+
+def _scored_beside_copies(d: Draw) -> Scenario:
+    """A prompt in small chunks while another request has its drafts accepted up to one boundary after the other."""
+    scored = SamplingParams(max_tokens=4, logprobs=1, prompt_logprobs=1)
+    prompts = d.prompts(5, 80)
+    return d.scenario(prompts, [40, scored], modes=STATES, K=3, drafts="boundary", max_num_batched_tokens=10)
+
+
+# Blocks of a pool in which the youngest of `_sits_out` lacks one for a step.
+SITS_OUT = {"slots": {"none": 15, "align": 18, "all": 21}, "recompute": {"none": 12, "align": 13, "all": 16}}
+
+
+def _sits_out(d: Draw, scheme: str) -> Scenario:
+    """With drafts of this script the lengths of three requests in each step do not depend on their tokens."""
+    mode = d.one_of(*SITS_OUT[scheme])
+    pool: dict[str, Any] = {"num_blocks": SITS_OUT[scheme][mode], "async_scheduling": True, "state_scheme": scheme}
+    return d.scenario(d.prompts(6, 12, 7), [25, 34, 24], modes=(mode,), layers="M*", K=3, drafts="rotate", **pool)
 
 
 def _fits_once_published(d: Draw) -> Scenario:
@@ -273,10 +299,16 @@ FORCED: dict[str, Callable[[Draw], Scenario]] = {
         async_scheduling=d.coin(),
     ),
     "offload_hit, exact_hit_of_host": _offload_hit,
+    "lost_hit": lambda d: _offload_hit(d, Event("lose", 0, 1)),
+    "verify_shape, verify_shapes": _verify_shapes,
+    "prompt_logprobs_beside_copies": _scored_beside_copies,
+    "sat_out_slots": lambda d: _sits_out(d, "slots"),
+    "sat_out_recompute": lambda d: _sits_out(d, "recompute"),
     "hit_attention, full_pool": _fits_once_published,
     # Different prompts: blocks that two requests share are not forgotten.
     "reset": lambda d: d.scenario(
-        d.prompts(20, 21) * 2, [20] * 4, waves=(2, 2), modes=CACHED, events=(Event("reset", 4),)
+        d.prompts(20, 21) * 2, [20] * 4, waves=(2, 2), modes=CACHED, events=(Event("reset", 4),),
+        async_scheduling=d.coin(),
     ),
     "sleep": lambda d: d.scenario(
         d.prompts(20, 20, 33) * 2, [20] * 6, waves=(3, 3), modes=("none", *STATES), K=2, drafts="mixed",

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from hybrid_kv.attention.rollback import RollbackStep
 from hybrid_kv.cache.block_pool import BlockIds, BlockKey
+from hybrid_kv.cache.offload import Page
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.guard.published import longest_hit
 from hybrid_kv.guard.step import RuleError, Track
@@ -135,6 +136,8 @@ class Kept(EngineObserver):
     Attributes:
         hits: of each request, how many tokens could be restored when it was admitted last.
         host: None without one.
+        loses: whether the host has nothing to give in this step, though it still says so.
+        has_lost: whether the step has asked it for something.
     """
 
     def __init__(self, llm: LLM, tracks: Sequence[Track]) -> None:
@@ -147,6 +150,8 @@ class Kept(EngineObserver):
         if llm.manager.offload is not None:
             block_bytes = [sum(spec.page_size_bytes for spec in group.layer_specs) for group in groups]
             self.host = Host(llm.config.cache.kv_offload_bytes, block_bytes)
+            self._fetch, llm.manager.offload.fetch = llm.manager.offload.fetch, self.fetch  # type: ignore[method-assign]
+        self.loses = self.has_lost = False
         self._holders: set[str] = set()
         self._new: list[Name] = []  # published by one call of the cache, which stores them together
         self._last = "", -1  # request and group of the last ones
@@ -158,12 +163,19 @@ class Kept(EngineObserver):
         host = self.host
         return host is not None and all(map(host.fits, range(len(self._specs)))) and not host.num_left
 
+    def fetch(self, keys: Sequence[BlockKey]) -> list[Page] | None:
+        """`KVOffload.fetch`, or nothing in a step in which the host loses what it has."""
+        self.has_lost |= self.loses
+        return None if self.loses else self._fetch(keys)
+
     def check(self) -> None:
-        """
+        """Before each step.
+
         Raises:
             RuleError: `findable`, `evictions` or `tier`; the engine counts something else.
         """
         self._store()
+        self.loses = self.has_lost = False
         pool = self._llm.manager.pool
         if pool.num_published_blocks != len(self.device):
             raise RuleError(
@@ -256,6 +268,6 @@ class Kept(EngineObserver):
 
         def is_there(group: int, end: int) -> bool:
             name = group, track.prefix(end)
-            return name in self.device or (self.host is not None and name in self.host)
+            return name in self.device or (self.host is not None and not self.has_lost and name in self.host)
 
         self.hits[request_id] = longest_hit(self._specs, request.num_tokens, is_there) if is_asked else 0

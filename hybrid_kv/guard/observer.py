@@ -150,6 +150,8 @@ class Observer(EngineObserver):
             if starts_again and running:
                 raise RuleError("reset-left-running", f"{len(running)} requests run on behind a reset of all")
             self._forget()
+        elif what == "lose":
+            self._kept.loses = True
         elif what == "sleep":
             self.seen["sleep"] += bool(running)
             memory = [StorageWeakRef(buffer.untyped_storage()) for buffer in llm.runner.raw_buffers]
@@ -237,7 +239,7 @@ class Observer(EngineObserver):
         self._check_schedule(scheduled)
         self._drafts.on_schedule(scheduled, self._waiting.has_preempted())
         if self._knows_mode:
-            self._waiting.check(scheduled, self._exact_hits)
+            self._waiting.check(scheduled, self._exact_hits and not self._kept.has_lost)
         self.seen["waiting"] += bool(llm.scheduler.waiting)
         for event in self.scenario.events:
             if event.what == "abort" and event.is_due(llm.num_steps):
@@ -266,6 +268,10 @@ class Observer(EngineObserver):
         self._batch, self.history = batch, None
         if self._recomputing is not None:
             self.history = metadata[self._llm.runner.groups[self._recomputing].layer_names[0]].rollback.history
+
+    def on_copy(self, *copy: Any) -> None:
+        """A verify step may have ended on a boundary."""
+        self.patterns.copies = True
 
     def on_propose(self, *proposal: Any) -> None:
         """Keep what the next step may verify."""
@@ -326,14 +332,16 @@ class Observer(EngineObserver):
                 reads = llm.manager.enable_prefix_caching and request.params.reads_prefix_cache
                 limit = self.published.hit(track, request.num_tokens) if reads else 0
                 kept = self._kept.hits[request.request_id]
-                if begin != kept or begin > limit or (self._exact_hits and begin < limit):
+                is_exact = self._exact_hits and not self._kept.has_lost
+                self.seen["lost_hit"] += self._kept.has_lost
+                if begin != kept or begin > limit or (is_exact and begin < limit):
                     raise RuleError(
                         "hit-length",
                         f"request {request.request_id} takes {begin} of {request.num_tokens} tokens from the cache, "
                         f"which has {limit if begin == kept else kept} of them",
                     )
-                self.seen["exact_hit"] += self._exact_hits and begin > 0
-                self.seen["exact_hit_of_host"] += self._exact_hits and begin > 0 and was_lost
+                self.seen["exact_hit"] += is_exact and begin > 0
+                self.seen["exact_hit_of_host"] += is_exact and begin > 0 and was_lost
                 self.seen["hit_behind_losses"] += begin > 0 and not self._kept.has_all and was_lost
             size = llm.plan.sizes.mamba_block_size
             if size is not None and llm.config.cache.mamba_cache_mode == "align" and is_prefill(item):

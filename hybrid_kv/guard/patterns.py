@@ -52,6 +52,8 @@ REQUIRED = {
     "first_decode_beside_chunk": "a request's first decode while another's prompt is in chunks",
     "uneven_prefills": "two prefills in one step, the first no multiple of the scan chunk",
     "lone_chunks": "one request alone, in several chunks",
+    "verify_shape": "a prompt of as many tokens as a verify step has, alone in its step",
+    "verify_shapes": "… in a step in which every request has so many",
     "one_behind_chunk": "a prompt one token longer than the budget",
     "exact_block": "a prompt that is a multiple of the block size",
     "waiting": "a request that waited for a row or for blocks",
@@ -65,9 +67,12 @@ REQUIRED = {
     "top_k_beside_top_p": "a request that top-k alone and top-p alone would continue in other ways",
     "logprobs_of_sampled": "log-probabilities of a request with a temperature",
     "prompt_logprobs": "log-probabilities of a prompt, which is not read from the cache then",
+    "prompt_logprobs_beside_copies": "… in a step in which another request copies a state to a boundary",
     "refused": "a prompt that can never run, beside others that do",
     "accepted_draft": "a draft that was right",
     "rejected_draft": "a draft that was wrong",
+    "sat_out_slots": "a running request that sat a step out behind accepted drafts, and went on",
+    "sat_out_recompute": "… in scheme recompute",
     "one_row_with_drafts": "accepted drafts in an engine of one row",
     "all_accepted": "two or more drafts, all accepted",
     "all_rejected": "two or more drafts, all rejected",
@@ -105,6 +110,7 @@ REQUIRED = {
     "abort_waiting": "a waiting request aborted",
     "same_prompt_after_abort": "… and its prompt again",
     "offload_hit": "a block that came back from host memory",
+    "lost_hit": "a hit that another tier lost while it was taken",
     "exact_hit": "a prefix restored while all that was ever published could be found: its length follows from tokens",
     "exact_hit_of_host": "… in host memory alone, in part: the device had lost some of it",
     "hit_behind_losses": "a prefix restored after blocks were lost for good",
@@ -146,18 +152,21 @@ class Patterns:
         seen: how often each pattern happened, those of `REQUIRED` and a few more.
         block_size: of the boundaries.
         aborted_prompts: of requests that were aborted while they ran.
+        copies: whether the step has copied states to a boundary.
     """
 
     def __init__(self, scenario: Scenario, tracks: Sequence[Track]) -> None:
         self.seen: Counter[str] = Counter()
         self.block_size = 1
         self.aborted_prompts: set[Prefix] = set()
+        self.copies = False
         self._scenario, self._tracks = scenario, tracks
         self._row_owner: dict[int, str] = {}
         self._block_owner: dict[int, str] = {}
         self._cut_prompts: set[Prefix] = set()
         self._salts: dict[bytes, set[str]] = {}
         self._num_ended = 0
+        self._sat_out: set[str] = set()  # running requests that the last step left out, their drafts accepted before
 
     def watch(self, llm: LLM, late: Set[Prefix]) -> None:
         """Count from here on. `late`: prefixes whose states scheme `recompute` wrote a step late, as they come."""
@@ -195,11 +204,17 @@ class Patterns:
         with_drafts = [ran for ran in step if ran.item.num_drafts]
         seen["whole_batch_rejected"] += len(with_drafts) > 1 and all(len(ran.tokens) == 1 for ran in with_drafts)
         seen["lone_chunks"] += len(step) == 1 and _is_chunk(step[0]) and step[0].item.num_computed_tokens > 0
+        beside = [ran for ran in prefills if ran.item.request.params.prompt_logprobs is not None]
+        seen["prompt_logprobs_beside_copies"] += self.copies and bool(beside)
+        self.copies = False
+        if prefills and K and all(item.num_tokens == 1 + K for item in items):
+            seen["verify_shape" if len(step) == 1 else "verify_shapes"] += 1
         if history is not None:
             self._count_history(history)
         if MODES[self._llm.config.cache.mamba_cache_mode].keeps_states:
             size, longest = self.block_size, max(item.num_computed_tokens + item.num_tokens for item in items)
             seen["window_ahead"] += any(cdiv(ran.track.reach, size) > cdiv(longest, size) for ran in step)
+        self._count_left_out(step)
         self._count_admissions([ran for ran in step if ran.item.overwrite])
         for index, ran in enumerate(step):
             self._count_prompt(ran, [other for other in step if other is not ran])
@@ -212,6 +227,14 @@ class Patterns:
             if 0 < index < len(step) - 1:
                 others = [other for other in (step[index - 1], step[index + 1]) if not _ends(other)]
                 seen["middle_row_ends"] += len({len(other.tokens) for other in others}) > 1
+
+    def _count_left_out(self, step: Sequence[Ran]) -> None:
+        """Requests that kept their blocks through a step that they were not in, and go on."""
+        in_step = {ran.item.request.request_id for ran in step}
+        going_on = {ran.item.request.request_id for ran in step if not ran.item.overwrite}
+        self.seen[f"sat_out_{self._llm.config.cache.state_scheme}"] += len(self._sat_out & going_on)
+        left_out = {request.request_id for request in self._llm.scheduler.running} - in_step
+        self._sat_out = {name for name in left_out if self._tracks[int(name)].accepted}
 
     def _count_history(self, step: RecomputeStep) -> None:
         seen, pool = self.seen, self._llm.manager.pool

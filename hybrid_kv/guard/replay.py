@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from hybrid_kv.config import ConfigError, engine_config
 from hybrid_kv.guard.play import play, unwarned
 from hybrid_kv.guard.scenario import SCRIPTS, Event, Scenario
-from hybrid_kv.models.exact import KV_HEADS, PARTS, ExactConfig
+from hybrid_kv.models.exact import ATTENTION, PARTS, ExactConfig
 from hybrid_kv.observe import EngineObserver
 from hybrid_kv.request import ScheduledRequest
 from hybrid_kv.sampling import SamplingParams
@@ -106,8 +106,8 @@ def from_document(document: Any) -> Scenario:
         raise ValueError(f"token {strange[0]} is outside the vocabulary of {vocab_size}")
     if not prompts or (waves and (sum(waves) != len(prompts) or min(waves) < 1)):
         raise ValueError(f"waves of {list(waves)} requests, but {len(prompts)} requests")
-    if not isinstance(layers, str) or not 0 < len(layers) <= 64 or set(layers) - set(PARTS) - set(KV_HEADS):
-        raise ValueError(f"layers {layers!r} are not 1 to 64 of {''.join((*PARTS, *KV_HEADS))}")
+    if not isinstance(layers, str) or not 0 < len(layers) <= 64 or set(layers) - set(PARTS) - set(ATTENTION):
+        raise ValueError(f"layers {layers!r} are not 1 to 64 of {''.join((*PARTS, *ATTENTION))}")
     if drafts not in SCRIPTS:
         raise ValueError(f"drafts {drafts!r} are none of {', '.join(SCRIPTS)}")
     engine_config(options)

@@ -13,7 +13,7 @@ import torch
 
 from hybrid_kv.cache.backend import BackendContext, FlashAttentionBackend, MultipleOf, TorchBackend, register_backend
 from hybrid_kv.cache.modes import MODES
-from hybrid_kv.models.exact import KV_HEADS, PARTS, ExactConfig, ExactModel, ExactOracle, Residues
+from hybrid_kv.models.exact import ATTENTION, PARTS, ExactConfig, ExactModel, ExactOracle, Residues
 from hybrid_kv.request import Request
 from hybrid_kv.sampling import SamplingParams, uniform_noise
 
@@ -52,10 +52,11 @@ class Event:
 
     preempt: the youngest running request. abort: a running one, its step in flight. drop: a waiting or running one
     between two steps. evict: the oldest published block. reset: all published blocks; before an odd step all running
-    requests are preempted, too. sleep: the engine gives its memory back, and takes another one.
+    requests are preempted, too. sleep: the engine gives its memory back, and takes another one. lose: what the step
+    fetches of another tier is lost meanwhile.
     """
 
-    what: Literal["preempt", "abort", "drop", "evict", "reset", "sleep"]
+    what: Literal["preempt", "abort", "drop", "evict", "reset", "sleep", "lose"]
     first: int
     every: int = 0
 
@@ -152,7 +153,7 @@ def num_states(layers: str) -> int:
 
 def has_attention(layers: str) -> bool:
     """Whether any of a pattern's layers is attention."""
-    return any(letter in KV_HEADS for letter in layers)
+    return any(letter in ATTENTION for letter in layers)
 
 
 answer_book = cache(AnswerBook)  # one per model and process

@@ -43,8 +43,8 @@ from hybrid_kv.kernels.recompute import shortest_ring_len
 from hybrid_kv.models.exact import PARTS
 from hybrid_kv.sampling import SamplingParams
 
-# "*#+": layers of one group whose pages differ.
-_LAYERS = ("M*", "M*MM*", "**M", "MMM*M", "*M", "**", "MM", "M+*M", "*#+")
+# "*#+": layers of one group whose pages differ. "L": latents.
+_LAYERS = ("M*", "M*MM*", "**M", "MMM*M", "*M", "**", "MM", "M+*M", "*#+", "ML")
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     # `attention`: prefix caching without Mamba layers.
@@ -67,7 +67,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 TRIPLES = ("mode", "drafts", "preemption", "budget", "scheme")
 # Beside a cell: how often to a request (the first three), or in a scenario.
 CHANCES = {"stop": 0.3, "shared": 0.7, "second turn": 0.5, "long": 0.3, "abort": 0.3, "reset": 0.1}
-CHANCES |= {"one row": 0.05, "prompt logprobs": 0.3}  # in a scenario, drawn last
+CHANCES |= {"one row": 0.05, "prompt logprobs": 0.3, "lose": 0.2, "third turn": 0.25}  # in a scenario, drawn last
 _BLOCK_SIZES = {
     (SmallBlocksFirst.name, "one"): (4,),
     (SmallKVFirst.name, "one"): (4,),
@@ -116,12 +116,18 @@ def allowed(cell: Cell) -> bool:
 
 
 @cache
-def _fits(layers: str, K: int, block_size: int) -> bool:
-    """Whether an attention page of so many tokens holds a state of K drafts."""
+def _pages(layers: str, K: int, block_size: int) -> tuple[int, int]:
+    """Bytes of the largest state of K drafts, and of the largest attention page of so many tokens; 0: there is none."""
     specs = answer_book(layers).model.layer_specs.values()
     states = [with_rollback(spec, RollbackSpec(K)).page_size_bytes for spec in specs if isinstance(spec, MambaSpec)]
     pages = [with_block_size(s, block_size).page_size_bytes for s in specs if isinstance(s, FullAttentionSpec)]
-    return max(states, default=0) <= max(pages)
+    return max(states, default=0), max(pages, default=0)
+
+
+def _fits(layers: str, K: int, block_size: int) -> bool:
+    """Whether an attention page of so many tokens holds a state of K drafts."""
+    states, attention = _pages(layers, K, block_size)
+    return states <= attention
 
 
 @cache
@@ -288,7 +294,7 @@ def _random_scenario(
     max_model_len = max(max(map(len, prompts)) + 1, int(rng.integers(62, 96)))
     if rng.random() < chances["long"]:
         prompts[2] = rng.integers(0, VOCAB, size=max_model_len).tolist()
-    waves = (len(prompts), len(prompts))
+    waves: tuple[int, ...] = (len(prompts), len(prompts))
     prompts, params = _twice(rng, layers, prompts, params, max_model_len, chances["second turn"])
 
     max_num_seqs = int(rng.choice([2, 3, 5, 8, 16]))
@@ -312,7 +318,7 @@ def _random_scenario(
         if not _is_stateless(mode):
             options["mamba_block_size"] = block_size
     if cell["offload"] == "host":
-        options["kv_offload_bytes"] = int(rng.choice([600, 2000, 2**20]))
+        options["kv_offload_bytes"] = max(_pages(layers, K, block_size)) * int(rng.choice([5, 16, 8000]))
     if late:
         shortest = shortest_ring_len(1 + K)
         options["recompute_ring_len"] = [None, shortest, shortest + 1, shortest + 5][int(rng.integers(4))]
@@ -341,6 +347,13 @@ def _random_scenario(
         options["max_num_seqs"] = 1
     if rng.random() < chances["prompt logprobs"]:
         params[-1] = replace(params[-1], logprobs=1, prompt_logprobs=1)
+    if cell["offload"] == "host" and rng.random() < chances["lose"]:
+        events.append(Event("lose", int(rng.integers(2, 20)), 5))
+    if rng.random() < chances["third turn"]:
+        # What comes again comes twice, in turn with others.
+        first, again = waves[0], (waves[0] + 1) // 2
+        order = [*range(first + again), *range(first, first + waves[1] - again)]
+        prompts, params, waves = [prompts[i] for i in order], [params[i] for i in order], (first, again, first - again)
     return Scenario(seed, layers, options, prompts, params, waves, cell["drafts"], tuple(events), cell=cell)
 
 

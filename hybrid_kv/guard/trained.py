@@ -7,6 +7,25 @@ from pathlib import Path
 
 from hybrid_kv.accuracy.guard_model import FOLDERS
 
+# Per model, proposer and K: share of drafts that are accepted, and its standard deviation for one question, both of the
+# questions of `five_shot(77, N)` in mode align: N = 1,000 of the first model, 200 of the second. The other modes and
+# the other scheme must give equal counts.
+ACCEPTANCE = {
+    "guard_model": {
+        ("ngram", 3): (0.0875, 0.0712),
+        ("mtp", 1): (0.9999, 0.0026),
+        ("mtp", 3): (0.9177, 0.0583),
+        ("mtp", 5): (0.7455, 0.0840),
+    },
+    "guard_model_qwen3_5": {
+        ("ngram", 3): (0.0776, 0.0635),
+        ("mtp", 1): (0.9956, 0.0197),
+        ("mtp", 3): (0.9436, 0.0628),
+        ("mtp", 5): (0.8080, 0.0887),
+    },
+}
+SIGMAS = 6  # below the recorded share: one false alarm in 10^9
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -32,6 +51,11 @@ class Trained:
     def amount(self, amount: int, least: int) -> int:
         """Its part of a check's amount, but no less than what the check needs to show anything."""
         return amount if self.share == 1.0 else max(least, round(amount * self.share))
+
+    def least_acceptance(self, method: str, num_drafts: int, num_questions: int) -> float:
+        """The least share of accepted drafts, from the recorded one and the number of questions."""
+        share, deviation = ACCEPTANCE[self.folder.name][method, num_drafts]
+        return max(0.0, share - SIGMAS * deviation / num_questions**0.5)
 
 
 # A delta net and experts cost about twice as much per token, and what is shared was checked with the first.

@@ -27,7 +27,7 @@ import torch
 from hybrid_kv.attention.mamba import MambaMetadata
 from hybrid_kv.attention.paged import PagedAttentionMetadata
 from hybrid_kv.cache.block_pool import NULL_BLOCK
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec, RollbackSpec, StatePart
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec, MLAAttentionSpec, RollbackSpec, StatePart
 from hybrid_kv.kernels.recompute import RecomputeStep
 from hybrid_kv.models.layers import ForwardContext
 
@@ -36,10 +36,13 @@ Residues = npt.NDArray[np.int64]
 PRIME = 2**31 - 1  # int64 holds the product of a residue and the sum of two, and any residue more
 
 
-# Windows and states of a layer: Mamba has one of each, W is a short convolution, three and five are as in KDA.
+# Windows and states of a layer: Mamba has one of each, three and five are as in KDA. W is a short convolution: what
+# would be its state has no elements, as in engines where each layer must have one.
 PARTS: dict[str, tuple[int, int]] = {"M": (1, 1), "W": (1, 0), "T": (1, 2), "V": (3, 2)}
 # K/V heads of an attention layer, all but the last one unused: bytes per token alone tell these layers apart.
 KV_HEADS = {"*": 1, "+": 2, "#": 3}
+LATENT = "L"  # attention with one vector per token, K beside V
+ATTENTION = (*KV_HEADS, LATENT)
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class ExactConfig:
 
     The letters of `PARTS` are layers with states, those of `KV_HEADS` attention with one, two or three times the bytes
     per token: beside states that makes blocks of other sizes share the pool, alone pages of other sizes share a table.
+    `LATENT` has the bytes of `*` in one part.
     """
 
     pattern: str = "M*MM*"
@@ -115,7 +119,7 @@ class ExactMamba:
         """
         metadata: MambaMetadata = context.metadata[self.name]
         views = [view.numpy() for view in context.views[self.name]]
-        windows, states = views[: len(self.conv)], views[len(self.conv) :]
+        windows, states = views[: len(self.conv)], views[len(self.conv) :][: len(self.out)]
         indices, split = metadata.state_indices.numpy(), metadata.num_decodes
         size = len(self.conv[0]) - 1
         window_rows = np.arange(size)
@@ -191,7 +195,7 @@ class ExactMamba:
 
     def flush(self, step: RecomputeStep, context: ForwardContext) -> None:
         """Write the states that are due of requests that run no tokens."""
-        states = [view.numpy() for view in context.views[self.name][len(self.conv) :]]
+        states = [view.numpy() for view in context.views[self.name][len(self.conv) :][: len(self.out)]]
         if states:
             self._flush(states, context.row_memory[self.name].x.numpy()[:, 0], step)
 
@@ -236,6 +240,14 @@ class ExactAttention:
         qkv[1] = (qkv[1] + mark * mark) % PRIME
         return qkv
 
+    def _cache(self, context: ForwardContext) -> tuple[Residues, Residues]:
+        """K and V [num_kernel_blocks, kernel_block_size, width], as views."""
+        views = [view.numpy() for view in context.views[self.name]]
+        if len(views) == 1:
+            width = views[0].shape[-1] // 2
+            return views[0][..., :width], views[0][..., width:]
+        return views[0][:, :, -1], views[1][:, :, -1]
+
     def attend(self, query: Residues, key: Residues, value: Residues, positions: Residues) -> Residues:
         """query [rows, len, width]; key, value [rows, keys, width]; positions [rows, len]."""
         weighted = value * self.weights(key.shape[1]) % PRIME
@@ -247,7 +259,7 @@ class ExactAttention:
 
     def __call__(self, x: Residues, positions: Residues, context: ForwardContext) -> Residues:
         metadata: PagedAttentionMetadata = context.metadata[self.name]
-        keys, values = (view.numpy()[:, :, -1] for view in context.views[self.name])
+        keys, values = self._cache(context)
         slots = metadata.slot_mapping.slots.numpy()
         query, key, value = self.project(x, positions)
         real = slots >= 0
@@ -271,6 +283,7 @@ def _state_spec(config: ExactConfig, K: int, num_windows: int, num_states: int) 
         parts=(
             *(StatePart(f"window{i}", window, torch.int32, "window") for i in range(num_windows)),
             *(StatePart(f"state{i}", state, torch.int32) for i in range(num_states)),
+            *([] if num_states else [StatePart("nothing", (0, config.width), torch.int32)]),
         ),
         rollback=RollbackSpec(K),
         # What `attention.rollback.Recompute` keeps, of which only x is used.
@@ -306,6 +319,7 @@ class ExactModel:
         specs: dict[str, KVCacheSpec] = {
             **{letter: _state_spec(config, num_speculative_tokens, *counts) for letter, counts in PARTS.items()},
             **{letter: FullAttentionSpec(1, heads, config.width, torch.int32) for letter, heads in KV_HEADS.items()},
+            LATENT: MLAAttentionSpec(1, head_size=2 * config.width, dtype=torch.int32),
         }
         self.layer_specs = {f"layers.{i}": specs[letter] for i, letter in enumerate(config.pattern)}
 

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 
 from hybrid_kv.cache import offload
+from hybrid_kv.cache.manager import HitLostError
 from hybrid_kv.cache.offload import KVOffload
+from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.guard.play import run_scenario
 from hybrid_kv.guard.scenario import Scenario
 from hybrid_kv.guard.traffic import draw_scenario
+from hybrid_kv.request import Request
 from tests.guard.test_shrink import forced
 
 
@@ -58,3 +61,19 @@ def test_a_metric_of_the_tier_that_did_not_happen(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(KVOffload, "load", lie)
     assert rule(draw_scenario(forced("offload_hit"))) == "tier"
+
+
+def test_a_request_that_goes_on_without_what_the_tier_has_lost_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario = draw_scenario(forced("lost_hit"))
+    result = run_scenario(scenario)
+    assert not result.wrong and result.seen["lost_hit"] and not result.seen["offload_hit"]
+
+    def admit(self: Scheduler, request: Request, budget: int, scheduled: Any) -> Any:
+        """Without a second look, which would find what the device has."""
+        try:
+            return self._try_to_admit(request, budget, scheduled)
+        except HitLostError:
+            return None
+
+    monkeypatch.setattr(Scheduler, "_admit", admit)
+    assert rule(scenario) in ("left-waiting", "RuntimeError in step")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from hybrid_kv.accuracy.guard_model import FOLDERS
-from hybrid_kv.guard.checks.answers import ACCEPTANCE
-from hybrid_kv.guard.trained import TRAINED, five_shot
+from hybrid_kv.guard.trained import ACCEPTANCE, TRAINED, five_shot
 
 
 def test_every_embedded_model_is_guarded_and_has_its_recorded_metrics() -> None:

@@ -33,24 +33,6 @@ RECOMPUTED = (
 DEFAULT_SCHEME = CacheConfig().state_scheme
 TRIED = tuple(MODES)
 NUM_CELLS = len(TRIED) * len(DRAFTS) + 2 + len(RECOMPUTED)
-# Per model, proposer and K: share of drafts that are accepted, and its standard deviation for one question, both of the
-# questions of `five_shot(77, N)` in mode align: N = 1,000 of the first model, 200 of the second. The other modes and
-# the other scheme must give equal counts.
-ACCEPTANCE = {
-    "guard_model": {
-        ("ngram", 3): (0.0875, 0.0712),
-        ("mtp", 1): (0.9999, 0.0026),
-        ("mtp", 3): (0.9177, 0.0583),
-        ("mtp", 5): (0.7455, 0.0840),
-    },
-    "guard_model_qwen3_5": {
-        ("ngram", 3): (0.0776, 0.0635),
-        ("mtp", 1): (0.9956, 0.0197),
-        ("mtp", 3): (0.9436, 0.0628),
-        ("mtp", 5): (0.8080, 0.0887),
-    },
-}
-SIGMAS = 6  # below the recorded share: one false alarm in 10^9
 QUESTIONS_SEED = 1  # the hit rates and acceptances in README are those of these questions
 LEAST = 16  # questions: fewer end before the device has forgotten anything
 FORGET_EVERY = 10  # steps: then the device forgets what it has cached, and only the offload tier still has it
@@ -85,6 +67,11 @@ class Cell:
     @property
     def hit_rate(self) -> float:
         return sum(self.cached_tokens) / sum(len(output.prompt_token_ids) for output in self.outputs)
+
+    @property
+    def least_acceptance(self) -> float:
+        """The share of drafts that must be accepted."""
+        return self.model.least_acceptance(self.method or "", self.num_speculative_tokens, len(self.outputs))
 
     @property
     def drafts(self) -> tuple[int, int]:
@@ -160,12 +147,6 @@ def _result(cell: Cell, seen: dict[str, Cell]) -> CheckResult:
     )  # fmt: skip
 
 
-def acceptance_floor(cell: Cell) -> float:
-    """The least share of accepted drafts in a cell, from the recorded one and the number of its questions."""
-    share, deviation = ACCEPTANCE[cell.model.folder.name][cell.method or "", cell.num_speculative_tokens]
-    return max(0.0, share - SIGMAS * deviation / len(cell.outputs) ** 0.5)
-
-
 def metrics_in_words(mode: str, hit_rate: float, accepted: int, drafted: int, loaded_blocks: int | None) -> str:
     """What a line of the table says behind its name."""
     shown = [f"hits {hit_rate:.1%}"] if MODES[mode].keeps_states else []
@@ -182,7 +163,7 @@ def _other_faults(cell: Cell, seen: dict[str, Cell]) -> str:
         return "void: no block came from the offload tier"
     if cell.method is not None and not accepted:
         return "void: no draft was accepted"
-    if cell.method is not None and accepted < (due := acceptance_floor(cell)) * drafted:
+    if cell.method is not None and accepted < (due := cell.least_acceptance) * drafted:
         return f"{accepted} of {drafted} drafts accepted, {due:.1%} are due"
     if cell.num_loaded_blocks is not None:
         return ""  # another cache, another schedule: the counts below are not comparable

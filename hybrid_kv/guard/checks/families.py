@@ -14,6 +14,7 @@ from typing import Any
 
 from hybrid_kv.guard.exactness import FLOAT32_LIMIT, FLOAT64_LIMIT, MTP_CELLS, Alone, Compared, describe
 from hybrid_kv.guard.logits import LogitCase, from_transformers, to_json
+from hybrid_kv.guard.narrow import LIMIT, compare_paths
 from hybrid_kv.guard.registry import CheckResult, Run, check
 from hybrid_kv.guard.trained import TRAINED, Trained
 from hybrid_kv.models import registry
@@ -35,7 +36,7 @@ def known() -> list[str]:
 def check_families(run: Run) -> Iterator[CheckResult]:
     """Logits in engines of every kind against each request alone, in float64. Only a long guard takes all families.
 
-    Of those that are not drawn one engine is compared with transformers.
+    Of those that are not drawn one engine is compared with transformers, and each path's states in bfloat16.
     """
     from hybrid_kv.models.random_checkpoint import quiet, write_checkpoint
 
@@ -47,6 +48,7 @@ def check_families(run: Run) -> Iterator[CheckResult]:
             if model_type in drawn:
                 yield _beside_itself(model_type, folder, run.seed)
             yield _beside_transformers(model_type, folder, reference)
+            yield from _in_bfloat16(model_type, folder, run.seed)
         run.progress(run.amount / len(every))
     for model in () if run.only else TRAINED.values():
         yield _trained_head(model, run.seed)
@@ -92,6 +94,16 @@ def _beside_transformers(model_type: str, folder: str, reference: Any) -> CheckR
         f"distance from transformers, {model_type}", far, "share", f"<= {FLOAT32_LIMIT:.0e}", num_tokens, detail,
         {"family": model_type}, case=to_json(whole, "logits") if detail else "",
     )  # fmt: skip
+
+
+def _in_bfloat16(model_type: str, folder: str, seed: int) -> Iterator[CheckResult]:
+    found = compare_paths(folder, seed)
+    if found.num_paths:
+        detail = f"states behind {found.path} are {found.worst:.2g} away from those of one prefill"
+        yield CheckResult(
+            f"states in float32 beside bfloat16, {model_type}", found.worst, "share", f"<= {LIMIT:.0g}",
+            found.num_paths, detail if found.worst > LIMIT else "", {"family": model_type, "seed": seed},
+        )  # fmt: skip
 
 
 def _texts() -> list[list[int]]:

@@ -88,13 +88,23 @@ def result_of(found: Found, model: Trained, seed: int) -> CheckResult:
     cell = {key: value for key, value in found.cell.items() if key not in OWN}
     features = [cell["dtype"], cell["attention_backend"], *_features(cell)]
     rule, detail = found.broken
-    detail = found.void if rule in ("", "tokens") else detail  # tokens have a line of their own
+    detail = found.void or _too_few_accepted(found, model) if rule in ("", "tokens") else detail  # tokens: see below
     return CheckResult(
         f"largest logit difference, {', '.join(features)}{model.suffix}", found.worst, "logit", f"{found.limit:.1g}",
         found.num_tokens, detail, {**cell, "seed": seed, **model.params},
         {"cached_tokens": found.cached_tokens, "accepted": found.accepted},
         case=to_json(found.case, rule) if rule else "",
     )  # fmt: skip
+
+
+def _too_few_accepted(found: Found, model: Trained) -> str:
+    """A head that drafts worse than it was trained to; where it is asked what its acceptance was measured with."""
+    cell = found.cell
+    if cell.get("speculative_method") != "mtp" or not MODES[cell.get("mamba_cache_mode", "none")].keeps_states:
+        return ""
+    due = model.least_acceptance("mtp", cell["num_speculative_tokens"], len(found.case.prompts))
+    is_low = found.accepted < due * found.verified
+    return f"{found.accepted} of {found.verified} drafts accepted, {due:.1%} are due" * is_low
 
 
 def _tokens(model: Trained, found: Sequence[Found], questions: Questions, seed: int) -> CheckResult:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from hybrid_kv.cache.block_hash import BlockHashes
 from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds
-from hybrid_kv.cache.spec import MambaSpec
+from hybrid_kv.cache.spec import MambaSpec, MLAAttentionSpec
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.engine.kv_transfer import KVTransfer
 from hybrid_kv.engine.llm import LLM
@@ -35,12 +36,14 @@ from hybrid_kv.observe import EngineObserver
 from hybrid_kv.request import Request
 from hybrid_kv.sampling import SamplingParams
 
-LAYERS = ("M*", "*M", "M*M", "M", "*", "T*", "*V")  # the last two with three and five parts of a state
+# Among them latents, a window alone, and three and five parts of a state.
+LAYERS = ("M*", "*M", "M*M", "M", "*", "T*", "*V", "ML", "W*")
 MAX_MODEL_LEN = 96
-NUM_REQUESTS = 6
+NUM_REQUESTS, NUM_AGAIN = 6, 2
 SEEN = (
     "handed over", "unaligned", "behind accepted drafts", "hits before", "drafts accepted behind", "preempted behind",
-    "aborted", "waited", "hits behind", "from a draft's row", "several states",
+    "aborted", "waited", "hits behind", "from a draft's row", "several states", "a window alone", "latents",
+    "nothing missing", "cached on one side",
 )  # fmt: skip
 
 
@@ -71,6 +74,8 @@ class Engine:
         mode = rng.choice(["none", "align", "all"]) if num_states(layers) else "attention"
         K = rng.choice([0, 0, 1, 3])
         self.setting: dict[str, Any] = cache_options(mode, K, "none")
+        if mode == "attention":
+            self.setting["enable_prefix_caching"] = rng.random() < 0.5
         self.setting |= {
             "async_scheduling": rng.random() < 0.4,
             "attention_backend": rng.choice([SmallBlocksFirst.name, SmallKVFirst.name]),
@@ -123,6 +128,9 @@ class Pair:
         layers = LAYERS[seed % len(LAYERS)]
         self.prefill, self.decode, self._book = Engine(rng, layers), Engine(rng, layers), answer_book(layers)
         self.seen: Counter[str] = Counter()
+        self._went: list[tuple[int, Request]] = []  # number of each request that went over, and what it became there
+        self._done: dict[Request, str] = {}  # why each has ended
+        self._num_steps = 0
         self.name = f"seed {seed}, {layers}: {self.prefill.setting} to {self.decode.setting}"
         vocabulary = ExactConfig.vocab_size
         shared = [rng.randrange(vocabulary) for _ in range(35)]
@@ -132,38 +140,46 @@ class Pair:
             prompt = shared[: rng.choice([0, 8, 16, 24, 31, 35])] + own
             noise: dict[str, Any] = rng.choice([{}, {"temperature": 1.0, "seed": rng.randrange(99)}])
             self.requests.append((prompt, SamplingParams(max_tokens=rng.choice([2, 9, 14]), **noise)))
+        # The longest come again, when the other side may have all of them.
+        self.requests += sorted(self.requests, key=lambda request: len(request[0]))[-NUM_AGAIN:]
 
     def problems(self) -> Iterator[str]:
         """What is wrong; nothing if all is well."""
-        went: list[tuple[int, Request]] = []
         prefill, decode = self.prefill.llm, self.decode.llm
-        here = {self.prefill.add(*sent): i for i, sent in enumerate(self.requests)}
-        done, step = dict[Request, str](), 0
-        while prefill.scheduler.has_requests or decode.scheduler.has_requests:
-            step += 1
-            if prefill.scheduler.has_requests:
-                done |= dict(prefill.step())
-            for request in list(prefill.scheduler.running):
-                if request.output_token_ids and self.rng.random() < 0.6 and (new := self._go(request)) is not None:
-                    went.append((here[request], new))
-            self.seen["waited"] += any(request.arrival is not None for request in decode.scheduler.waiting)
-            if step % 5 == 4 and len(decode.scheduler.running) > 1:
-                decode.scheduler.preempt(decode.scheduler.running[-1])
-                self.seen["preempted behind"] += 1
-            if step == 7 and decode.scheduler.running:
-                decode.abort(decode.scheduler.running[0].request_id)
-                self.seen["aborted"] += 1
-            if decode.scheduler.has_requests:
-                done |= dict(decode.step())
-        for i, request in [*((i, request) for request, i in here.items() if request in done), *went]:
-            yield from self._wrong(i, request, done[request])
+        here = dict[Request, int]()
+        for first, end in ((0, NUM_REQUESTS), (NUM_REQUESTS, NUM_REQUESTS + NUM_AGAIN)):
+            here |= {self.prefill.add(*self.requests[i]): i for i in range(first, end)}
+            while prefill.scheduler.has_requests or decode.scheduler.has_requests:
+                self._step(here)
+        ended_here = [(i, request) for request, i in here.items() if request in self._done]
+        for i, request in [*ended_here, *self._went]:
+            yield from self._wrong(i, request, self._done[request])
         self.seen["hits before"] += sum(request.hit.num_tokens > 0 for request in here)
-        self.seen["drafts accepted behind"] += sum(new.num_accepted_draft_tokens > 0 for _, new in went)
+        self.seen["drafts accepted behind"] += sum(new.num_accepted_draft_tokens > 0 for _, new in self._went)
         yield from self._again()
         for who, llm in (("prefill", prefill), ("decode", decode)):
             llm.scheduler.check_integrity()
             if held := llm.manager.pool.num_blocks - 1 - llm.manager.pool.num_free_blocks:
                 yield f"the {who} engine holds {held} blocks for no request"
+
+    def _step(self, here: Mapping[Request, int]) -> None:
+        """A step of both engines; what has its first token goes over, or not yet."""
+        prefill, decode = self.prefill.llm, self.decode.llm
+        self._num_steps += 1
+        if prefill.scheduler.has_requests:
+            self._done |= dict(prefill.step())
+        for request in list(prefill.scheduler.running):
+            if request.output_token_ids and self.rng.random() < 0.6 and (new := self._go(request)) is not None:
+                self._went.append((here[request], new))
+        self.seen["waited"] += any(request.arrival is not None for request in decode.scheduler.waiting)
+        if self._num_steps % 5 == 4 and len(decode.scheduler.running) > 1:
+            decode.scheduler.preempt(decode.scheduler.running[-1])
+            self.seen["preempted behind"] += 1
+        if self._num_steps == 7 and decode.scheduler.running:
+            decode.abort(decode.scheduler.running[0].request_id)
+            self.seen["aborted"] += 1
+        if decode.scheduler.has_requests:
+            self._done |= dict(decode.step())
 
     def _go(self, request: Request) -> Request | None:
         """Hand a request over, if the step in flight does not end it; its blocks are used again at once."""
@@ -178,9 +194,22 @@ class Pair:
         self.seen["handed over"] += 1
         self.seen["from a draft's row"] += int(self.prefill.llm.runner.cursors.window_row[row]) > 0
         self.seen["several states"] += any(len(parts) > 2 for parts in kv_transfer.layers.values())
+        specs = self.prefill.llm.model.layer_specs
+        self.seen["a window alone"] += any(not part.nbytes for parts in kv_transfer.layers.values() for part in parts)
+        self.seen["latents"] += any(isinstance(spec, MLAAttentionSpec) for spec in specs.values())
+        sides = {side.llm.manager.enable_prefix_caching for side in (self.prefill, self.decode)}
+        self.seen["cached on one side"] += len(sides) == 2
+        self.seen["nothing missing"] += self._has_all(kv_transfer)
         self.seen["unaligned"] += kv_transfer.num_computed_tokens % 8 > 0
         self.seen["behind accepted drafts"] += request.num_accepted_draft_tokens > 0
         return self.decode.receive_request(kv_transfer)
+
+    def _has_all(self, kv_transfer: KVTransfer) -> bool:
+        """Whether the other side could restore all of the request's whole blocks itself."""
+        manager, known = self.decode.llm.manager, kv_transfer.num_computed_tokens
+        tokens = [*kv_transfer.prompt_token_ids, *kv_transfer.output_token_ids]
+        hit = manager.find_longest_cache_hit(BlockHashes(), tokens, False)
+        return 0 < hit.num_tokens == known // manager.hit_granularity * manager.hit_granularity
 
     def _wrong(self, i: int, request: Request, reason: str) -> Iterator[str]:
         expected = self._book.answer(*self.requests[i], MAX_MODEL_LEN)

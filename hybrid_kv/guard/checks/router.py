@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from hybrid_kv.engine.events import EventLog, KnownCache
+from hybrid_kv.engine.events import CacheEvents, EventLog, KnownCache
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.guard.play import play_seeds
 from hybrid_kv.guard.registry import CheckResult, Run, check
@@ -25,7 +25,9 @@ from hybrid_kv.sampling import SamplingParams
 LAYERS = ("M*", "*M", "M*M", "M", "*")
 MAX_MODEL_LEN = 96
 ROUNDS = 14
-SEEN = ("hits", "evictions", "resets", "missed events", "snapshots", "other salts", "hits of several blocks")
+SEEN = (
+    "hits", "evictions", "resets", "missed events", "snapshots", "other salts", "hits of several blocks", "again",
+)  # fmt: skip
 
 
 class Routed:
@@ -51,6 +53,7 @@ class Routed:
         self.log = EventLog(self.llm)
         self.known, self.is_whole = KnownCache(self.log.groups, self.log.hit_granularity), True
         self.shared = [[rng.randrange(ExactConfig.vocab_size) for _ in range(60)] for _ in range(2)]
+        self.heard: list[CacheEvents] = []
         self.seen: Counter[str] = Counter()
 
     def problems(self) -> Iterator[str]:
@@ -82,11 +85,15 @@ class Routed:
             self.is_whole = False
             self.seen["missed events"] += 1
         if not self.is_whole and self.rng.random() < 0.5:
-            self.known.apply(self.log.snapshot())
+            self.heard.append(self.log.snapshot())
             self.is_whole = True
             self.seen["snapshots"] += 1
         else:
-            self.known.apply(self.log.take())
+            self.heard.append(self.log.take())
+        self.known.apply(self.heard[-1])
+        if self.rng.random() < 0.3:  # The last ones or older ones come once more: they say nothing new.
+            self.known.apply(self.rng.choice(self.heard))
+            self.seen["again"] += 1
 
     def _prompt(self) -> list[int]:
         own = [self.rng.randrange(ExactConfig.vocab_size) for _ in range(self.rng.choice([1, 5, 12]))]

@@ -46,7 +46,8 @@ def test_damage_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(families, "TRAINED", {})
     monkeypatch.setattr(Alone, "cells", lambda _: SLOTS_CELLS[:2])
     no_states(monkeypatch)
-    exact, distance = check_families(Run(1))
+    exact, distance, narrow = check_families(Run(1))
+    assert not narrow.passed and narrow.value > 1e-2
     assert not (exact.passed and distance.passed)
     assert max(exact.value, distance.value) > 1e-3 or "other tokens" in exact.detail
 
@@ -67,8 +68,12 @@ def test_each_family_is_compared_with_transformers_and_some_in_every_cell(monkey
     monkeypatch.setattr("hybrid_kv.models.registry.sized", lambda: {"lfm2": ["tiny"], "mamba2": ["tiny"]})
     monkeypatch.setattr(families, "draw", lambda run: ["mamba2"])
     monkeypatch.setattr(families, "TRAINED", {})
+    monkeypatch.setattr(
+        families, "_in_bfloat16", lambda model, *_: [CheckResult(f"_in_bfloat16 {model}", 0, "", "", 1)]
+    )
     for name in ("_beside_itself", "_beside_transformers"):
         line = lambda model, *_, name=name: CheckResult(f"{name} {model}", 0, "", "", 1)  # noqa: E731
         monkeypatch.setattr(families, name, line)
     found = [result.name for result in check_families(Run(1))]
-    assert found == ["_beside_transformers lfm2", "_beside_itself mamba2", "_beside_transformers mamba2"]
+    itself, others = ["_beside_itself mamba2"], ["_beside_transformers", "_in_bfloat16"]
+    assert found == [f"{name} lfm2" for name in others] + itself + [f"{name} mamba2" for name in others]

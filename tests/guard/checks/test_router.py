@@ -35,6 +35,17 @@ def test_a_router_that_keeps_what_it_knew_behind_missed_events_is_seen(monkeypat
     assert "known wrongly" in detail()
 
 
+def test_a_router_that_takes_old_events_for_new_ones_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def apply(self: KnownCache, events: CacheEvents) -> None:
+        if events.is_snapshot or events.number != self._next:
+            self.keys.clear()
+        self.keys = (self.keys | events.stored) - events.removed
+        self._next = events.number + 1
+
+    monkeypatch.setattr(KnownCache, "apply", apply)
+    assert "known wrongly" in detail()
+
+
 def test_what_never_happens_makes_it_void(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router, "ROUNDS", 1)
     assert detail(1).startswith("void")
