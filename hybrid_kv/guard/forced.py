@@ -150,11 +150,11 @@ def _mixed_sampling(d: Draw) -> Scenario:
     return d.scenario([*prompts, prompts[0]], params, K=2, drafts="mixed")
 
 
-def _offload_hit(d: Draw, *events: Event) -> Scenario:
+def _offload_hit(d: Draw, attention: str, *events: Event) -> Scenario:
     text, *others = d.prompts(30, 60, 60, 60)
     mode = d.one_of(*CACHED)
     options: dict[str, Any] = {"num_blocks": 20, "kv_offload_bytes": 2**20, "max_num_seqs": 1}
-    layers = "**" if mode == "attention" else "M*"
+    layers = 2 * attention if mode == "attention" else "M" + attention
     sent: dict[str, Any] = {"waves": (1, 3, 1), "modes": (mode,), "layers": layers, "events": events}
     return d.scenario([text, *others, text], [4] * 5, **sent, **options)
 
@@ -298,8 +298,8 @@ FORCED: dict[str, Callable[[Draw], Scenario]] = {
         d.prompts(5, 9, 14), [30] * 3, K=d.number(1, 8), drafts="strange", block_size=2 * BLOCK,
         async_scheduling=d.coin(),
     ),
-    "offload_hit, exact_hit_of_host": _offload_hit,
-    "lost_hit": lambda d: _offload_hit(d, Event("lose", 0, 1)),
+    "offload_hit, exact_hit_of_host": lambda d: _offload_hit(d, "L"),
+    "lost_hit": lambda d: _offload_hit(d, "*", Event("lose", 0, 1)),
     "verify_shape, verify_shapes": _verify_shapes,
     "prompt_logprobs_beside_copies": _scored_beside_copies,
     "sat_out_slots": lambda d: _sits_out(d, "slots"),
