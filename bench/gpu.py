@@ -35,7 +35,7 @@ from bench.harness.cells import Case, WrongResultError
 from bench.harness.contest import Contest, Rival
 from bench.harness.measurement import interval_row
 from bench.harness.registry import suites
-from hybrid_kv.errors import CheckFailedError, HybridKVError, run_command
+from hybrid_kv.errors import CheckFailedError, HybridKVError, VoidError, run_command
 from hybrid_kv.predict.gpu import CONVOLUTION, GPU, GPUS, UPDATE, WIDTH_LAST
 from hybrid_kv.predict.step import Kernel, Priced, priced
 from hybrid_kv.results import Receipt, Row, append_rows, check_writable
@@ -261,6 +261,7 @@ def main(arguments: Sequence[str] | None = None, machine: Callable[[], Cuda] = C
     Raises:
         CheckFailedError: a wrong result.
         HybridKVError: there is no GPU, or the rows cannot be written.
+        VoidError: a kernel of ours did not run.
     """
     parser = ArgumentParser("python -m bench.gpu")
     parser.add_argument("--quick", action="store_true", help="one contest of each kind")
@@ -271,6 +272,7 @@ def main(arguments: Sequence[str] | None = None, machine: Callable[[], Cuda] = C
         raise HybridKVError("no CUDA device: this times kernels on one; `hybrid-kv kernels` needs none")
     check_writable(options.out)
     device, rng = machine(), random.Random(options.seed)
+    absent: list[str] = []
     for contest in contests(options.quick, **where):
         try:
             results, missing = race(contest, device, QUICK_ROUNDS if options.quick else ROUNDS, rng)
@@ -278,6 +280,9 @@ def main(arguments: Sequence[str] | None = None, machine: Callable[[], Cuda] = C
             raise CheckFailedError(f"error: {error}; it has no time") from None
         append_rows(options.out, list(rows(contest, results, device.gpu)))
         _print(contest, results, missing, device.gpu)
+        absent += [f"{contest.benchmark} {name}" for name in missing if name in OURS]
+    if absent:
+        raise VoidError(f"kernels of ours did not run: {', '.join(absent)}")
 
 
 if __name__ == "__main__":

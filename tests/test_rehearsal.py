@@ -46,3 +46,45 @@ def test_what_is_unknown_is_refused_before_anything_runs(old, new, name, tmp_pat
     done = rehearse(tmp_path / "out", "--workflow", workflow)
     assert done.returncode == 2 and not done.stdout and not (tmp_path / "out").exists()
     assert done.stderr == f"error: night.yml has an unknown {name}\n"
+
+
+@pytest.fixture
+def rehearsal(monkeypatch):
+    """Parts of .ci/rehearse can be imported."""
+    monkeypatch.syspath_prepend(str(ROOT / ".ci"))
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("inputs.base || vars.MODELS", "a b"),
+        ("steps.gpu-test.outcome", "failure"),
+        ("steps.gpu-test.outputs.base", ""),
+        ("toJSON(needs.gpu.outputs)", '{"gpu-test": "failure"}'),
+        ("!cancelled() && needs.gpu.result == 'success'", "False"),
+        ("!cancelled() && (needs.gpu.result != 'success' || needs.rows.result == 'failure')", "True"),
+    ],
+)
+@pytest.mark.usefixtures("rehearsal")
+def test_an_expression_has_githubs_value(expression, value):
+    from rehearsal.expressions import Names, filled
+
+    known = {
+        "inputs": {"base": ""},
+        "vars": {"MODELS": "a b"},
+        "steps": Names({"gpu-test": Names(outcome="failure")}),
+        "needs": Names(gpu=Names(result="failure", outputs=Names({"gpu-test": "failure"}))),
+    }
+    assert filled({"x": f"${{{{ {expression} }}}}"}, known) == {"x": value}
+
+
+@pytest.mark.usefixtures("rehearsal")
+def test_what_is_cut_is_named_and_is_in_the_workflow(monkeypatch):
+    from rehearsal.tools import SMALLER, UNREHEARSED
+
+    assert {smaller.unrehearsed for smaller in SMALLER} <= set(UNREHEARSED)
+    scripts = [ROOT / "Makefile", *(path for path in (ROOT / ".ci").iterdir() if path.is_file())]
+    text = "".join(path.read_text() for path in scripts)
+    for smaller in SMALLER:
+        last = smaller.command.split()[-1]
+        assert last in text and all(word.rpartition("=")[2] in text for word in smaller.swap)

@@ -26,7 +26,7 @@ from bench.harness.cells import Case, WrongResultError
 from bench.harness.contest import VLLM, Contest, Rival
 from bench.static import state_bytes
 from bench.static.counts import mean_traffic
-from hybrid_kv.errors import CheckFailedError, HybridKVError
+from hybrid_kv.errors import CheckFailedError, HybridKVError, VoidError
 from hybrid_kv.results import TIME_UNITS, check_file, read_rows
 from hybrid_kv.timing.clock import EndToEnd
 from tests.kernels.harness import multiply_bfloat16
@@ -349,6 +349,19 @@ def test_rows_are_appended_and_pass_the_check(monkeypatch, capsys, tmp_path):
     assert not list(check_file(out))
     text = capsys.readouterr().out
     assert "x: K=1" in text and "left out: no such package" in text and "1 GB/s" in text
+
+
+def test_without_a_kernel_of_ours_nothing_is_proven(monkeypatch, tmp_path):
+    def absent():
+        raise ImportError("no Triton")
+
+    def contests(quick, **where):
+        yield Contest("x", {}, {"torch": rival(1e-6), "triton": Rival(absent, 0)})
+
+    monkeypatch.setattr(gpu, "contests", contests)
+    with pytest.raises(VoidError, match="kernels of ours did not run: x triton"):
+        main(["--out", str(tmp_path / "gpu.csv")], Fake)
+    assert len(read_rows(tmp_path / "gpu.csv")) == 3
 
 
 def test_a_wrong_result_leaves_no_row(monkeypatch, tmp_path):
