@@ -131,7 +131,7 @@ def _header(report: Report, machine: str) -> str:
     options = "".join(
         f"<option{' selected' if name == machine else ''}>{escape(name)}</option>" for name in results.machines
     )
-    return f"""<header><h1>hybrid-kv</h1><p>{place}{subject} · {results.total:,} measurements, {newest}</p>
+    return f"""<header><h1>hybrid-kv</h1><p>{place}{subject} · {results.total:,} rows, {newest}</p>
 <label>machine <select id="machine"><option value="">all</option>{options}</select></label></header>
 """
 

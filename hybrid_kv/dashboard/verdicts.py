@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from hybrid_kv.dashboard.data import ACCURACY, COMPARE, CURVE, STATIC_SUITE, last_rows, newest_run
+from hybrid_kv.dashboard.data import ACCURACY, COMPARE, CURVE, SERIES, STATIC_SUITE, last_rows, newest_run
 from hybrid_kv.dashboard.words import plural
 from hybrid_kv.results import Head
 
@@ -72,16 +72,20 @@ def freshness(rows: pd.DataFrame, head: Head) -> Freshness:
 
 
 def newest_rows(suite: str, rows: pd.DataFrame) -> pd.DataFrame:
-    """Of a suite's newest run on a machine; where runs measure only a part, of the newest of each part.
+    """What counts of a suite on a machine: the newest run of each check at the newest commit.
 
-    Static metrics are kept when they change, and each gate of accuracy has a command of its own.
+    Static metrics are appended when they change, so that the last of each counts; each gate of accuracy has a command,
+    and so a newest run, of its own.
     """
+    newest = rows.iloc[-1]
     if suite == STATIC_SUITE:
         return last_rows(rows)
-    if suite != ACCURACY:
+    if suite == ACCURACY:
+        return pd.concat([newest_run(own) for _, own in rows.groupby("metric", sort=False)]).sort_index()
+    if not newest["commit"]:
         return newest_run(rows)
-    parts = [newest_run(part) for _, part in rows.groupby("metric", sort=False)]
-    return pd.concat(parts).sort_index()
+    same = rows[(rows["commit"] == newest["commit"]) & (rows["dirty"] == newest["dirty"])]
+    return same[same["run_id"] == same.groupby(SERIES)["run_id"].transform("last")]
 
 
 @dataclass(frozen=True)

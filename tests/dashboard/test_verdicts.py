@@ -42,6 +42,15 @@ def test_only_the_newest_run_judges(tmp_path: Path) -> None:
     assert verdict.newest.commit == "00009" * 8
 
 
+def test_runs_at_the_newest_commit_are_joined_and_a_repeated_check_counts_once(tmp_path: Path) -> None:
+    same = {"suite": "guard", "benchmark": "a", "commit": row(9)["commit"]}
+    rows = [row(7, verdict="fail", metric="m", **same), row(7, verdict="fail", metric="n", **same)]
+    verdict = only(
+        tmp_path, *rows, row(8, verdict="pass", metric="m", **same), row(8, verdict="pass", metric="o", **same)
+    )
+    assert (verdict.count("pass"), verdict.count("fail")) == (2, 1)
+
+
 def test_a_static_metric_stands_until_it_is_replaced(tmp_path: Path) -> None:
     static = {"suite": "kernels", "benchmark": "k", "unit": "", "metric": "registers"}
     rows = [
