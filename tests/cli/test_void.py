@@ -21,6 +21,8 @@ ROOT = Path(__file__).parents[2]
 NOTHING = {
     "accuracy": ["--against empty.jsonl", "--task gsm8k --gsm8k-dir empty", "--limit 0"],
     "accuracy compare": ["empty.jsonl empty.jsonl"],
+    "accuracy divergence": ["--limit 1", "--task gsm8k --gsm8k-dir empty"],
+    "checkpoint": ["", "--verify empty"],
     "bisect": ["HEAD HEAD --accuracy", "HEAD HEAD --benchmark nothing", "HEAD HEAD --replay empty.jsonl"],
     "compare": ["-k nothing"],
     "doctor": ["--seconds 0"],
