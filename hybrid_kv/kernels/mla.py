@@ -1,9 +1,10 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), absorbed: all heads attend over one vector per token.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), absorbed.
 
-That vector is the token's latent [rank], from which every head would expand a K and a V, and behind it the part of K
-that is rotated and shared by the heads [rope]. Head h has `k = W_UK_h latent` and `v = W_UV_h latent`, so the caller
-hands over queries `[W_UK_h^T q, rotated q]` and expands outputs by `W_UV_h`: nothing is expanded per cached token. It
-is attention with one head of K and V, and V is the first `rank` elements of K: the places, masks and products of
+All heads attend over one vector per token: the token's latent [rank], from which every head would
+expand a K and a V, and after it the part of K that is rotated and shared by the heads [rope]. Head
+h has `k = W_UK_h latent` and `v = W_UV_h latent`, so the caller hands over queries `[W_UK_h^T q,
+rotated q]` and expands outputs by `W_UV_h`: nothing is expanded per cached token. It is attention
+with one head of K and V, and V is the first `rank` elements of K: the places, masks and products of
 `paged_attention` serve as they are.
 """
 
@@ -28,7 +29,7 @@ def store_latent(latent: torch.Tensor, cache: torch.Tensor, to: SlotCells) -> No
 def attend_latent(
     query: torch.Tensor, latent: torch.Tensor, mask: torch.Tensor | None, scale: float, rank: int
 ) -> torch.Tensor:
-    """Attention of each row's absorbed queries over its own tokens.
+    """Attend from each row's absorbed queries to the row's tokens.
 
     Args:
         query: [num_rows, len, num_heads, rank + rope].
@@ -40,5 +41,6 @@ def attend_latent(
         [num_rows, len, num_heads, rank], weighted sums of latents.
     """
     keys = latent.unsqueeze(2)
-    # Summed over all of K and cut: with a V of another size torch takes a path 1.3 to 2.5 times as slow on a CPU.
+    # Summed over all of K and cut: with a V of another size torch takes a path 1.3 to 2.5 times as
+    # slow on a CPU.
     return attend_tokens(query, keys, keys, mask, scale)[..., :rank]

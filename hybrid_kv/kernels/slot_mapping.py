@@ -1,4 +1,4 @@
-"""Token positions to cache slots."""
+"""Slots in the cache of token positions."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ def slot_mapping(
     cp_rank: int = 0,
     cp_interleave: int = 1,
 ) -> torch.Tensor:
-    """The slot `block * block_size + offset` of each token, or `PAD_SLOT`.
+    """Return the slot `block * block_size + offset` of each token, or `PAD_SLOT`.
 
-    With context parallelism `cp_size` ranks share a *virtual* block of `block_size * cp_size` tokens, dealt out in runs
-    of `cp_interleave` tokens; a token that another rank holds gets `PAD_SLOT` here. Ownership is decided in manager
-    blocks, never in kernel blocks (vllm!51031). A position beyond the row's width gets `PAD_SLOT` too, instead of the
-    next row's first block (vllm!54296).
+    With context parallelism `cp_size` ranks share a *virtual* block of `block_size * cp_size`
+    tokens, dealt out in runs of `cp_interleave` tokens; a token that another rank holds gets
+    `PAD_SLOT` here. Ownership is decided in manager blocks, never in kernel blocks (vllm!51031). A
+    position beyond the row's width gets `PAD_SLOT` too, instead of the next row's first block
+    (vllm!54296).
 
     Args:
         table: [max_num_reqs, width] int32, manager blocks.

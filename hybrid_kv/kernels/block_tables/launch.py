@@ -1,19 +1,22 @@
 """Block tables of all groups in one launch per step.
 
-Contract. `update_block_tables` does what `HostTables` does in three calls: it appends staged manager block ids to the
-persistent tables, brings the batch's rows into the input tables as kernel blocks, and maps the step's tokens to slots.
-One kernel, grid (groups, batch rows + staged requests + 1). The host computes no index, copies nothing back and waits
-for nothing: each program finds its row's staged ids itself. No program reads a table entry that this launch writes (new
-ids come from the staging buffer), and each has its own counters, so programs need no order among themselves.
+Contract. `update_block_tables` does what `HostTables` does in three calls: it appends staged
+manager block ids to the persistent tables, brings the batch's rows into the input tables as kernel
+blocks, and maps the step's tokens to slots. One kernel, grid (groups, batch rows + staged requests
++ 1). The host computes no index, copies nothing back and waits for nothing: each program finds its
+row's staged ids itself. No program reads a table entry that this launch writes (new ids come from
+the staging buffer), and each has its own counters, so programs need no order among themselves.
 
-An input row remembers which request's blocks it holds and how many. As long as a request keeps its place in the batch
-only its new blocks are written, so a decode step writes a few bytes whatever the context length.
+An input row remembers which request's blocks it holds and how many. As long as a request keeps its
+place in the batch only its new blocks are written, so a decode step writes a few bytes whatever the
+context length.
 
-Shapes considered. (a) One launch per group and stage (vLLM 0.32: write, gather, expansion and slots, the expansion over
-the full width of every row each step): at 256 rows and a million tokens of context 67 MB per step and group. (b) A host
-prefix sum over the staged counts: a few microseconds of Python per step, and one more buffer to move. (c) A program
-looks for its row in the list of staged rows, a vector compare of `max_num_reqs` elements from L2, and sums the counts
-before it. This is (c).
+Shapes considered. (a) One launch per group and stage (vLLM 0.32: write, gather, expansion and
+slots, the expansion over the full width of every row each step): at 256 rows and a million tokens
+of context 67 MB per step and group. (b) A host prefix sum over the staged counts: a few
+microseconds of Python per step, and one more buffer to move. (c) A program looks for its row in the
+list of staged rows, a vector compare of `max_num_reqs` elements from L2, and sums the counts before
+it. This is (c).
 """
 
 from __future__ import annotations
@@ -68,11 +71,15 @@ def _block_tables(
     PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Programs of axis 1, in order: batch rows, padding rows, staged requests, the slots of padding."""
+    """Update a row of a group.
+
+    Programs of axis 1, in order: batch rows, padding rows, staged requests, the slots of padding.
+    """
     group = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1)
-    # No row starts on a vector boundary. With a hint Triton gives neighbours to neighbouring threads; without one it
-    # gives each thread four of them, and sorts them through shared memory on the way out.
+    # No row starts on a vector boundary. With a hint Triton gives neighbours to neighbouring
+    # threads; without one it gives each thread four of them, and sorts them through shared memory
+    # on the way out.
     lanes = tl.max_contiguous(tl.arange(0, BLOCK), 1)
     slots = slot_mappings + group * slot_stride
     if index == num_reqs_padded + num_staged:
@@ -101,7 +108,9 @@ def _block_tables(
     others = tl.arange(0, ROWS)
     in_batch = index < num_reqs
     row = tl.load(rows + index, mask=in_batch, other=-1)
-    staged_row = tl.load(staged_rows + (index - num_reqs_padded), mask=index >= num_reqs_padded, other=-1)
+    staged_row = tl.load(
+        staged_rows + (index - num_reqs_padded), mask=index >= num_reqs_padded, other=-1
+    )
     row = tl.where(in_batch, row, staged_row.to(tl.int64))
     batch_rows = tl.load(rows + others, mask=others < num_reqs, other=-1)
     if (index >= num_reqs_padded) & (tl.max((batch_rows == row).to(tl.int32), 0) > 0):
@@ -135,7 +144,11 @@ def _block_tables(
         tl.store(row_keys + group * max_num_reqs + row, key)
         for first in range(0, count, BLOCK):
             new = first + lanes
-            tl.store(table + old + new, tl.load(new_ids + new, mask=new < count, other=0), mask=new < count)
+            tl.store(
+                table + old + new,
+                tl.load(new_ids + new, mask=new < count, other=0),
+                mask=new < count,
+            )
 
     if in_batch:
         tl.store(held_keys + position_cell, key)
@@ -148,8 +161,12 @@ def _block_tables(
             column = tl.where(bpk == 1, kernel_column, column)
             is_new = column >= old
             new_block = tl.load(new_ids + (column - old), mask=valid & is_new, other=0)
-            block = tl.where(is_new, new_block, tl.load(table + column, mask=valid & (is_new == 0), other=0))
-            tl.store(out + kernel_column, block * stride + (kernel_column - column * bpk), mask=valid)
+            block = tl.where(
+                is_new, new_block, tl.load(table + column, mask=valid & (is_new == 0), other=0)
+            )
+            tl.store(
+                out + kernel_column, block * stride + (kernel_column - column * bpk), mask=valid
+            )
 
         if block_size > 0:
             end_token = tl.load(query_start_loc + index + 1)
@@ -167,27 +184,45 @@ def _block_tables(
                 block = tl.where(is_new, new_block, held_block)
                 if CP_SIZE > 1:
                     inside = inside & (offset // CP_INTERLEAVE % CP_SIZE == CP_RANK)
-                    offset = offset // (CP_INTERLEAVE * CP_SIZE) * CP_INTERLEAVE + offset % CP_INTERLEAVE
+                    offset = (
+                        offset // (CP_INTERLEAVE * CP_SIZE) * CP_INTERLEAVE + offset % CP_INTERLEAVE
+                    )
                 slot = tl.where(inside, block.to(tl.int64) * block_size + offset, PAD)
                 tl.store(slots + token, slot, mask=valid)
 
 
 def check_update(tables: DeviceTables, staged: StagedBlocks, batch: StepBatch) -> None:
-    """Whether `update_block_tables` may be launched so.
+    """Check that `update_block_tables` may be launched with these.
 
     Raises:
-        ValueError: a tensor of another shape, dtype or device, or with gaps; or more rows or tokens than fit.
+        ValueError: a tensor has another shape, dtype or device, or gaps; or more rows or tokens
+            than fit.
     """
     device = tables.flat_tables.device
-    num_staged, num_reqs, num_tokens = staged.rows.numel(), batch.rows.numel(), batch.positions.numel()
+    num_staged = staged.rows.numel()
+    num_reqs = batch.rows.numel()
+    num_tokens = batch.positions.numel()
     check("staged.ids", staged.ids, (staged.ids.numel(),), (torch.int32,), device)
-    check("staged.rows", staged.rows, (min(num_staged, tables.max_num_reqs),), (torch.int32,), device)
+    check(
+        "staged.rows", staged.rows, (min(num_staged, tables.max_num_reqs),), (torch.int32,), device
+    )
     check("staged.counts", staged.counts, (num_staged, len(tables.layouts)), (torch.int32,), device)
-    check("staged.overwrite", staged.overwrite.view(torch.int8), (num_staged,), (torch.int8,), device)
+    check(
+        "staged.overwrite", staged.overwrite.view(torch.int8), (num_staged,), (torch.int8,), device
+    )
     check("batch.rows", batch.rows, (min(num_reqs, batch.num_reqs_padded),), (torch.int64,), device)
     check("batch.query_start_loc", batch.query_start_loc, (num_reqs + 1,), (torch.int32,), device)
-    check("batch.positions", batch.positions, (min(num_tokens, batch.num_tokens_padded),), (torch.int64,), device)
-    if batch.num_reqs_padded > tables.max_num_reqs or batch.num_tokens_padded > tables.slot_mappings.shape[1]:
+    check(
+        "batch.positions",
+        batch.positions,
+        (min(num_tokens, batch.num_tokens_padded),),
+        (torch.int64,),
+        device,
+    )
+    if (
+        batch.num_reqs_padded > tables.max_num_reqs
+        or batch.num_tokens_padded > tables.slot_mappings.shape[1]
+    ):
         raise ValueError(
             f"{batch.num_reqs_padded} rows and {batch.num_tokens_padded} tokens exceed the tables' "
             f"{tables.max_num_reqs} and {tables.slot_mappings.shape[1]}"
@@ -197,15 +232,18 @@ def check_update(tables: DeviceTables, staged: StagedBlocks, batch: StepBatch) -
 def update_block_tables(tables: DeviceTables, staged: StagedBlocks, batch: StepBatch) -> None:
     """Append staged ids, bring the batch into the input tables, map tokens to slots: one launch.
 
-    The caller guarantees that no row becomes longer than its group's width and that `counts` sum to the number of ids;
-    to check it here the host would have to wait. A batch of no rows only appends.
+    The caller guarantees that no row becomes longer than its group's width and that `counts` sum to
+    the number of ids; to check it here the host would have to wait. A batch of no rows only
+    appends.
 
     Raises:
         ValueError: see `check_update`.
     """
     check_update(tables, staged, batch)
-    num_groups, num_staged = len(tables.layouts), staged.rows.numel()
-    num_reqs, num_tokens = batch.rows.numel(), batch.positions.numel()
+    num_groups = len(tables.layouts)
+    num_staged = staged.rows.numel()
+    num_reqs = batch.rows.numel()
+    num_tokens = batch.positions.numel()
     cp_size, cp_rank, cp_interleave = tables.cp
     jit(_block_tables, _COUNTS)[num_groups, batch.num_reqs_padded + num_staged + 1](
         *(tables.geometry, tables.flat_tables, tables.flat_input_tables, tables.num_blocks),
@@ -213,7 +251,13 @@ def update_block_tables(tables: DeviceTables, staged: StagedBlocks, batch: StepB
         *(tables.slot_mappings, tables.slot_mappings.stride(0)),
         *(staged.ids, staged.rows, staged.counts, staged.overwrite.view(torch.int8), num_staged),
         *(batch.rows, batch.query_start_loc, batch.positions),
-        *(num_reqs, batch.num_reqs_padded, num_tokens, batch.num_tokens_padded, tables.max_num_reqs),
+        *(
+            num_reqs,
+            batch.num_reqs_padded,
+            num_tokens,
+            batch.num_tokens_padded,
+            tables.max_num_reqs,
+        ),
         NUM_GROUPS=num_groups,
         ROWS=next_power_of_2(tables.max_num_reqs),
         BLOCKS_PER_KV_BLOCK=tables.common_blocks_per_kv_block,

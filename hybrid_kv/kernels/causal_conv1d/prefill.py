@@ -1,8 +1,9 @@
-"""The causal convolution of a prefill: rows of any length back to back, windows stored wherever a state is kept.
+"""The causal convolution of a prefill: rows of any length, windows stored where a state is kept.
 
-One launch per layer. Tokens are independent of each other but for the few inputs before them, so a row's tiles run at
-once. Whatever a row writes into blocks is written by the program that read its window: with a barrier between programs
-missing, that alone allows a row to write the block that it starts from.
+One launch per layer. Tokens are independent of each other but for the few inputs before them, so a
+row's tiles run at once. Whatever a row writes into blocks is written by the program that read its
+window: with a barrier between programs missing, that alone allows a row to write the block that it
+starts from.
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ import torch
 
 from hybrid_kv.kernels.causal_conv1d.update import check_inputs
 from hybrid_kv.kernels.common.integers import cdiv
-from hybrid_kv.kernels.common.launch import INTS, check, jit, per_warp, register_limit, strides, warp_size
+from hybrid_kv.kernels.common.launch import (
+    INTS,
+    check,
+    jit,
+    per_warp,
+    register_limit,
+    strides,
+    warp_size,
+)
 from hybrid_kv.kernels.common.spans import TILE, Spans
 
 if TYPE_CHECKING:
@@ -45,10 +54,11 @@ def _conv_prefill(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    # A program owns BLOCK channels of TILE tokens, 16 bytes a lane of one warp, and keeps its inputs in registers: each
-    # is loaded once though four outputs need it, and all loads are in flight before the first is used. Unrolled, since
-    # registers have no index. One axis, as a prefill has more tiles than the others may have programs; the channels of
-    # a tile are neighbours, as they are in memory.
+    # A program owns BLOCK channels of TILE tokens, 16 bytes a lane of one warp, and keeps its
+    # inputs in registers: each is loaded once though four outputs need it, and all loads are in
+    # flight before the first is used. Unrolled, since registers have no index. One axis, as a
+    # prefill has more tiles than the others may have programs; the channels of a tile are
+    # neighbours, as they are in memory.
     blocks: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
     tiles += (tl.program_id(0) // blocks) * 4
     channel = (tl.program_id(0) % blocks) * BLOCK
@@ -101,12 +111,16 @@ def _conv_prefill(
             if target > 0:
                 for i in tl.static_range(KERNEL - 1):
                     token = end + (i - (KERNEL - 1))
-                    kept = tl.load(x + token * x_stride + c, mask=inside & (token >= first), other=0.0).to(tl.float32)
+                    kept = tl.load(
+                        x + token * x_stride + c, mask=inside & (token >= first), other=0.0
+                    ).to(tl.float32)
                     # A window may reach back into the one that the row began with.
                     for j in tl.static_range(KERNEL - 1):
                         kept = tl.where(token == first + (j - (KERNEL - 1)), inputs[j], kept)
                     stored = kept.to(conv_state.dtype.element_ty)
-                    tl.store(conv_state + target * state_stride + i * CHANNELS + c, stored, mask=inside)
+                    tl.store(
+                        conv_state + target * state_stride + i * CHANNELS + c, stored, mask=inside
+                    )
 
 
 def causal_conv1d_prefill(
@@ -119,18 +133,22 @@ def causal_conv1d_prefill(
     window_rows: torch.Tensor,
     has_initial_state: torch.Tensor,
 ) -> torch.Tensor:
-    """`silu(bias + convolution)` of every row's tokens, and the window at the end of each span into its block.
+    """Convolve every row's tokens, and store the window at the end of each span in its block.
 
-    The window before a row's first token begins at row `window_rows` of block `window_indices`. It is zero,
-    and not read, without an initial state, and for the null block 0 and negative ids, which are never written either.
-    A window is stored into the first `kernel - 1` rows of its block; rows behind stay as they are. A row may write the
-    block that it starts from. No block may be written twice, nor by one row and read by another.
+    The result is `silu(bias + convolution)`.
+
+    The window before a row's first token begins at row `window_rows` of block `window_indices`. It
+    is zero, and not read, without an initial state, and for the null block 0 and negative ids,
+    which are never written either. A window is stored into the first `kernel - 1` rows of its
+    block; rows behind stay as they are. A row may write the block that it starts from. No block may
+    be written twice, nor by one row and read by another.
 
     Args:
-        conv_state: [num_blocks, kernel - 1 + K, channels] float32, bfloat16 or float16, blocks at any stride; written.
+        conv_state: [num_blocks, kernel - 1 + K, channels] float32, bfloat16 or float16, blocks at
+            any stride; written.
         x: [num_tokens, channels], tokens at any stride.
-        weight: [channels, kernel], at any strides. In memory tap by tap (a transpose of contiguous [kernel, channels])
-            it is read 16 bytes a lane, otherwise one element.
+        weight: [channels, kernel], at any strides. In memory tap by tap (a transpose of contiguous
+            [kernel, channels]) it is read 16 bytes a lane, otherwise one element.
         bias: [channels] or None.
         spans: of the rows, on the device of x.
         window_indices, window_rows: [num_rows] int32 or int64.
@@ -143,7 +161,10 @@ def causal_conv1d_prefill(
         ValueError: a shape, dtype, device or stride is none of these.
     """
     check_inputs(conv_state, x, weight, bias)
-    device, tokens, (channels, kernel), rows = x.device, len(x), weight.shape, (spans.num_rows,)
+    device = x.device
+    tokens = len(x)
+    channels, kernel = weight.shape
+    rows = (spans.num_rows,)
     if not 2 <= kernel <= TILE + 1:
         raise ValueError(f"weight has {kernel} taps; there must be 2 to {TILE + 1}")
     if tokens < spans.num_tokens or conv_state.shape[1] < kernel - 1:
@@ -160,7 +181,17 @@ def causal_conv1d_prefill(
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if spans.num_tokens:
         jit(_conv_prefill)[(len(spans.tiles) * cdiv(channels, block),)](
-            *(conv_state, x, weight, bias, y, spans.tiles, spans.row_spans, spans.cu_spans, spans.span_blocks),
+            *(
+                conv_state,
+                x,
+                weight,
+                bias,
+                y,
+                spans.tiles,
+                spans.row_spans,
+                spans.cu_spans,
+                spans.span_blocks,
+            ),
             *(window_indices, window_rows, has_initial_state.view(torch.int8)),
             *(*strides(conv_state, x), *weight.stride()),
             CHANNELS=channels,

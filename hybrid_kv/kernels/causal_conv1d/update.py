@@ -1,8 +1,11 @@
-"""The causal convolution of a verify step: 1 … 1 + K tokens a row, from a window that leaves rejected drafts out.
+"""The causal convolution of a verify step, from a window that leaves rejected drafts out.
 
-A block holds the last inputs of a request, oldest first: the window before the step's first token begins at its row
-`window_rows`, as many as drafts were accepted in the step before. This step's inputs go into the row's own block from
-row 0 on, so that the next step can begin anywhere in them; nothing is ever rolled back. One launch per layer.
+A row has 1 … 1 + K tokens.
+
+A block holds the last inputs of a request, oldest first: the window before the step's first token
+begins at its row `window_rows`, as many as drafts were accepted in the step before. This step's
+inputs go into the row's own block from row 0 on, so that the next step can begin anywhere in them;
+nothing is ever rolled back. One launch per layer.
 """
 
 from __future__ import annotations
@@ -12,7 +15,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid_kv.kernels.common.integers import cdiv
-from hybrid_kv.kernels.common.launch import FLOATS, INTS, check, check_dims, jit, per_warp, strides, warp_size
+from hybrid_kv.kernels.common.launch import (
+    FLOATS,
+    INTS,
+    check,
+    check_dims,
+    jit,
+    per_warp,
+    strides,
+    warp_size,
+)
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -39,9 +51,10 @@ def _conv_update(
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    # A program owns BLOCK channels of a row, 16 bytes a lane of one warp, and keeps its inputs in registers: each is
-    # loaded once though four outputs need it, all loads are in flight before the first is used, and since no channel
-    # meets another the window may lie in the block that is written. Unrolled, since registers have no index.
+    # A program owns BLOCK channels of a row, 16 bytes a lane of one warp, and keeps its inputs in
+    # registers: each is loaded once though four outputs need it, all loads are in flight before the
+    # first is used, and since no channel meets another the window may lie in the block that is
+    # written. Unrolled, since registers have no index.
     row = tl.program_id(1)
     start = tl.program_id(0) * BLOCK
     first = tl.load(cu_seqlens + row).to(tl.int64)
@@ -82,17 +95,24 @@ def _conv_update(
     conv_state += target * state_stride + start
     for i in tl.static_range(KERNEL - 2 + COLUMNS):
         owned = (target != 0) & (length > 0) & (i < KERNEL - 2 + length)
-        tl.store(conv_state + i * CHANNELS + c, inputs[i + 1].to(conv_state.dtype.element_ty), mask=inside & owned)
+        tl.store(
+            conv_state + i * CHANNELS + c,
+            inputs[i + 1].to(conv_state.dtype.element_ty),
+            mask=inside & owned,
+        )
 
 
-def check_inputs(conv_state: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Whether the operands of a layer fit together, but for the rows of a block.
+def check_inputs(
+    conv_state: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> None:
+    """Check that the operands of a layer fit together, but for the rows of a block.
 
     Raises:
         ValueError: they do not.
     """
     check_dims(x=(x, 2), weight=(weight, 2), conv_state=(conv_state, 3))
-    (tokens, channels), device = x.shape, x.device
+    tokens, channels = x.shape
+    device = x.device
     check("conv_state", conv_state, (*conv_state.shape[:2], channels), FLOATS, device, free=1)
     check("x", x, (tokens, channels), FLOATS, device, free=1)
     check("weight", weight, (channels, weight.shape[1]), FLOATS, device, free=2)
@@ -110,18 +130,22 @@ def causal_conv1d_update(
     window_rows: torch.Tensor,
     state_indices: torch.Tensor,
 ) -> torch.Tensor:
-    """`silu(bias + convolution)` of every row's tokens, and their inputs into the row's block; one launch.
+    """Convolve every row's tokens, and store their inputs in the row's block; one launch.
 
-    Row r has the tokens `cu_seqlens[r] … cu_seqlens[r + 1] - 1`, at most as many as `state_indices` has columns. Block
-    `state_indices[r, 0]` gets the last `kernel - 2` inputs before them and then the tokens; rows behind stay as they
-    are. The null block 0 reads as zeros and is never written, so padding rows and rows without tokens do no harm. A row
-    may write the block that it starts from. No block may be written by one row and read or written by another.
+    The result is `silu(bias + convolution)`.
+
+    Row r has the tokens `cu_seqlens[r] … cu_seqlens[r + 1] - 1`, at most as many as `state_indices`
+    has columns. Block `state_indices[r, 0]` gets the last `kernel - 2` inputs before them and then
+    the tokens; rows behind stay as they are. The null block 0 reads as zeros and is never written,
+    so padding rows and rows without tokens do no harm. A row may write the block that it starts
+    from. No block may be written by one row and read or written by another.
 
     Args:
-        conv_state: [num_blocks, kernel - 1 + K, channels] float32, bfloat16 or float16, blocks at any stride; written.
+        conv_state: [num_blocks, kernel - 1 + K, channels] float32, bfloat16 or float16, blocks at
+            any stride; written.
         x: [num_tokens, channels], tokens at any stride.
-        weight: [channels, kernel], at any strides. In memory tap by tap (a transpose of contiguous [kernel, channels])
-            it is read 16 bytes a lane, otherwise one element.
+        weight: [channels, kernel], at any strides. In memory tap by tap (a transpose of contiguous
+            [kernel, channels]) it is read 16 bytes a lane, otherwise one element.
         bias: [channels] or None.
         cu_seqlens: [num_rows + 1] int32 or int64 from 0, never falling.
         window_indices: [num_rows] int32 or int64, the block that a row's window is in.
@@ -136,10 +160,19 @@ def causal_conv1d_update(
     """
     check_inputs(conv_state, x, weight, bias)
     check_dims(state_indices=(state_indices, 2))
-    device, (channels, kernel), (num_rows, columns) = x.device, weight.shape, state_indices.shape
+    device = x.device
+    channels, kernel = weight.shape
+    num_rows, columns = state_indices.shape
     if kernel < 2:
         raise ValueError(f"weight has {kernel} taps; there must be at least 2")
-    check("conv_state", conv_state, (len(conv_state), kernel - 2 + columns, channels), FLOATS, device, free=1)
+    check(
+        "conv_state",
+        conv_state,
+        (len(conv_state), kernel - 2 + columns, channels),
+        FLOATS,
+        device,
+        free=1,
+    )
     check("cu_seqlens", cu_seqlens, (num_rows + 1,), INTS, device)
     check("window_indices", window_indices, (num_rows,), INTS, device)
     check("window_rows", window_rows, (num_rows,), INTS, device)

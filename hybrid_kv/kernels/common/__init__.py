@@ -1,1 +1,1 @@
-"""What operations share: launches, rows of different lengths, strided blocks."""
+"""Modules that operations share: launches, rows of different lengths, strided blocks, uploads."""

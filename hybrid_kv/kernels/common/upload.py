@@ -1,7 +1,8 @@
 """Arrays of the host on their way to the device, and values on their way back.
 
-A step has one upload. What prepares it is *staged*: what the host knows comes first, as arrays, and then what is made
-of them on the device. `together` makes one of several.
+A step has one upload. What prepares it is *staged*: the arrays that the host knows, and the
+function that makes the result of as many tensors once they are on the device. `together` joins
+several into one.
 """
 
 from __future__ import annotations
@@ -23,47 +24,60 @@ Staged = tuple[Sequence[Array], Callable[..., T]]  # arrays, and what is made of
 
 
 def upload(device: torch.device, *arrays: Array) -> list[torch.Tensor]:
-    """Arrays on a device, of their dtypes and shapes: by one copy for which the host does not wait.
+    """Copy arrays to a device, with their dtypes and shapes.
 
-    They lie behind each other in page-locked memory that no later step writes to before the copy is done: torch sees to
-    that. On a CPU they share their memory with the arrays.
+    There is one copy, for which the host does not wait.
+
+    They lie one after the other in page-locked memory that no later step writes to before the copy
+    is done: torch sees to that. On a CPU they share their memory with the arrays.
+
+    They lie behind each other in page-locked memory that no later step writes to before the copy is
+    done: torch sees to that. On a CPU they share their memory with the arrays.
     """
     if device.type == "cpu":
         return list(map(torch.from_numpy, arrays))
     sizes = [VECTOR_BYTES * cdiv(array.nbytes, VECTOR_BYTES) for array in arrays]
     staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for part, array in zip(staged.split(sizes), arrays, strict=True):
-        part.numpy()[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    for room, array in zip(staged.split(sizes), arrays, strict=True):
+        room.numpy()[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     moved = staged.to(device, non_blocking=True).split(sizes)
     return [
-        part[: array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
-        for part, array in zip(moved, arrays, strict=True)
+        data[: array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+        for data, array in zip(moved, arrays, strict=True)
     ]
 
 
 def download(*tensors: torch.Tensor | None) -> list[Any]:
-    """Values of tensors of one device and dtype, as lists; None stays. One copy, which the host waits for."""
+    """Return the values of tensors of one device and dtype as lists; None stays.
+
+    There is one copy, which the host waits for.
+    """
     there = [tensor for tensor in tensors if tensor is not None]
     if len(there) > 1 and there[0].device.type != "cpu":
-        parts = torch.cat([tensor.flatten() for tensor in there]).cpu().split([tensor.numel() for tensor in there])
-        there = [part.view(tensor.shape) for part, tensor in zip(parts, there, strict=True)]
+        flat = torch.cat([tensor.flatten() for tensor in there]).cpu()
+        pieces = flat.split([tensor.numel() for tensor in there])
+        there = [piece.view(tensor.shape) for piece, tensor in zip(pieces, there, strict=True)]
     values = iter(there)
     return [None if tensor is None else next(values).tolist() for tensor in tensors]
 
 
 def now(device: torch.device, staged: Staged[T]) -> T:
-    """What is staged, by one upload."""
+    """Upload what is staged by itself, and return what is made of it."""
     arrays, make = staged
     return make(*upload(device, *arrays)) if arrays else make()
 
 
 def move(*arrays: Array) -> Staged[tuple[torch.Tensor, ...]]:
-    """Arrays that are wanted on the device as they are."""
-    return arrays, lambda *moved: moved
+    """Stage arrays that are needed on the device as they are."""
+
+    def make(*moved: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return moved
+
+    return arrays, make
 
 
 def together(*parts: Staged[Any]) -> Staged[list[Any]]:
-    """Several as one, made in their order."""
+    """Stage several as one; their results are made in their order."""
     arrays, makes = zip(*parts, strict=True)
     counts = [*map(len, arrays)]
 
@@ -75,7 +89,7 @@ def together(*parts: Staged[Any]) -> Staged[list[Any]]:
 
 
 def fill(*pairs: tuple[torch.Tensor, Array]) -> Staged[None]:
-    """Write arrays into tensors of the device, of their shapes."""
+    """Stage writing arrays into tensors of the device, of their shapes."""
 
     def make(*moved: torch.Tensor) -> None:
         for (target, _), values in zip(pairs, moved, strict=True):

@@ -1,4 +1,4 @@
-"""The gated delta rule, decays per head or key channel: its arithmetic, a verify step in both schemes, a prefill."""
+"""The gated delta rule, decays per head or key channel: arithmetic, verify steps, a prefill."""
 
 from hybrid_kv.kernels.gated_delta.prefill import gated_delta_prefill
 from hybrid_kv.kernels.gated_delta.recompute import gated_delta_flush, gated_delta_recompute

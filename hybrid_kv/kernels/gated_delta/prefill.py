@@ -1,10 +1,11 @@
-"""The scan of a prefill with a gated delta rule in two launches: all chunks at once, then from chunk to chunk.
+"""The scan of a prefill with a gated delta rule in two launches: all chunks, then their chain.
 
-With the state `S` [V, K] before a chunk, what the delta rule makes of its tokens is linear in `S`: the WY form of Gated
-DeltaNet (Yang et al., 2024, arXiv 2412.06464), with decays per key channel that of Kimi Linear (2025, arXiv
-2510.26692). The first launch has a program per chunk and head. It solves the triangular system of the chunk's keys and
-leaves `U` [T, V], `W`, `Q`, `R` [T, K], `P` [T, T] and the chunk's decay `D` [K]. The second has a program per row,
-head and slice of `V`, which keeps its state in registers in float32 while it walks along the row,
+With the state `S` [V, K] before a chunk, what the delta rule makes of its tokens is linear in `S`:
+the WY form of Gated DeltaNet (Yang et al., 2024, arXiv 2412.06464), with decays per key channel
+that of Kimi Linear (2025, arXiv 2510.26692). The first launch has a program per chunk and head. It
+solves the triangular system of the chunk's keys and leaves `U` [T, V], `W`, `Q`, `R` [T, K], `P`
+[T, T] and the chunk's decay `D` [K]. The second has a program per row, head and slice of `V`, which
+keeps its state in registers in float32 while it walks along the row,
 
     u = U - W S^T        what each token learns
     y = Q S^T + P u
@@ -12,17 +13,18 @@ head and slice of `V`, which keeps its state in registers in float32 while it wa
 
 and stores it in its block at the end of each of the `Spans`. It knows neither gates nor keys.
 
-The inverse of the system is found column by column from the last token to the first, `x_j = e_j - X l_j`: as stable as
-substitution, while powers of the system lose all digits where a key repeats. Decays per channel are multiplied up on
-the way: nothing is divided by one, and no difference of large sums is taken.
+The inverse of the system is found column by column from the last token to the first, `x_j = e_j - X
+l_j`: as stable as substitution, while powers of the system lose all digits where a key repeats.
+Decays per channel are multiplied up on the way: nothing is divided by one, and no difference of
+large sums is taken.
 
-Shapes considered. (a) Many launches (flash-linear-attention: sums of decays, products of keys, inverse, U and W,
-states, outputs): each leaves a tensor for the next, and all states pass memory. (b) Three, with the outputs in one of
-their own that knows no order: one product less on the chain, but all states pass memory. (c) Two: a state leaves its
-program for its block alone. This is (c).
+Shapes considered. (a) Many launches (flash-linear-attention: sums of decays, products of keys,
+inverse, U and W, states, outputs): each leaves a tensor for the next, and all states pass memory.
+(b) Three, with the outputs in one of their own that knows no order: one product less on the chain,
+but all states pass memory. (c) Two: a state leaves its program for its block alone. This is (c).
 
-bfloat16 and float16 inputs are multiplied as they are, with what weighs them rounded to the same type, and summed in
-float32; float32 inputs are multiplied in float32.
+bfloat16 and float16 inputs are multiplied as they are, with what weighs them rounded to the same
+type, and summed in float32; float32 inputs are multiplied in float32.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ from hybrid_kv.kernels.gated_delta.slots import check_inputs
 if TYPE_CHECKING:
     import triton.language as tl
 
-_COUNTS = ("num_tokens",)  # differs from step to step: specialised on, it would compile the kernels again
+# Differs from step to step: specialised on, it would compile the kernels again.
+_COUNTS = ("num_tokens",)
 TILE_BYTES = 64  # of a channel, tokens of a chunk; of a column of a state, what walks together
 
 
@@ -77,12 +80,15 @@ def _inside(
     BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """What of a chunk does not depend on the state: see the module. A chunk of `Spans` is `PARTS` of them. `P` lies
-    transposed, [j, i], and a row of it is that of token j."""
+    """Compute the part of a chunk that does not depend on the state: see the module.
+
+    A chunk of `Spans` is `PARTS` of them. `P` lies transposed, [j, i], and a row of it is that of
+    token j.
+    """
     head = tl.program_id(0)
     chunk = tl.program_id(1)
-    part = (chunk % PARTS) * BLOCK_T
-    begin = (tl.load(chunks + chunk // PARTS * 2) + part).to(tl.int64)
+    skipped = (chunk % PARTS) * BLOCK_T
+    begin = (tl.load(chunks + chunk // PARTS * 2) + skipped).to(tl.int64)
     length = (tl.load(chunks + chunk // PARTS * 2 + 1) - begin).to(tl.int32)
     if length <= 0:
         return
@@ -106,7 +112,8 @@ def _inside(
     keyed = first * KEY + (t[None, :] * KEY + n[:, None])
     D += (chunk.to(tl.int64) * HEADS + head) * KEY
 
-    # Queries and keys as [K, T], products of tokens as [j, i]: column j of the system then lies along a row.
+    # Queries and keys as [K, T], products of tokens as [j, i]: column j of the system then lies
+    # along a row.
     qt = tl.load(q + (t[None, :] * q_stride + n[:, None]), mask=cells, other=0.0)
     kt = tl.load(k + (t[None, :] * k_stride + n[:, None]), mask=cells, other=0.0)
     q_wide = qt.to(tl.float32)
@@ -115,7 +122,9 @@ def _inside(
     k_scale = tl.rsqrt(tl.sum(k_wide * k_wide, axis=0) + EPS)
     q_wide *= q_scale[None, :]
     k_wide *= k_scale[None, :]
-    raw_beta = tl.load(beta + begin * beta_stride + t * beta_stride + head, mask=in_t, other=0.0).to(tl.float32)
+    raw_beta = tl.load(
+        beta + begin * beta_stride + t * beta_stride + head, mask=in_t, other=0.0
+    ).to(tl.float32)
     learned = BETA_SCALE / (1.0 + tl.exp(-raw_beta))
     a = -tl.exp(tl.load(A_log + head).to(tl.float32))
     if PER_CHANNEL:
@@ -123,7 +132,9 @@ def _inside(
         passed = tl.zeros([BLOCK_K, BLOCK_T], tl.float32)
         behind = tl.full([BLOCK_K], 1.0, tl.float32)
     else:
-        w = tl.load(dt + t * dt_stride, mask=in_t, other=0.0).to(tl.float32) + tl.load(dt_bias + gate).to(tl.float32)
+        w = tl.load(dt + t * dt_stride, mask=in_t, other=0.0).to(tl.float32) + tl.load(
+            dt_bias + gate
+        ).to(tl.float32)
         # softplus as in `ssd.slots`: exact where 1 + e is not, and above 20 as torch has it.
         e = tl.exp(tl.minimum(w, 20.0))
         u = 1.0 + e
@@ -138,11 +149,20 @@ def _inside(
         whole = tl.cumsum(whole, axis=0)
         rest = tl.cumsum(rest, axis=0)
         between = tl.exp2((whole[None, :] - whole[:, None]) + (rest[None, :] - rest[:, None]))
-        # Before the diagonal powers may be infinite: selected away, as a product with a mask of zeros would be NaN.
+        # Before the diagonal powers may be infinite: selected away, as a product with a mask of
+        # zeros would be NaN.
         between = tl.where(t[:, None] <= t[None, :], between * k_scale[:, None], 0.0)
-        system = tl.dot(tl.trans(kt), kt, input_precision="ieee") * between * (k_scale * learned)[None, :]
+        system = (
+            tl.dot(tl.trans(kt), kt, input_precision="ieee")
+            * between
+            * (k_scale * learned)[None, :]
+        )
         pairs = tl.dot(tl.trans(kt), qt, input_precision="ieee") * between * q_scale[None, :]
-        tl.store(P + (t[:, None] * BLOCK_T + t[None, :]), pairs.to(P.dtype.element_ty), mask=in_t[:, None])
+        tl.store(
+            P + (t[:, None] * BLOCK_T + t[None, :]),
+            pairs.to(P.dtype.element_ty),
+            mask=in_t[:, None],
+        )
         passed = tl.exp2(whole + rest)[None, :]
         left = tl.exp2((whole_end - whole) + (rest_end - rest))[None, :]
         tl.store(R + keyed, (k_wide * left).to(R.dtype.element_ty), mask=cells)
@@ -152,7 +172,8 @@ def _inside(
     for down in range(length):
         j = length - 1 - down
         if PER_CHANNEL:
-            # Of token i, `passed` is the decay from behind token j to i; `behind` that to the chunk's end.
+            # Of token i, `passed` is the decay from behind token j to i; `behind` that to the
+            # chunk's end.
             kj = tl.load(k + j * k_stride + n, mask=in_n, other=0.0).to(tl.float32)
             kj *= tl.rsqrt(tl.sum(kj * kj, axis=0) + EPS)
             w = tl.load(dt + j * dt_stride + n, mask=in_n, other=0.0).to(tl.float32) + bias
@@ -176,11 +197,15 @@ def _inside(
     if PER_CHANNEL:
         tl.store(D + n, behind, mask=in_n)
     weights = (inverse * learned[None, :]).to(v.dtype.element_ty)
-    vt = tl.load(v + (t[:, None] * v_stride + p[None, :]), mask=in_t[:, None] & in_p[None, :], other=0.0)
+    vt = tl.load(
+        v + (t[:, None] * v_stride + p[None, :]), mask=in_t[:, None] & in_p[None, :], other=0.0
+    )
     values = tl.dot(weights, vt, input_precision="ieee")
     valued = first * VALUE + (t[:, None] * VALUE + p[None, :])
     tl.store(U + valued, values.to(U.dtype.element_ty), mask=in_t[:, None] & in_p[None, :])
-    keys = tl.dot((k_wide * passed).to(v.dtype.element_ty), tl.trans(weights), input_precision="ieee")
+    keys = tl.dot(
+        (k_wide * passed).to(v.dtype.element_ty), tl.trans(weights), input_precision="ieee"
+    )
     tl.store(W + keyed, keys.to(W.dtype.element_ty), mask=cells)
     tl.store(Q + keyed, (q_wide * passed).to(Q.dtype.element_ty), mask=cells)
 
@@ -210,7 +235,7 @@ def _across(
     BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """Outputs, and the states after all spans."""
+    """Compute outputs, and store the states after all spans."""
     slices: tl.constexpr = (VALUE + BLOCK_V - 1) // BLOCK_V
     row = tl.program_id(1)
     head = tl.program_id(0) // slices
@@ -228,7 +253,9 @@ def _across(
     # Block ids are widened before they are multiplied: a pool passes 2^31 elements.
     source = tl.load(source_indices + row).to(tl.int64)
     readable = (source > 0) & (tl.load(has_initial_state + row) != 0)
-    s = tl.load(state + source * state_stride + cells, mask=in_slice & readable, other=0.0).to(tl.float32)
+    s = tl.load(state + source * state_stride + cells, mask=in_slice & readable, other=0.0).to(
+        tl.float32
+    )
     for span in range(tl.load(row_spans + row), tl.load(row_spans + row + 1)):
         chunk = tl.load(cu_chunks + span).to(tl.int64) * PARTS
         end = tl.load(cu_spans + span + 1)
@@ -240,21 +267,29 @@ def _across(
             w = tl.load(W + first * KEY + keyed, mask=in_keys, other=0.0)
             q = tl.load(Q + first * KEY + keyed, mask=in_keys, other=0.0)
             r = tl.load(R + first * KEY + keyed, mask=in_keys, other=0.0)
-            u = tl.load(U + first * VALUE + (t[:, None] * VALUE + p[None, :]), mask=in_values, other=0.0)
-            pairs = tl.load(P + first * BLOCK_T + (t[:, None] * BLOCK_T + t[None, :]), mask=in_t[:, None], other=0.0)
+            u = tl.load(
+                U + first * VALUE + (t[:, None] * VALUE + p[None, :]), mask=in_values, other=0.0
+            )
+            pair_cells = t[:, None] * BLOCK_T + t[None, :]
+            pairs = tl.load(P + first * BLOCK_T + pair_cells, mask=in_t[:, None], other=0.0)
             decay = tl.load(D + (chunk * HEADS + head) * KEY + n, mask=in_n, other=0.0)
             before = tl.trans(s.to(w.dtype))
             learned = (u.to(tl.float32) - tl.dot(w, before, input_precision="ieee")).to(w.dtype)
             out = tl.dot(q, before, input_precision="ieee")
             out = tl.dot(tl.trans(pairs), learned, out, input_precision="ieee")
-            outputs = tl.cast(start, tl.int64) * (HEADS * VALUE) + (t[:, None] * (HEADS * VALUE) + p[None, :])
+            outputs = tl.cast(start, tl.int64) * (HEADS * VALUE) + (
+                t[:, None] * (HEADS * VALUE) + p[None, :]
+            )
             tl.store(y + outputs, out.to(y.dtype.element_ty), mask=in_values)
             s = tl.dot(tl.trans(learned), r, s * decay[None, :], input_precision="ieee")
             chunk += 1
         target = tl.load(span_blocks + span)
-        # A program has read its slice before it writes one, and no other touches that slice of these blocks.
+        # A program has read its slice before it writes one, and no other touches that slice of
+        # these blocks.
         if target > 0:
-            tl.store(state + target * state_stride + cells, s.to(state.dtype.element_ty), mask=in_slice)
+            tl.store(
+                state + target * state_stride + cells, s.to(state.dtype.element_ty), mask=in_slice
+            )
 
 
 def gated_delta_prefill(
@@ -271,16 +306,17 @@ def gated_delta_prefill(
     has_initial_state: torch.Tensor,
     beta_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Run the tokens of every row from the row's state, and store the state at the end of each span in its block.
+    """Run every row's tokens from the row's state, and store the state at the end of each span.
 
-    A row's initial state is zero, and not read, where `has_initial_state` is False, and for the null block 0 and
-    negative ids, which are never written either. A row may write the block that it starts from. No block may be written
-    twice, nor by one row and read by another.
+    A row's initial state is zero, and not read, where `has_initial_state` is False, and for the
+    null block 0 and negative ids, which are never written either. A row may write the block that it
+    starts from. No block may be written twice, nor by one row and read by another.
 
     Args:
-        state: [num_blocks, heads, V, K] float32, bfloat16 or float16, blocks at any stride; written.
-        q, k, v, dt, dt_bias, A_log, beta, beta_scale: as `gated_delta_update_slots` takes them; q, k and v of one
-            dtype, tokens at any stride below 2^24.
+        state: [num_blocks, heads, V, K] float32, bfloat16 or float16, blocks at any stride;
+            written.
+        q, k, v, dt, dt_bias, A_log, beta, beta_scale: as `gated_delta_update_slots` takes them; q,
+            k and v of one dtype, tokens at any stride below 2^24.
         spans: of the rows, on the device of v.
         source_indices: [num_rows] int32 or int64, the block that a row starts from.
         has_initial_state: [num_rows] bool.
@@ -291,25 +327,52 @@ def gated_delta_prefill(
     Raises:
         ValueError: a shape, dtype, device or stride is none of these.
     """
-    device, per_channel = v.device, dt.dim() == 3
-    key_heads, heads, key, value = check_inputs(q, k, v, dt, dt_bias, A_log, beta, shared=(v.dtype,))
+    device = v.device
+    per_channel = dt.dim() == 3
+    key_heads, heads, key, value = check_inputs(
+        q, k, v, dt, dt_bias, A_log, beta, shared=(v.dtype,)
+    )
     check_scan(spans, source_indices, has_initial_state, v=v, q=q, k=k, dt=dt, beta=beta)
     check("state", state, (*state.shape[:1], heads, value, key), FLOATS, device, free=1)
     y = torch.empty_like(v, memory_format=torch.contiguous_format)
     if not len(spans.chunks):
         return y
-    # Twice the tokens are half the links of the chain, but four times the work on their system, for which there are no
-    # registers. Tiles are at least as wide as the narrowest matrix instruction.
+    # Twice the tokens are half the links of the chain, but four times the work on their system, for
+    # which there are no registers. Tiles are at least as wide as the narrowest matrix instruction.
     block_k, whole_v = (max(16, next_power_of_2(extent)) for extent in (key, value))
-    block_t, block_v = (min(TILE_BYTES // v.element_size(), most) for most in (spans.chunk_size, whole_v))
+    block_t, block_v = (
+        min(TILE_BYTES // v.element_size(), most) for most in (spans.chunk_size, whole_v)
+    )
     parts = spans.chunk_size // block_t
     num_chunks = parts * len(spans.chunks)
-    shared = {"HEADS": heads, "VALUE": value, "KEY": key, "PARTS": parts, "BLOCK_T": block_t, "BLOCK_K": block_k}
+    shared = {
+        "HEADS": heads,
+        "VALUE": value,
+        "KEY": key,
+        "PARTS": parts,
+        "BLOCK_T": block_t,
+        "BLOCK_K": block_k,
+    }
     widths = (value, key, key, key, block_t)
-    scratch = [torch.empty(heads, spans.num_tokens, width, dtype=v.dtype, device=device) for width in widths]
+    scratch = [
+        torch.empty(heads, spans.num_tokens, width, dtype=v.dtype, device=device)
+        for width in widths
+    ]
     scratch.append(torch.empty(num_chunks, heads, key, dtype=torch.float32, device=device))
     jit(_inside, _COUNTS)[(heads, num_chunks)](
-        *(q, k, v, dt, dt_bias, A_log, beta, *scratch, spans.chunks, *strides(q, k, v, dt, beta), spans.num_tokens),
+        *(
+            q,
+            k,
+            v,
+            dt,
+            dt_bias,
+            A_log,
+            beta,
+            *scratch,
+            spans.chunks,
+            *strides(q, k, v, dt, beta),
+            spans.num_tokens,
+        ),
         **shared,
         KEY_HEADS=key_heads,
         PER_CHANNEL=per_channel,
@@ -325,7 +388,8 @@ def gated_delta_prefill(
         **shared,
         BLOCK_V=block_v,
         num_warps=8,
-        # The next chunk on its way; of float32, and on AMD, where a stage more is held in registers, there is no room.
+        # The next chunk on its way; of float32, and on AMD, where a stage more is held in
+        # registers, there is no room.
         num_stages=2 if v.element_size() == 2 and warp_size() == 32 else 1,
     )
     return y

@@ -1,13 +1,15 @@
-"""The verify step of a gated delta rule in scheme `recompute`: one state per request, and what its last tokens learned.
+"""The verify step of a gated delta rule in scheme `recompute`: one state per request.
 
-See `kernels.recompute` for checkpoints, rings and flushes, which are the same here. What a ring keeps of a token is not
-its input but what the state got of it: `u`, its unit key and its log decay. So a history is linear, as that of Mamba-2:
-only the step's own tokens depend on each other by the delta rule.
+See `kernels.recompute` for checkpoints, rings and flushes, which are the same here. What a ring
+keeps of a token is not its input but what the state got of it: `u`, its unit key and its log decay.
+So a history is linear, as that of Mamba-2: only the step's own tokens depend on each other by the
+delta rule.
 
-Shapes considered. (a) The ring keeps keys, values and betas: exact in bfloat16, but each step solves a triangular
-system of its whole history, and a flush another. (b) It keeps `u` in the type of the activations, as a prefill has it:
-the system is that of 1 + K tokens. (c) As (b), token by token in registers as in `slots`: no products of matrices, but
-instructions grow with the history. This is (b).
+Shapes considered. (a) The ring keeps keys, values and betas: exact in bfloat16, but each step
+solves a triangular system of its whole history, and a flush another. (b) It keeps `u` in the type
+of the activations, as a prefill has it: the system is that of 1 + K tokens. (c) As (b), token by
+token in registers as in `slots`: no products of matrices, but instructions grow with the history.
+This is (b).
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ def _delta_recompute(
     TOKENS: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    # A program owns BLOCK_V rows of one head's state, which meet no others: it reads its own in full before it writes.
+    # A program owns BLOCK_V rows of one head's state, which meet no others: it reads its own in
+    # full before it writes.
     KIND: tl.constexpr = tl.bfloat16 if TENSOR else tl.float32
     OPERAND: tl.constexpr = tl.float32 if INTERPRETED else KIND
     GATES: tl.constexpr = KEY if PER_CHANNEL else 1
@@ -82,7 +85,7 @@ def _delta_recompute(
     tiles: tl.constexpr = (VALUE + BLOCK_V - 1) // BLOCK_V
     row = tl.program_id(1)
     head = tl.program_id(0) // tiles
-    part = tl.program_id(0) % tiles
+    tile_index = tl.program_id(0) % tiles
     key_head = head // (HEADS // KEY_HEADS)
     # Block ids are widened before they are multiplied: a pool passes 2^31 elements.
     ring = tl.load(rows + row).to(tl.int64)
@@ -93,7 +96,7 @@ def _delta_recompute(
     flush = tl.load(flushes + row).to(tl.int32)
     owned = (source != 0) & (target != 0)
 
-    p = part * BLOCK_V + tl.arange(0, BLOCK_V)
+    p = tile_index * BLOCK_V + tl.arange(0, BLOCK_V)
     n = tl.arange(0, BLOCK_K)
     j = tl.arange(0, HISTORY)
     # True where the sizes divide, so that no mask is left.
@@ -128,7 +131,9 @@ def _delta_recompute(
         behind = tl.where(behind >= RING, behind - RING, behind)
 
         a = -tl.exp(tl.load(A_log + head).to(tl.float32))
-        w = tl.load(dt + t[:, None] * dt_stride + gate, mask=in_t[:, None] & in_gate, other=0.0).to(tl.float32)
+        w = tl.load(dt + t[:, None] * dt_stride + gate, mask=in_t[:, None] & in_gate, other=0.0).to(
+            tl.float32
+        )
         w += tl.load(dt_bias + head * GATES + gate, mask=in_gate, other=0.0).to(tl.float32)
         # softplus as in `ssd.slots`: exact where 1 + e is not, and above 20 as torch has it.
         e = tl.exp(tl.minimum(w, 20.0))
@@ -140,19 +145,23 @@ def _delta_recompute(
         cells = in_t[:, None] & in_n[None, :]
         keys = tl.load(k + t[:, None] * k_stride + n[None, :], mask=cells, other=0.0).to(tl.float32)
         keys *= tl.rsqrt(tl.sum(keys * keys, axis=1) + EPS)[:, None]
-        queries = tl.load(q + t[:, None] * q_stride + n[None, :], mask=cells, other=0.0).to(tl.float32)
+        queries = tl.load(q + t[:, None] * q_stride + n[None, :], mask=cells, other=0.0).to(
+            tl.float32
+        )
         queries *= (tl.rsqrt(tl.sum(queries * queries, axis=1) + EPS) * (KEY**-0.5))[:, None]
 
-        # The history as the step finds it: of the checkpoint what is left, and of each token. No exponent is positive,
-        # and none is a difference of sums.
+        # The history as the step finds it: of the checkpoint what is left, and of each token. No
+        # exponent is positive, and none is a difference of sums.
         gates = place[:, None] * GATES + gate
         past = tl.load(g_ring + gates, mask=in_j[:, None] & in_gate, other=0.0)
         gates = next_place[:, None] * GATES + gate
         later = tl.load(g_ring + gates, mask=(j < held - 1)[:, None] & in_gate, other=0.0)
         left = tl.exp(tl.cumsum(later, axis=0, reverse=True))
-        past_k = tl.load(k_ring + place[:, None] * KEY + n[None, :], mask=in_j[:, None] & in_n[None, :], other=0.0)
+        past_cells = place[:, None] * KEY + n[None, :]
+        past_k = tl.load(k_ring + past_cells, mask=in_j[:, None] & in_n[None, :], other=0.0)
         past_k = (past_k.to(tl.float32) * left).to(KIND).to(OPERAND)
-        past_u = tl.load(u_ring + place[:, None] * VALUE + p[None, :], mask=in_j[:, None] & in_p[None, :], other=0.0)
+        past_cells = place[:, None] * VALUE + p[None, :]
+        past_u = tl.load(u_ring + past_cells, mask=in_j[:, None] & in_p[None, :], other=0.0)
         past_u = tl.trans(past_u.to(OPERAND))
         tile = p[:, None] * KEY + n[None, :]
         mine = in_p[:, None] & in_n[None, :] & owned
@@ -166,16 +175,27 @@ def _delta_recompute(
         h = h.to(KIND).to(OPERAND)
         so_far = tl.exp(tl.cumsum(g, axis=0))
         from_state = tl.exp(tl.sum(past, axis=0))[None, :] * so_far
-        read_k = tl.dot(h, tl.trans((keys * from_state).to(KIND).to(OPERAND)), input_precision="ieee")
-        read_q = tl.dot(h, tl.trans((queries * from_state).to(KIND).to(OPERAND)), input_precision="ieee")
-        weights = tl.dot(past_k, tl.trans((keys * so_far).to(KIND).to(OPERAND)), input_precision="ieee")
+        read_k = tl.dot(
+            h, tl.trans((keys * from_state).to(KIND).to(OPERAND)), input_precision="ieee"
+        )
+        read_q = tl.dot(
+            h, tl.trans((queries * from_state).to(KIND).to(OPERAND)), input_precision="ieee"
+        )
+        weights = tl.dot(
+            past_k, tl.trans((keys * so_far).to(KIND).to(OPERAND)), input_precision="ieee"
+        )
         read_k = tl.dot(past_u, weights.to(KIND).to(OPERAND), read_k, input_precision="ieee")
-        weights = tl.dot(past_k, tl.trans((queries * so_far).to(KIND).to(OPERAND)), input_precision="ieee")
+        weights = tl.dot(
+            past_k, tl.trans((queries * so_far).to(KIND).to(OPERAND)), input_precision="ieee"
+        )
         read_q = tl.dot(past_u, weights.to(KIND).to(OPERAND), read_q, input_precision="ieee")
 
         # Columns are tokens. Each corrects what those before it left, whose keys decay on the way.
         tokens = t[None, :] * v_stride + p[:, None]
-        new = tl.load(v + tokens, mask=in_t[None, :] & in_p[:, None], other=0.0).to(tl.float32) - read_k
+        new = (
+            tl.load(v + tokens, mask=in_t[None, :] & in_p[:, None], other=0.0).to(tl.float32)
+            - read_k
+        )
         u = new * 0.0
         seen = keys * 0.0
         decay = tl.exp(g)
@@ -188,22 +208,29 @@ def _delta_recompute(
             seen = tl.where(here[:, None], key, seen)
             query = tl.sum(tl.where(here[:, None], queries, 0.0), axis=0)[None, :]
             out = u * tl.sum(seen * query, axis=1)[None, :] + tl.where(here[None, :], read_q, 0.0)
-            tl.store(y + i * (HEADS * VALUE) + p, tl.sum(out, axis=1).to(y.dtype.element_ty), mask=in_p)
-        # Behind everything that any program reads in this launch; keys and decays by one program of those that share
-        # them.
+            tl.store(
+                y + i * (HEADS * VALUE) + p, tl.sum(out, axis=1).to(y.dtype.element_ty), mask=in_p
+            )
+        # Behind everything that any program reads in this launch; keys and decays by one program of
+        # those that share them.
         mask = in_t[None, :] & in_p[:, None]
-        tl.store(u_ring + behind[None, :] * VALUE + p[:, None], u.to(u_ring.dtype.element_ty), mask=mask)
-        alone = in_t & (part == 0)
+        tl.store(
+            u_ring + behind[None, :] * VALUE + p[:, None], u.to(u_ring.dtype.element_ty), mask=mask
+        )
+        alone = in_t & (tile_index == 0)
         tl.store(g_ring + behind[:, None] * GATES + gate, g, mask=alone[:, None] & in_gate)
         alone &= head % (HEADS // KEY_HEADS) == 0
         mask = alone[:, None] & in_n[None, :]
-        tl.store(k_ring + behind[:, None] * KEY + n[None, :], keys.to(k_ring.dtype.element_ty), mask=mask)
+        tl.store(
+            k_ring + behind[:, None] * KEY + n[None, :], keys.to(k_ring.dtype.element_ty), mask=mask
+        )
 
     if owned & (flush > 0):
         # The outputs did not need the new checkpoint. In place it overwrites what they read.
         tl.debug_barrier()
         folded = j < flush
-        past_u = tl.load(u_ring + place[:, None] * VALUE + p[None, :], mask=folded[:, None] & in_p[None, :], other=0.0)
+        folded_cells = place[:, None] * VALUE + p[None, :]
+        past_u = tl.load(u_ring + folded_cells, mask=folded[:, None] & in_p[None, :], other=0.0)
         past_u = tl.trans(past_u.to(OPERAND))
         for start_n in tl.range(0, BLOCK_K, CHUNK, num_stages=1):
             m = start_n + tl.arange(0, CHUNK)
@@ -213,9 +240,13 @@ def _delta_recompute(
             gate_piece = place[:, None] * GATES + gate_m
             passed = tl.load(g_ring + gate_piece, mask=folded[:, None] & in_gate_m, other=0.0)
             gate_piece = next_place[:, None] * GATES + gate_m
-            coming = tl.load(g_ring + gate_piece, mask=(j < flush - 1)[:, None] & in_gate_m, other=0.0)
+            coming = tl.load(
+                g_ring + gate_piece, mask=(j < flush - 1)[:, None] & in_gate_m, other=0.0
+            )
             in_piece = folded[:, None] & in_m[None, :]
-            added = tl.load(k_ring + place[:, None] * KEY + m[None, :], mask=in_piece, other=0.0).to(tl.float32)
+            added = tl.load(
+                k_ring + place[:, None] * KEY + m[None, :], mask=in_piece, other=0.0
+            ).to(tl.float32)
             added *= tl.exp(tl.cumsum(coming, axis=0, reverse=True))
             if TENSOR:
                 # Two terms of eight bits: one would leave an error that the checkpoint carries on.
@@ -230,15 +261,23 @@ def _delta_recompute(
             folded_h = tl.load(state + source * state_stride + piece, mask=inside, other=0)
             if SPLIT:
                 low = tl.load(state + source * state_stride + LOW + piece, mask=inside, other=0)
-                folded_h = ((folded_h.to(tl.int32) << 16) + low.to(tl.int32)).to(tl.float32, bitcast=True)
+                folded_h = ((folded_h.to(tl.int32) << 16) + low.to(tl.int32)).to(
+                    tl.float32, bitcast=True
+                )
             folded_h = folded_h.to(tl.float32) * tl.exp(tl.sum(passed, axis=0))[None, :] + added
             if SPLIT:
                 bits = folded_h.to(tl.int32, bitcast=True)
                 high = ((bits + 0x8000) >> 16).to(tl.int16)
                 tl.store(state + target * state_stride + piece, high, mask=inside)
-                tl.store(state + target * state_stride + LOW + piece, bits.to(tl.int16), mask=inside)
+                tl.store(
+                    state + target * state_stride + LOW + piece, bits.to(tl.int16), mask=inside
+                )
             else:
-                tl.store(state + target * state_stride + piece, folded_h.to(state.dtype.element_ty), mask=inside)
+                tl.store(
+                    state + target * state_stride + piece,
+                    folded_h.to(state.dtype.element_ty),
+                    mask=inside,
+                )
 
 
 def gated_delta_recompute(
@@ -255,18 +294,20 @@ def gated_delta_recompute(
     cu_seqlens: torch.Tensor,
     beta_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Run the tokens of every row behind its checkpoint and history, append what they learn, flush; one launch.
+    """Run every row's tokens after its history, append what they learn, flush; one launch.
 
-    Rows, padding, blocks, and what is rounded with bfloat16 inputs are as in `recompute_update`, but for this: what a
-    token learns depends on what it reads, so an error of reading, 2^-9, is learned, and forgotten as what it is.
+    Rows, padding, blocks, and what is rounded with bfloat16 inputs are as in `recompute_update`,
+    but for this: what a token learns depends on what it reads, so an error of reading, 2^-9, is
+    learned, and forgotten as what it is.
 
     Args:
-        state: [num_blocks, 2, heads, V, K] int16, planes of float32 (`split_state`); or [num_blocks, heads, V, K]
-            bfloat16 or float16; blocks at any stride; written.
-        ring: of the layer, with V and K channels of x and B, and dt per head or, as `dt`, per channel; written.
+        state: [num_blocks, 2, heads, V, K] int16, planes of float32 (`split_state`); or
+            [num_blocks, heads, V, K] bfloat16 or float16; blocks at any stride; written.
+        ring: of the layer, with V and K channels of x and B, and dt per head or, as `dt`, per
+            channel; written.
         step: of the layer's group, from `commit`.
-        q, k, v, dt, dt_bias, A_log, beta, beta_scale: as `gated_delta_update_slots` takes them; q, k and v of the
-            ring's dtype.
+        q, k, v, dt, dt_bias, A_log, beta, beta_scale: as `gated_delta_update_slots` takes them; q,
+            k and v of the ring's dtype.
         cu_seqlens: [num_reqs + 1] int32 or int64 from 0, never falling.
 
     Returns:
@@ -276,20 +317,27 @@ def gated_delta_recompute(
         ValueError: a shape, dtype, device or stride is none of these.
     """
     heads, value, key_heads, key = check_history(state, ring, step, per_channel=dt.dim() == 3)
-    device, dtype = state.device, (ring.x.dtype,)
+    device = state.device
+    dtype = (ring.x.dtype,)
     check("v", v, (len(v), heads, value), dtype, device, free=1)
     check("k", k, (len(v), key_heads, key), dtype, device, free=1)
     check_inputs(q, k, v, dt, dt_bias, A_log, beta, shared=dtype)
     check("cu_seqlens", cu_seqlens, (len(step.rows) + 1,), INTS, device)
     y = torch.empty_like(v, memory_format=torch.contiguous_format)
     _launch(
-        state, ring, step, (q, k, v, dt, dt_bias, A_log, beta, y), cu_seqlens, strides(q, k, v, dt, beta), beta_scale
+        state,
+        ring,
+        step,
+        (q, k, v, dt, dt_bias, A_log, beta, y),
+        cu_seqlens,
+        strides(q, k, v, dt, beta),
+        beta_scale,
     )
     return y
 
 
 def gated_delta_flush(state: torch.Tensor, ring: RecomputeRing, step: RecomputeStep) -> None:
-    """The flush of `gated_delta_recompute` alone, for rows without tokens: see `recompute_flush`.
+    """Run the flush of `gated_delta_recompute` alone, as `recompute_flush` does it.
 
     Raises:
         ValueError: a shape, dtype, device or stride is not as `gated_delta_recompute` has it.
@@ -307,12 +355,25 @@ def _launch(
     token_strides: tuple[int, ...],
     beta_scale: float,
 ) -> None:
-    lanes, per_channel, update = warp_size(), ring.dt.dim() == 4, cu_seqlens is not None
+    lanes = warp_size()
+    per_channel = ring.dt.dim() == 4
+    update = cu_seqlens is not None
     _, heads, ring_len, value = ring.x.shape
     _, key_heads, _, key = ring.B.shape
-    block_v, block_k = min(ROWS, max(16, next_power_of_2(value))), max(16, next_power_of_2(key))
+    block_v = min(ROWS, max(16, next_power_of_2(value)))
+    block_k = max(16, next_power_of_2(key))
     jit(_delta_recompute)[(heads * cdiv(value, block_v), len(step.rows))](
-        *(state, ring.x, ring.B, ring.dt, *inputs, *step[:6], cu_seqlens, state.stride(0), *token_strides),
+        *(
+            state,
+            ring.x,
+            ring.B,
+            ring.dt,
+            *inputs,
+            *step[:6],
+            cu_seqlens,
+            state.stride(0),
+            *token_strides,
+        ),
         HEADS=heads,
         VALUE=value,
         KEY=key,

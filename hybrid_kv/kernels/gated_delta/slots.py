@@ -1,13 +1,15 @@
-"""The verify step of a gated delta rule in the `slots` scheme: read one state, write the one after every token.
+"""The verify step of a gated delta rule in scheme `slots`: read one state, write one per token.
 
-A gated delta net (Yang et al., 2024, arXiv 2412.06464) has one decay per head, Kimi Delta Attention (2025, arXiv
-2510.26692) one per key channel; one program runs both. A row runs the last accepted token of a request and up to K
-drafts behind it. Each state that it passes is kept in a block of its own, so that the next step may start from any of
-them: (2 + K) states of traffic, one launch per layer.
+A gated delta net (Yang et al., 2024, arXiv 2412.06464) has one decay per head, Kimi Delta Attention
+(2025, arXiv 2510.26692) one per key channel; one program runs both. A row runs the last accepted
+token of a request and up to K drafts behind it. Each state that it passes is kept in a block of its
+own, so that the next step may start from any of them: (2 + K) states of traffic, one launch per
+layer.
 
-Shapes considered. (a) The layer makes log decays, betas and unit queries and keys in torch, as flash-linear-attention
-takes them: a dozen small launches before this one. (b) This kernel makes them of what the layer projects: each program
-normalises the query and key that it has to read anyway. This is (b).
+Shapes considered. (a) The layer makes log decays, betas and unit queries and keys in torch, as
+flash-linear-attention takes them: a dozen small launches before this one. (b) This kernel makes
+them of what the layer projects: each program normalises the query and key that it has to read
+anyway. This is (b).
 """
 
 from __future__ import annotations
@@ -18,7 +20,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid_kv.kernels.common.integers import cdiv, next_power_of_2
-from hybrid_kv.kernels.common.launch import FLOATS, INTS, check, check_dims, jit, per_warp, strides, warp_size
+from hybrid_kv.kernels.common.launch import (
+    FLOATS,
+    INTS,
+    check,
+    check_dims,
+    jit,
+    per_warp,
+    strides,
+    warp_size,
+)
 from hybrid_kv.kernels.gated_delta.reference import EPS
 
 if TYPE_CHECKING:
@@ -58,9 +69,10 @@ def _delta_update(
     BLOCK_K: tl.constexpr,
     TOGETHER: tl.constexpr,
 ) -> None:
-    # A program owns BLOCK_V rows of one head's state, and one warp runs it, for the reasons given in `ssd.slots`: 2 or
-    # 4 KB, of which an SM holds 20 to 32. Twice the elements, with query and key beside them, do not fit into
-    # registers. A row of the state meets no other one, so neither do programs.
+    # A program owns BLOCK_V rows of one head's state, and one warp runs it, for the reasons given
+    # in `ssd.slots`: 2 or 4 KB, of which an SM holds 20 to 32. Twice the elements, with query and
+    # key beside them, do not fit into registers. A row of the state meets no other one, so neither
+    # do programs.
     tiles: tl.constexpr = (VALUE + BLOCK_V - 1) // BLOCK_V
     row = tl.program_id(1)
     head = tl.program_id(0) // tiles
@@ -72,8 +84,8 @@ def _delta_update(
     # Block ids are widened before they are multiplied: a pool passes 2^31 elements.
     source = tl.load(source_indices + row).to(tl.int64)
 
-    # The state's rows as [BLOCK_V // TOGETHER, TOGETHER], so that queries and keys have the state's own layout: see
-    # `ssd.slots`.
+    # The state's rows as [BLOCK_V // TOGETHER, TOGETHER], so that queries and keys have the state's
+    # own layout: see `ssd.slots`.
     p = tl.arange(0, TOGETHER)[None, :, None]
     n = tl.broadcast_to(tl.arange(0, BLOCK_K)[None, None, :], [1, TOGETHER, BLOCK_K])
     p += tl.arange(0, BLOCK_V // TOGETHER)[:, None, None] * TOGETHER
@@ -86,7 +98,9 @@ def _delta_update(
     gate = head * KEY + n if PER_CHANNEL else head
     in_gate = in_n if PER_CHANNEL else True
 
-    s = tl.load(state + source * state_stride + tile, mask=inside & (source != 0), other=0.0).to(tl.float32)
+    s = tl.load(state + source * state_stride + tile, mask=inside & (source != 0), other=0.0).to(
+        tl.float32
+    )
     a = -tl.exp(tl.load(A_log + head).to(tl.float32))
     bias = tl.load(dt_bias + gate, mask=in_gate, other=0.0).to(tl.float32)
     for j in range(length):
@@ -97,7 +111,9 @@ def _delta_update(
         u = 1.0 + e
         step = tl.where(u == 1.0, e, tl.log(u) * (e / (u - 1.0)))
         step = tl.where(w > 20.0, w, step)
-        learned = BETA_SCALE / (1.0 + tl.exp(-tl.load(beta + token * beta_stride + head).to(tl.float32)))
+        learned = BETA_SCALE / (
+            1.0 + tl.exp(-tl.load(beta + token * beta_stride + head).to(tl.float32))
+        )
         qt = tl.load(q + token * q_stride + key + n, mask=in_n, other=0.0).to(tl.float32)
         kt = tl.load(k + token * k_stride + key + n, mask=in_n, other=0.0).to(tl.float32)
         vt = tl.load(v + token * v_stride + channel + p, mask=in_p, other=0.0).to(tl.float32)
@@ -108,12 +124,17 @@ def _delta_update(
         out = tl.sum(s * qt, axis=2, keep_dims=True)
         tl.store(y + token * (HEADS * VALUE) + channel + p, out.to(y.dtype.element_ty), mask=in_p)
         target = tl.load(state_indices + row * indices_stride + j).to(tl.int64)
-        # A program has read its tile before it writes one, and no other program touches that tile of these blocks.
+        # A program has read its tile before it writes one, and no other program touches that tile
+        # of these blocks.
         if target != 0:
-            tl.store(state + target * state_stride + tile, s.to(state.dtype.element_ty), mask=inside)
+            tl.store(
+                state + target * state_stride + tile, s.to(state.dtype.element_ty), mask=inside
+            )
 
 
-def _constexprs(key_heads: int, heads: int, key: int, value: int, itemsize: int, lanes: int) -> dict[str, int]:
+def _constexprs(
+    key_heads: int, heads: int, key: int, value: int, itemsize: int, lanes: int
+) -> dict[str, int]:
     block_k = next_power_of_2(key)
     block_v = min(max(1, TILE // block_k), next_power_of_2(value))
     return {
@@ -137,17 +158,24 @@ def check_inputs(
     beta: torch.Tensor,
     shared: Sequence[torch.dtype] = FLOATS,
 ) -> tuple[int, int, int, int]:
-    """Key heads, heads, key and value channels of a layer whose operands fit together; q and k are of type `shared`.
+    """Check a layer's operands; return key heads, heads, and key and value channels.
+
+    Args:
+        shared: dtypes that q and k may have.
 
     Raises:
         ValueError: they do not.
     """
     check_dims(k=(k, 3), v=(v, 3))
-    device, (tokens, heads, value), (key_heads, key) = v.device, v.shape, k.shape[1:]
+    device = v.device
+    tokens, heads, value = v.shape
+    key_heads, key = k.shape[1:]
     if key_heads < 1 or heads % key_heads:
         raise ValueError(f"{key_heads} heads of k do not divide {heads} heads of v")
     if dt.dim() not in (2, 3):
-        raise ValueError(f"dt has shape {tuple(dt.shape)}; it must have 2 dimensions, or 3 per channel")
+        raise ValueError(
+            f"dt has shape {tuple(dt.shape)}; it must have 2 dimensions, or 3 per channel"
+        )
     gates = (heads,) if dt.dim() == 2 else (heads, key)
     check("v", v, v.shape, FLOATS, device, free=1)
     for name, per_key in (("q", q), ("k", k)):
@@ -173,23 +201,27 @@ def gated_delta_update_slots(
     state_indices: torch.Tensor,
     beta_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Run the tokens of every row from the row's state, and store the state after each token; one launch.
+    """Run every row's tokens from the row's state, and store the state after each; one launch.
 
-    Row r has the tokens `cu_seqlens[r] … cu_seqlens[r + 1] - 1`, at most as many as `state_indices` has columns. The
-    null block 0 reads as a state of zeros and is never written, so padding rows and rows without tokens do no harm.
-    A row may write the block that it starts from. No block may be written twice, nor by one row and read by another.
+    Row r has the tokens `cu_seqlens[r] … cu_seqlens[r + 1] - 1`, at most as many as `state_indices`
+    has columns. The null block 0 reads as a state of zeros and is never written, so padding rows
+    and rows without tokens do no harm. A row may write the block that it starts from. No block may
+    be written twice, nor by one row and read by another.
 
     Args:
-        state: [num_blocks, heads, V, K] float32, bfloat16 or float16, blocks at any stride; written.
-        q, k: [num_tokens, key_heads, K] of any length: they are normalised here, and q is scaled by `K ** -0.5`.
-            Neighbouring heads share those of a key head. v: [num_tokens, heads, V]. Tokens at any stride.
-        dt: [num_tokens, heads] or, per channel, [num_tokens, heads, K], before bias and softplus, tokens at any stride.
+        state: [num_blocks, heads, V, K] float32, bfloat16 or float16, blocks at any stride;
+            written.
+        q, k: [num_tokens, key_heads, K] of any length: they are normalised here, and q is scaled by
+            `K ** -0.5`. Neighbouring heads share those of a key head. v: [num_tokens, heads, V].
+            Tokens at any stride.
+        dt: [num_tokens, heads] or, per channel, [num_tokens, heads, K], before bias and softplus,
+            tokens at any stride.
         dt_bias: [heads] or, per channel, [heads, K]; A_log: [heads].
         beta: [num_tokens, heads] before the sigmoid, tokens at any stride.
         cu_seqlens: [num_rows + 1] int32 or int64 from 0, never falling.
         source_indices: [num_rows] int32 or int64, the block that a row starts from.
-        state_indices: [num_rows, 1 + K] int32 or int64, the block for the state after token j; entries from the row's
-            length on are not read.
+        state_indices: [num_rows, 1 + K] int32 or int64, the block for the state after token j;
+            entries from the row's length on are not read.
         beta_scale: of the sigmoid.
 
     Returns:

@@ -26,9 +26,9 @@ def _gated_norm(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    # A program owns one group of one token, all of it in registers: nothing is read twice. Groups are 512 to 8192 wide,
-    # at 16 elements a lane one warp or, with the only barrier of the kernel, a few. One axis, since a prefill has more
-    # tokens than the others may have.
+    # A program owns one group of one token, all of it in registers: nothing is read twice. Groups
+    # are 512 to 8192 wide, at 16 elements a lane one warp or, with the only barrier of the kernel,
+    # a few. One axis, since a prefill has more tokens than the others may have.
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
     start = (tl.program_id(0) % GROUPS) * SIZE
     c = tl.arange(0, BLOCK)
@@ -46,8 +46,12 @@ def _options(block: int, lanes: int) -> dict[str, int]:
     return {"num_warps": max(1, min(8, block // (16 * lanes))), "num_stages": 1}
 
 
-def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, groups: int, eps: float) -> torch.Tensor:
-    """`weight * g / sqrt(mean(g ** 2) + eps)` with `g = x * silu(gate)`, the mean over each of `groups` slices.
+def gated_rms_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, groups: int, eps: float
+) -> torch.Tensor:
+    """Return `weight * g / sqrt(mean(g ** 2) + eps)` with `g = x * silu(gate)`.
+
+    The mean is over each of `groups` slices of the channels.
 
     Args:
         x, gate: [num_tokens, channels] float32, bfloat16 or float16, tokens at any stride.
@@ -57,7 +61,8 @@ def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, gr
         [num_tokens, channels] in the dtype of the gate, contiguous.
 
     Raises:
-        ValueError: a shape, dtype, device or stride is none of these, or `groups` does not divide the channels.
+        ValueError: a shape, dtype, device or stride is none of these, or `groups` does not divide
+            the channels.
     """
     check_dims(x=(x, 2))
     tokens, channels = x.shape
@@ -66,7 +71,8 @@ def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, gr
     for name, tensor in (("x", x), ("gate", gate)):
         check(name, tensor, (tokens, channels), FLOATS, x.device, free=1)
     check("weight", weight, (channels,), FLOATS, x.device)
-    block = next_power_of_2(size := channels // groups)
+    size = channels // groups
+    block = next_power_of_2(size)
     y = torch.empty_like(gate, memory_format=torch.contiguous_format)
     jit(_gated_norm)[(tokens * groups,)](
         *(x, gate, weight, y, x.stride(0), gate.stride(0), eps),
@@ -81,7 +87,7 @@ def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, gr
 def gated_rms_norm_reference(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, groups: int, eps: float
 ) -> torch.Tensor:
-    """`gated_rms_norm` in plain torch."""
+    """Run `gated_rms_norm` in plain torch."""
     gated = x.float() * F.silu(gate.float())
     grouped = gated.unflatten(-1, (groups, -1))
     normed = F.rms_norm(grouped, grouped.shape[-1:], eps=eps).flatten(-2)

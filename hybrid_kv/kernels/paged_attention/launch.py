@@ -1,4 +1,4 @@
-"""K and V into slots, and attention over the blocks of a row whose tokens lie back to back: one launch each."""
+"""Storing K and V in slots, and attention over the blocks of rows back to back: one launch each."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def _store_kv(
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     if slot >= 0:
-        block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+        block = slot // BLOCK_SIZE
+        offset = slot % BLOCK_SIZE
         i = tl.arange(0, BLOCK)
         inside = (i < WIDTH) | (WIDTH == BLOCK)
         k = tl.load(key + token * key_stride + i, mask=inside)
@@ -50,19 +51,24 @@ def _store_kv(
 
 
 def cache_strides(key_cache: torch.Tensor, value_cache: torch.Tensor) -> tuple[int, int, int, int]:
-    """Elements from block to block of both, and from token to token."""
+    """Return the elements from block to block of both caches, and then from token to token."""
     return key_cache.stride(0), value_cache.stride(0), key_cache.stride(1), value_cache.stride(1)
 
 
 def store_kv(
-    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
 ) -> None:
-    """`write_kv` in one launch, without waiting for the device.
+    """Run `write_kv` in one launch, without waiting for the device.
 
     Args:
-        key, value: [num_tokens, num_kv_heads, head_size] float32, bfloat16 or float16, tokens at any stride.
-        key_cache, value_cache: [num_kernel_blocks, kernel_block_size, num_kv_heads, head_size] of the same dtype,
-            blocks and tokens at any stride.
+        key, value: [num_tokens, num_kv_heads, head_size] float32, bfloat16 or float16, tokens at
+            any stride.
+        key_cache, value_cache: [num_kernel_blocks, kernel_block_size, num_kv_heads, head_size] of
+            the same dtype, blocks and tokens at any stride.
         slots: [num_tokens] int32 or int64; a negative one stores nothing. No slot may occur twice.
 
     Raises:
@@ -112,8 +118,9 @@ def _attention(
     BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> None:
-    # A program has BLOCK_M (query, head) pairs of one row that share a head of K and V, so that K and V are loaded once
-    # for all of them: in a decode that is what the time goes into, and PER_KV heads fill the tensor core's 16 rows.
+    # A program has BLOCK_M (query, head) pairs of one row that share a head of K and V, so that K
+    # and V are loaded once for all of them: in a decode that is what the time goes into, and PER_KV
+    # heads fill the tensor core's 16 rows.
     kv_head = tl.program_id(1)
     row = tl.program_id(2)
     start = tl.load(query_start_loc + row).to(tl.int64)
@@ -124,7 +131,8 @@ def _attention(
     # Padding stands on the null block, whose content is undefined.
     if (tile * BLOCK_M < length * PER_KV) & (tl.load(table) != 0):
         pair = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        token, head = pair // PER_KV, kv_head * PER_KV + pair % PER_KV
+        token = pair // PER_KV
+        head = kv_head * PER_KV + pair % PER_KV
         total = tl.load(seq_lens + row).to(tl.int32)
         position = total - length + token
         d = tl.arange(0, BLOCK_D)
@@ -147,16 +155,19 @@ def _attention(
             known = n < stop
             if GRID:
                 known &= n % GRID != 0
-            # Block ids are widened before they are multiplied: a pool passes 2^31 elements. What is not known is not
-            # loaded either: it may hold NaN, which a weight of 0 does not stop.
+            # Block ids are widened before they are multiplied: a pool passes 2^31 elements. What is
+            # not known is not loaded either: it may hold NaN, which a weight of 0 does not stop.
             block = tl.load(table + n // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
             offset = n % BLOCK_SIZE
             at_key = block * key_block_stride + offset * key_token_stride
-            k = tl.load(key_cache + at_key[None, :] + d[:, None], mask=in_d[:, None] & known[None, :], other=0.0)
+            in_key = in_d[:, None] & known[None, :]
+            k = tl.load(key_cache + at_key[None, :] + d[:, None], mask=in_key, other=0.0)
             at_value = block * value_block_stride + offset * value_token_stride
-            v = tl.load(value_cache + at_value[:, None] + d[None, :], mask=known[:, None] & in_d[None, :], other=0.0)
+            in_value = known[:, None] & in_d[None, :]
+            v = tl.load(value_cache + at_value[:, None] + d[None, :], mask=in_value, other=0.0)
             if UPCAST:
-                k, v = k.to(tl.float32), v.to(tl.float32)
+                k = k.to(tl.float32)
+                v = v.to(tl.float32)
             # "ieee", or float32 would be cut to tf32.
             scores = tl.dot(q, k, input_precision="ieee")
             seen = known[None, :] & (n[None, :] <= position[:, None])
@@ -187,16 +198,21 @@ def paged_attention_varlen(
     scale: float,
     grid: int = 0,
 ) -> torch.Tensor:
-    """Causal attention of each row's queries over its own blocks; one launch, for decodes as for prefills.
+    """Attend causally from each row's queries to the row's blocks.
 
-    The tokens of row r are `query_start_loc[r] … query_start_loc[r + 1] - 1`, the last ones of its `seq_lens[r]`, whose
-    K and V are all in the cache. Rows whose first block is the null block 0 are padding.
+    There is one launch, for decodes as for prefills.
+
+    The tokens of row r are `query_start_loc[r] … query_start_loc[r + 1] - 1`, the last ones of its
+    `seq_lens[r]`, whose K and V are all in the cache. Rows whose first block is the null block 0
+    are padding.
 
     Args:
-        query: [num_tokens, num_heads, head_size] float32, bfloat16 or float16, tokens at any stride.
-        key_cache, value_cache: [num_kernel_blocks, kernel_block_size, num_kv_heads, head_size] of the same dtype,
-            blocks and tokens at any stride.
-        block_table: [num_rows, num_blocks] int32 or int64, rows at any stride; covers each row's `seq_lens` tokens.
+        query: [num_tokens, num_heads, head_size] float32, bfloat16 or float16, tokens at any
+            stride.
+        key_cache, value_cache: [num_kernel_blocks, kernel_block_size, num_kv_heads, head_size] of
+            the same dtype, blocks and tokens at any stride.
+        block_table: [num_rows, num_blocks] int32 or int64, rows at any stride; covers each row's
+            `seq_lens` tokens.
         query_start_loc: [num_rows + 1] int32 or int64 from 0, never falling.
         seq_lens: [num_rows] int32 or int64, tokens after this step.
         max_query_len: of all rows; a larger number costs programs without work.
@@ -204,7 +220,8 @@ def paged_attention_varlen(
             0: there is no grid.
 
     Returns:
-        [num_tokens, num_heads, head_size], contiguous. Rows of padding and tokens of no row are not written.
+        [num_tokens, num_heads, head_size], contiguous. Rows of padding and tokens of no row are not
+        written.
 
     Raises:
         ValueError: a shape, dtype, device, stride or number is none of these.
@@ -226,7 +243,8 @@ def paged_attention_varlen(
     check("seq_lens", seq_lens, (rows,), INTS, device)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     # The interpreter would multiply raw bits.
-    upcast, per_kv = query.dtype == torch.bfloat16 and is_interpreter(), heads // kv_heads
+    upcast = query.dtype == torch.bfloat16 and is_interpreter()
+    per_kv = heads // kv_heads
     # As many pairs as there are; the tensor core takes 16.
     block_m = min(MAX_ROWS, max(16, next_power_of_2(per_kv * max_query_len)))
     jit(_attention)[(cdiv(max_query_len * per_kv, block_m), kv_heads, rows)](
@@ -243,6 +261,7 @@ def paged_attention_varlen(
         BLOCK_D=max(16, next_power_of_2(size)),
         UPCAST=upcast,
         num_warps=4,
-        num_stages=3 if warp_size() == 32 else 2,  # with two of them sm_80 spills, with three gfx942
+        # With two of them sm_80 spills, with three gfx942.
+        num_stages=3 if warp_size() == 32 else 2,
     )
     return out

@@ -15,16 +15,20 @@ FOLDED_QUERIES = 16  # of a row, up to which heads that share K and V count as q
 
 
 class SlotCells(NamedTuple):
-    """Where a step's tokens go in caches of one kernel block size."""
+    """Kernel blocks and offsets of a step's tokens, in caches of one kernel block size."""
 
     kept: torch.Tensor | None  # [num_tokens] bool, tokens that have a slot; None if all have
     cells: tuple[torch.Tensor, torch.Tensor]  # kernel block and offset of those, int64
 
 
 def slot_cells(slots: torch.Tensor, block_size: int) -> SlotCells:
-    """What `write_kv` wants of slots [num_tokens] int64; a negative one is padding, or another rank's token.
+    """Return the cells of slots [num_tokens] int64 for `write_kv`.
 
-    On a GPU the host would wait to choose among the tokens: there such a token is stored in the null block.
+    A negative slot is padding, or another rank's token. On a GPU the host would wait to choose
+    among the tokens: there such a token is stored in the null block.
+
+    On a GPU the host would wait to choose among the tokens: there such a token is stored in the
+    null block.
     """
     if slots.is_cuda:
         slots = slots.clamp(min=0)
@@ -36,48 +40,70 @@ def slot_cells(slots: torch.Tensor, block_size: int) -> SlotCells:
 
 
 def write_kv(
-    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, to: SlotCells
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    to: SlotCells,
 ) -> None:
     """Store one K and V per token that has a slot.
 
     Args:
         key, value: [num_tokens, num_kv_heads, head_size].
-        key_cache, value_cache: [num_kernel_blocks, kernel_block_size, num_kv_heads, head_size], strided views.
+        key_cache, value_cache: [num_kernel_blocks, kernel_block_size, num_kv_heads, head_size],
+            strided views.
         to: of the tokens, for this kernel block size.
     """
     if to.kept is not None:
-        key, value = key[to.kept], value[to.kept]
+        key = key[to.kept]
+        value = value[to.kept]
     key_cache.index_put_(to.cells, key)
     value_cache.index_put_(to.cells, value)
 
 
 def token_index(
-    cache: torch.Tensor, block_table: torch.Tensor, last: torch.Tensor, num_keys: int, grid: int | None = None
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    last: torch.Tensor,
+    num_keys: int,
+    grid: int | None = None,
 ) -> torch.Tensor:
-    """Places of the first `num_keys` tokens of each row for `strided.gather_tokens`, [num_rows * num_keys] int64.
+    """Return the places of each row's first `num_keys` tokens for `strided.gather_tokens`.
 
-    Behind a row's last token stands that token again. So nothing is read that no query of the row may see: a mask does
-    not stop NaN (0 * NaN), and unused slots hold whatever another layer's state left in the page.
+    After a row's last token stands that token again. So nothing is read that no query of the row
+    may see: a mask does not stop NaN (0 * NaN), and unused slots hold whatever another layer's
+    state left in the page.
 
     Args:
         cache: any with the strides of those to gather from.
         block_table: [num_rows, num_blocks] int32 or int64.
         last: [num_rows] int64, position of each row's last token.
         grid: tokens at multiples of it are not read either: the last one stands there, too.
+
+    Returns:
+        [num_rows * num_keys] int64.
     """
     _, per_block, per_token = spacing(cache)
     block_size = cache.shape[1]
     # By blocks: a division per key would cost as much as the gather.
     starts = block_table[:, : cdiv(num_keys, block_size)].long() * per_block
     places = starts.unsqueeze(-1) + _multiples(block_size, per_token, last.device)
-    read = torch.minimum(_keys(next_power_of_2(num_keys), grid, last.device)[:num_keys], last.unsqueeze(1))
+    read = torch.minimum(
+        _keys(next_power_of_2(num_keys), grid, last.device)[:num_keys], last.unsqueeze(1)
+    )
     return places.flatten(1).gather(1, read).flatten()
 
 
 def attention_mask(
-    positions: torch.Tensor, num_keys: int, per_kv_head: int, dtype: torch.dtype, grid: int | None = None
+    positions: torch.Tensor,
+    num_keys: int,
+    per_kv_head: int,
+    dtype: torch.dtype,
+    grid: int | None = None,
 ) -> torch.Tensor:
-    """What `attend_tokens` adds to the scores: 0 for the keys up to a query's own beside the grid, -inf for the others.
+    """Return the mask that `attend_tokens` adds to the scores.
+
+    It is 0 for the keys up to a query's own that are not on the grid, -inf for the others.
 
     Args:
         positions: [num_rows, len] int64, of the queries.
@@ -87,7 +113,8 @@ def attention_mask(
     Returns:
         [num_rows, 1, len, num_keys], or for few queries [num_rows, 1, len * per_kv_head, num_keys].
     """
-    size, device = next_power_of_2(num_keys), positions.device
+    size = next_power_of_2(num_keys)
+    device = positions.device
     row = size - 1 - positions
     if 1 < positions.shape[1] <= FOLDED_QUERIES:
         row = row.unsqueeze(-1).expand(-1, -1, per_kv_head)
@@ -97,7 +124,8 @@ def attention_mask(
     return mask.view(len(positions), 1, -1, num_keys)
 
 
-# What every step reads, for a few sizes. Each small operation on a CPU takes as long as the copy of 30 KB.
+# What every step reads, for a few sizes. Each small operation on a CPU takes as long as the copy of
+# 30 KB.
 
 
 @lru_cache(64)
@@ -107,53 +135,76 @@ def _multiples(count: int, unit: int, device: torch.device) -> torch.Tensor:
 
 @lru_cache(64)
 def _keys(size: int, grid: int | None, device: torch.device) -> torch.Tensor:
-    """[size] int64, positions of keys; on the grid one beyond all."""
+    """Return the positions of keys, [size] int64; on the grid one beyond all."""
     place = torch.arange(size, device=device)
-    return place if grid is None else place.masked_fill_(place % grid == 0, torch.iinfo(torch.int64).max)
+    return (
+        place
+        if grid is None
+        else place.masked_fill_(place % grid == 0, torch.iinfo(torch.int64).max)
+    )
 
 
 @lru_cache(64)
 def _off_grid(size: int, grid: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[size], -inf at multiples of `grid`, else 0."""
+    """Return [size], -inf at multiples of `grid`, else 0."""
     place = torch.arange(size, device=device)
     return torch.zeros(size, dtype=dtype, device=device).masked_fill_(place % grid == 0, -torch.inf)
 
 
 @lru_cache(64)
 def _causal_rows(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[size, size], row r for a query at position `size - 1 - r`; all of them lie in one line of 2 * size."""
+    """Return [size, size], row r for a query at position `size - 1 - r`.
+
+    All rows lie in one line of 2 * size.
+    """
     line = torch.zeros(2 * size, dtype=dtype, device=device)
     line[size:] = -torch.inf
     return line.as_strided((size, size), (1, 1))
 
 
 def attend_tokens(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
 ) -> torch.Tensor:
-    """Attention of each row's queries over its own keys, grouped-query heads included.
+    """Attend from each row's queries to the row's keys, grouped-query heads included.
 
     Args:
         query: [num_rows, len, num_heads, head_size].
         key, value: [num_rows, num_keys, num_kv_heads, head_size], finite.
-        mask: `attention_mask` of keys of which each query sees at least one; None if every query sees every key.
+        mask: `attention_mask` of keys of which each query sees at least one; None if every query
+            sees every key.
 
     Returns:
         [num_rows, len, num_heads, head_size].
     """
     rows, length, heads, size = query.shape
     kv_heads = key.shape[2]
-    key, value = key.transpose(1, 2), value.transpose(1, 2)
+    key = key.transpose(1, 2)
+    value = value.transpose(1, 2)
     if length > FOLDED_QUERIES:
         grouped = heads != kv_heads
-        out = F.scaled_dot_product_attention(query.transpose(1, 2), key, value, mask, scale=scale, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(
+            query.transpose(1, 2), key, value, mask, scale=scale, enable_gqa=grouped
+        )
         return out.transpose(1, 2)
-    # The heads that share K and V are queries of one head: nothing is copied, and K and V are read once for all.
-    folded = query.view(rows, length, kv_heads, -1, size).transpose(1, 2).reshape(rows, kv_heads, -1, size)
+    # The heads that share K and V are queries of one head: nothing is copied, and K and V are read
+    # once for all.
+    folded = (
+        query.view(rows, length, kv_heads, -1, size)
+        .transpose(1, 2)
+        .reshape(rows, kv_heads, -1, size)
+    )
     out = F.scaled_dot_product_attention(folded, key, value, mask, scale=scale)
     return out.view(rows, kv_heads, length, -1, size).transpose(1, 2).reshape(query.shape)
 
 
 def sees_nothing(positions: torch.Tensor, grid: int) -> torch.Tensor:
-    """Which queries have no key beside the grid, of the shape of `positions`: a softmax over nothing is NaN."""
+    """Return which queries have no key off the grid, in the shape of `positions`.
+
+    A softmax over nothing is NaN.
+    """
     # Position 0 is on every grid, position 1 on that of 1 alone.
     return positions == 0 if grid > 1 else torch.ones_like(positions, dtype=torch.bool)

@@ -105,8 +105,9 @@ def recompute_kernel(
     KEYS: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    # Heads of one group share a program, so that B, C and B C^T are loaded and multiplied once. Channels are the rows
-    # of every product, tokens its columns: 64 of one fill a tensor core's tile, 8 of the other are its narrowest.
+    # Heads of one group share a program, so that B, C and B C^T are loaded and multiplied once.
+    # Channels are the rows of every product, tokens its columns: 64 of one fill a tensor core's
+    # tile, 8 of the other are its narrowest.
     OPERAND: tl.constexpr = tl.bfloat16 if TENSOR and not INTERPRETED else tl.float32
     row = tl.program_id(1)
     head = tl.program_id(0) * HEADS_PER_PROGRAM
@@ -155,9 +156,11 @@ def recompute_kernel(
         behind = start + held + s
         behind = tl.where(behind >= RING, behind - RING, behind)
 
-        c = tl.load(C + t[:, None] * C_stride + n[None, :], mask=(in_t & owned)[:, None] & in_n[None, :], other=0.0)
+        in_c = (in_t & owned)[:, None] & in_n[None, :]
+        c = tl.load(C + t[:, None] * C_stride + n[None, :], mask=in_c, other=0.0)
         c = tl.trans(c.to(OPERAND))
-        b = tl.load(B + s[:, None] * B_stride + n[None, :], mask=in_s[:, None] & in_n[None, :], other=0.0)
+        in_b = in_s[:, None] & in_n[None, :]
+        b = tl.load(B + s[:, None] * B_stride + n[None, :], mask=in_b, other=0.0)
         # One program of the group does it; as a branch it takes a third more registers.
         appends = in_s & (head % (HEADS // GROUPS) == 0)
         tl.store(
@@ -167,7 +170,8 @@ def recompute_kernel(
         )
         new = tl.dot(b.to(OPERAND), c, input_precision="ieee")
         new = tl.where(s[:, None] <= t[None, :], new, 0.0)
-        b = tl.load(B_ring + place[:, None] * STATE + n[None, :], mask=in_j[:, None] & in_n[None, :], other=0.0)
+        in_b = in_j[:, None] & in_n[None, :]
+        b = tl.load(B_ring + place[:, None] * STATE + n[None, :], mask=in_b, other=0.0)
         past = tl.dot(b.to(OPERAND), c, input_precision="ieee")
 
         for i in tl.range(0, HEADS_PER_PROGRAM, num_stages=1):
@@ -182,27 +186,26 @@ def recompute_kernel(
                     h = ((h.to(tl.int32) << 16) + low.to(tl.int32)).to(tl.float32, bitcast=True)
             if TENSOR:
                 h = h.to(tl.bfloat16)
-            past_x = tl.load(
-                x_ring + (i * RING + place[:, None]) * HEAD_DIM + p[None, :],
-                mask=in_j[:, None] & in_p[None, :],
-                other=0.0,
-            )
+            cells = (i * RING + place[:, None]) * HEAD_DIM + p[None, :]
+            past_x = tl.load(x_ring + cells, mask=in_j[:, None] & in_p[None, :], other=0.0)
+            in_x = in_s[:, None] & in_p[None, :]
             new_x = tl.load(
-                x + s[:, None] * x_stride + i * HEAD_DIM + p[None, :], mask=in_s[:, None] & in_p[None, :], other=0.0
+                x + s[:, None] * x_stride + i * HEAD_DIM + p[None, :], mask=in_x, other=0.0
             )
             past_dt = tl.load(dt_ring + i * RING + place, mask=in_j, other=0.0)
             later_dt = tl.load(dt_ring + i * RING + next_place, mask=j < held - 1, other=0.0)
             v = tl.load(dt + s * dt_stride + i, mask=in_s, other=0.0).to(tl.float32)
             v += tl.load(dt_bias + head + i).to(tl.float32)
-            # softplus = log1p(exp(v)). log(1 + e) alone errs by 6e-5 of dt at v = -7, where time steps are: dividing by
-            # the rounded (1 + e) - 1 cancels the error of the sum. Above 20 it is v, as in torch.
+            # softplus = log1p(exp(v)). log(1 + e) alone errs by 6e-5 of dt at v = -7, where time
+            # steps are: dividing by the rounded (1 + e) - 1 cancels the error of the sum. Above 20
+            # it is v, as in torch.
             e = tl.exp(tl.minimum(v, 20.0))
             u = 1.0 + e
             new_dt = tl.where(u == 1.0, e, tl.log(u) * (e / (u - 1.0)))
             new_dt = tl.where(in_s, tl.where(v > 20.0, v, new_dt), 0.0)
 
-            # Every exponent is a sum of what lies between two tokens. It cannot be positive, and no difference of sums
-            # loses the digits of neighbours.
+            # Every exponent is a sum of what lies between two tokens. It cannot be positive, and no
+            # difference of sums loses the digits of neighbours.
             dt_t = tl.sum(tl.where(s[:, None] == t[None, :], new_dt[:, None], 0.0), axis=0)
             so_far = tl.cumsum(dt_t, axis=0)
             between = tl.cumsum(tl.where(s[:, None] < t[None, :], dt_t[None, :], 0.0), axis=1)
@@ -212,17 +215,25 @@ def recompute_kernel(
             weights = past * (tl.exp(a * (later[:, None] + so_far[None, :])) * past_dt[:, None])
             if TENSOR:
                 weights = weights.to(tl.bfloat16)
-            out = tl.dot(tl.trans(past_x.to(OPERAND)), weights.to(OPERAND), out, input_precision="ieee")
+            out = tl.dot(
+                tl.trans(past_x.to(OPERAND)), weights.to(OPERAND), out, input_precision="ieee"
+            )
             weights = new * (tl.exp(a * between) * new_dt[:, None])
             if TENSOR:
                 weights = weights.to(tl.bfloat16)
-            out = tl.dot(tl.trans(new_x.to(OPERAND)), weights.to(OPERAND), out, input_precision="ieee")
+            out = tl.dot(
+                tl.trans(new_x.to(OPERAND)), weights.to(OPERAND), out, input_precision="ieee"
+            )
             # By itself: in the weights it would be rounded to bfloat16.
             token = t[None, :] * x_stride + i * HEAD_DIM + p[:, None]
             now = in_t[None, :] & in_p[:, None]
             skip = tl.load(x + token, mask=now & owned, other=0.0).to(tl.float32)
             out += tl.load(D + head + i).to(tl.float32) * skip
-            tl.store(y + (t[None, :] * HEADS + i) * HEAD_DIM + p[:, None], out.to(y.dtype.element_ty), mask=now)
+            tl.store(
+                y + (t[None, :] * HEADS + i) * HEAD_DIM + p[:, None],
+                out.to(y.dtype.element_ty),
+                mask=now,
+            )
             # Behind everything that any program reads in this launch.
             tl.store(
                 x_ring + (i * RING + behind[:, None]) * HEAD_DIM + p[None, :],
@@ -241,11 +252,9 @@ def recompute_kernel(
             later_dt = tl.load(dt_ring + i * RING + next_place, mask=j < flush - 1, other=0.0)
             scale = tl.exp(a * tl.cumsum(later_dt, axis=0, reverse=True)) * past_dt
             decay = tl.exp(a * tl.sum(past_dt, axis=0))
-            past_x = tl.load(
-                x_ring + (i * RING + place[:, None]) * HEAD_DIM + p[None, :],
-                mask=folded[:, None] & in_p[None, :],
-                other=0.0,
-            )
+            folded_cells = (i * RING + place[:, None]) * HEAD_DIM + p[None, :]
+            in_folded = folded[:, None] & in_p[None, :]
+            past_x = tl.load(x_ring + folded_cells, mask=in_folded, other=0.0)
             past_x = tl.trans(past_x.to(OPERAND))
             for start_n in tl.range(0, BLOCK_N, CHUNK, num_stages=1):
                 k = start_n + tl.arange(0, CHUNK)
@@ -256,12 +265,13 @@ def recompute_kernel(
                 if SPLIT:
                     low = tl.load(state + source * state_stride + LOW + tile, mask=inside, other=0)
                     h = ((h.to(tl.int32) << 16) + low.to(tl.int32)).to(tl.float32, bitcast=True)
-                added = tl.load(
-                    B_ring + place[:, None] * STATE + k[None, :], mask=folded[:, None] & in_k[None, :], other=0.0
-                )
+                b_cells = place[:, None] * STATE + k[None, :]
+                in_piece = folded[:, None] & in_k[None, :]
+                added = tl.load(B_ring + b_cells, mask=in_piece, other=0.0)
                 added = added.to(tl.float32) * scale[:, None]
                 if TENSOR:
-                    # Two terms of eight bits: one would leave an error that the checkpoint carries on.
+                    # Two terms of eight bits: one would leave an error that the checkpoint carries
+                    # on.
                     upper = added.to(tl.bfloat16)
                     rest = (added - upper.to(tl.float32)).to(tl.bfloat16)
                     added = tl.dot(past_x, rest.to(OPERAND))
@@ -273,6 +283,12 @@ def recompute_kernel(
                     bits = h.to(tl.int32, bitcast=True)
                     high = ((bits + 0x8000) >> 16).to(tl.int16)
                     tl.store(state + target * state_stride + tile, high, mask=inside)
-                    tl.store(state + target * state_stride + LOW + tile, bits.to(tl.int16), mask=inside)
+                    tl.store(
+                        state + target * state_stride + LOW + tile, bits.to(tl.int16), mask=inside
+                    )
                 else:
-                    tl.store(state + target * state_stride + tile, h.to(state.dtype.element_ty), mask=inside)
+                    tl.store(
+                        state + target * state_stride + tile,
+                        h.to(state.dtype.element_ty),
+                        mask=inside,
+                    )

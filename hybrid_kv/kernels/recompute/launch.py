@@ -1,4 +1,4 @@
-"""Scheme `recompute` in Triton: one launch for the cursors of a group, one for each of its layers."""
+"""Scheme `recompute` in Triton: one launch for a group's cursors, one for each of its layers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,23 @@ import torch
 
 from hybrid_kv.kernels.common.integers import cdiv, next_power_of_2, shortest_ring_len
 from hybrid_kv.kernels.common.interpreter import is_interpreter
-from hybrid_kv.kernels.common.launch import FLOATS, INTS, check, check_dims, jit, register_limit, warp_size
+from hybrid_kv.kernels.common.launch import (
+    FLOATS,
+    INTS,
+    check,
+    check_dims,
+    jit,
+    register_limit,
+    warp_size,
+)
 from hybrid_kv.kernels.recompute.kernels import commit_kernel, recompute_kernel
 from hybrid_kv.kernels.recompute.ring import RecomputeCursors, RecomputeRing, RecomputeStep
 
 HEADS_TOGETHER = 8  # in one program of a large batch …
 SATURATED = 1024  # … which has this many programs even so
 COMMIT_BLOCK = 32
-COMMIT_RUNTIME = ("num_reqs", "table_stride")  # change with the batch: no kernel of their own for multiples of 16
+# Change with the batch: no kernel of their own for multiples of 16.
+COMMIT_RUNTIME = ("num_reqs", "table_stride")
 
 
 def _constexprs(
@@ -30,7 +39,7 @@ def _constexprs(
     update: bool,
     lanes: int,
 ) -> dict[str, Any]:
-    """Of a launch for rings [num_rows, *x_ring] and [num_rows, *B_ring]."""
+    """Return the constants of a launch for rings [num_rows, *x_ring] and [num_rows, *B_ring]."""
     heads, ring_len, head_dim = x_ring
     groups, _, size = B_ring
     # A loop over heads makes the compiler for AMD spill.
@@ -60,7 +69,11 @@ def _constexprs(
 
 def _options(heads_per_program: int, lanes: int) -> dict[str, int]:
     # With several heads in a program three of them are to fit on an SM.
-    return {"num_warps": 4, "num_stages": 1, **(register_limit(168, lanes) if heads_per_program > 1 else {})}
+    return {
+        "num_warps": 4,
+        "num_stages": 1,
+        **(register_limit(168, lanes) if heads_per_program > 1 else {}),
+    }
 
 
 def commit(
@@ -71,17 +84,26 @@ def commit(
     block_table: torch.Tensor,
     block_size: int | None,
 ) -> RecomputeStep:
-    """`commit_reference` in one launch for all layers of a group.
+    """Run `commit_reference` in one launch for all layers of a group.
 
     Raises:
-        ValueError: a shape, dtype, device or stride is not as `commit_reference` has it, or a step could pass two
-            boundaries.
+        ValueError: a shape, dtype, device or stride is not as `commit_reference` has it, or a step
+            could pass two boundaries.
     """
     if block_size is not None and block_size < cursors.max_query_len:
-        raise ValueError(f"block_size={block_size} is shorter than a step of {cursors.max_query_len} tokens")
-    device, num_reqs = cursors.base_pos.device, len(rows)
+        raise ValueError(
+            f"block_size={block_size} is shorter than a step of {cursors.max_query_len} tokens"
+        )
+    device = cursors.base_pos.device
+    num_reqs = len(rows)
     for name in ("base_pos", "ring_start", "n_hist", "prev_t"):
-        check(f"cursors.{name}", getattr(cursors, name), (len(cursors.base_pos),), (torch.int64,), device)
+        check(
+            f"cursors.{name}",
+            getattr(cursors, name),
+            (len(cursors.base_pos),),
+            (torch.int64,),
+            device,
+        )
     check("rows", rows, (num_reqs,), INTS, device)
     check("num_gained_tokens", num_gained_tokens, (num_reqs,), INTS, device)
     check("cu_seqlens", cu_seqlens, (num_reqs + 1,), INTS, device)
@@ -107,7 +129,10 @@ def commit(
 def check_history(
     ssm_state: torch.Tensor, ring: RecomputeRing, step: RecomputeStep, per_channel: bool = False
 ) -> tuple[int, int, int, int]:
-    """heads, head_dim, groups and state of a layer whose tensors fit together; `per_channel`: so is ring.dt.
+    """Check that the tensors of a layer fit together; return heads, head_dim, groups and state.
+
+    Args:
+        per_channel: `ring.dt` has an entry for each channel of the state.
 
     Raises:
         ValueError: they do not.
@@ -115,19 +140,29 @@ def check_history(
     device = ssm_state.device
     check_dims(**{"ring.x": (ring.x, 4), "ring.B": (ring.B, 4)})
     num_rows, heads, ring_len, head_dim = ring.x.shape
-    groups, size = ring.B.shape[1], ring.B.shape[3]
+    groups = ring.B.shape[1]
+    size = ring.B.shape[3]
     if groups < 1 or heads % groups:
         raise ValueError(f"{groups} groups of ring.B do not divide {heads} heads")
     planes = (2,) if ssm_state.dtype == torch.int16 else ()
-    shape, stored = (len(ssm_state), *planes, heads, head_dim, size), (torch.int16, torch.bfloat16, torch.float16)
+    shape = (len(ssm_state), *planes, heads, head_dim, size)
+    stored = (torch.int16, torch.bfloat16, torch.float16)
     check("ssm_state", ssm_state, shape, stored, device, free=1)
     check("ring.x", ring.x, ring.x.shape, FLOATS, device)
     check("ring.B", ring.B, (num_rows, groups, ring_len, size), (ring.x.dtype,), device)
-    check("ring.dt", ring.dt, (num_rows, heads, ring_len, *[size] * per_channel), (torch.float32,), device)
+    check(
+        "ring.dt",
+        ring.dt,
+        (num_rows, heads, ring_len, *[size] * per_channel),
+        (torch.float32,),
+        device,
+    )
     if ring_len < shortest_ring_len(step.max_query_len):
-        raise ValueError(f"a ring of {ring_len} tokens is too short for steps of {step.max_query_len}")
-    for name, part in zip(step._fields[:6], step[:6], strict=True):
-        check(f"step.{name}", part, (len(step.rows),), INTS, device)
+        raise ValueError(
+            f"a ring of {ring_len} tokens is too short for steps of {step.max_query_len}"
+        )
+    for name, values in zip(step._fields[:6], step[:6], strict=True):
+        check(f"step.{name}", values, (len(step.rows),), INTS, device)
     return heads, head_dim, groups, size
 
 
@@ -144,22 +179,25 @@ def recompute_update(
     D: torch.Tensor,
     cu_seqlens: torch.Tensor,
 ) -> torch.Tensor:
-    """Run the tokens of every row behind its checkpoint and history, append their inputs, flush; one launch.
+    """Run every row's tokens after its history, append their inputs, flush; one launch.
 
-    Row r has the tokens `cu_seqlens[r] … cu_seqlens[r + 1] - 1`, at most `step.max_query_len`. A row of padding (`src`
-    or `dst` is the null block) neither reads nor writes states and rings; its outputs are zeros. No `dst` may be
-    another row's `src` or `dst`; a row may flush in place.
+    Row r has the tokens `cu_seqlens[r] … cu_seqlens[r + 1] - 1`, at most `step.max_query_len`. A
+    row of padding (`src` or `dst` is the null block) neither reads nor writes states and rings; its
+    outputs are zeros. No `dst` may be another row's `src` or `dst`; a row may flush in place.
 
-    With bfloat16 inputs the products run on tensor cores: operands are rounded to bfloat16, the state included, of
-    which only the upper plane is read unless the row flushes; what a flush adds is accurate to 16 bits. Otherwise all
-    arithmetic is in float32. So y errs by 6e-3 and 1e-5 of the largest of its head, checkpoints by 5e-6 a flush.
+    With bfloat16 inputs the products run on tensor cores: operands are rounded to bfloat16, the
+    state included, of which only the upper plane is read unless the row flushes; what a flush adds
+    is accurate to 16 bits. Otherwise all arithmetic is in float32. So y errs by 6e-3 and 1e-5 of
+    the largest of its head, checkpoints by 5e-6 a flush.
 
     Args:
-        ssm_state: [num_blocks, 2, heads, head_dim, state] int16, planes of float32 (`split_state`); or
-            [num_blocks, heads, head_dim, state] bfloat16 or float16; blocks at any stride; written.
+        ssm_state: [num_blocks, 2, heads, head_dim, state] int16, planes of float32 (`split_state`);
+            or [num_blocks, heads, head_dim, state] bfloat16 or float16; blocks at any stride;
+            written.
         ring: of the layer; written.
         step: of the layer's group, from `commit`.
-        x: [num_tokens, heads, head_dim]; B, C: [num_tokens, groups, state]; of the ring's dtype, tokens at any stride.
+        x: [num_tokens, heads, head_dim]; B, C: [num_tokens, groups, state]; of the ring's dtype,
+            tokens at any stride.
         dt: [num_tokens, heads] before bias and softplus, tokens at any stride.
         dt_bias, A_log, D: [heads].
         cu_seqlens: [num_reqs + 1] int32 or int64 from 0, never falling.
@@ -171,8 +209,10 @@ def recompute_update(
         ValueError: a shape, dtype, device or stride is none of these.
     """
     heads, head_dim, groups, size = check_history(ssm_state, ring, step)
-    device, dtype = ssm_state.device, ring.x.dtype
-    tokens, num_reqs = len(x), len(step.rows)
+    device = ssm_state.device
+    dtype = ring.x.dtype
+    tokens = len(x)
+    num_reqs = len(step.rows)
     check("x", x, (tokens, heads, head_dim), (dtype,), device, free=1)
     check("dt", dt, (tokens, heads), FLOATS, device, free=1)
     for name, per_group in (("B", B), ("C", C)):
@@ -186,15 +226,21 @@ def recompute_update(
     return y
 
 
-def recompute_flush(ssm_state: torch.Tensor, ring: RecomputeRing, step: RecomputeStep, A_log: torch.Tensor) -> None:
-    """The flush of `recompute_update` alone, for rows without tokens: a request leaves and its last boundary is due.
+def recompute_flush(
+    ssm_state: torch.Tensor, ring: RecomputeRing, step: RecomputeStep, A_log: torch.Tensor
+) -> None:
+    """Run the flush of `recompute_update` alone, for rows without tokens.
+
+    A request leaves and its last boundary is due.
 
     Raises:
         ValueError: a shape, dtype, device or stride is not as `recompute_update` has it.
     """
     heads, *_ = check_history(ssm_state, ring, step)
     check("A_log", A_log, (heads,), FLOATS, ssm_state.device)
-    _launch(ssm_state, ring, step, (None, None, None, A_log, None, None, None, None), None, (0,) * 4)
+    _launch(
+        ssm_state, ring, step, (None, None, None, A_log, None, None, None, None), None, (0,) * 4
+    )
 
 
 def _launch(
@@ -205,7 +251,9 @@ def _launch(
     cu_seqlens: torch.Tensor | None,
     token_strides: tuple[int, ...],
 ) -> None:
-    lanes, rings, update = warp_size(), (ring.x.shape[1:], ring.B.shape[1:]), cu_seqlens is not None
+    lanes = warp_size()
+    rings = (ring.x.shape[1:], ring.B.shape[1:])
+    update = cu_seqlens is not None
     dtypes = ssm_state.dtype, ring.x.dtype
     constexprs = _constexprs(*rings, step.max_query_len, len(step.rows), *dtypes, update, lanes)
     jit(recompute_kernel)[(constexprs["HEADS"] // constexprs["HEADS_PER_PROGRAM"], len(step.rows))](

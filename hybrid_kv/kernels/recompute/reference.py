@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from hybrid_kv.kernels.recompute.ring import RecomputeCursors, RecomputeRing, RecomputeStep, read_states, write_states
+from hybrid_kv.kernels.recompute.ring import (
+    RecomputeCursors,
+    RecomputeRing,
+    RecomputeStep,
+    read_states,
+    write_states,
+)
 
 
 def commit_reference(
@@ -16,16 +22,19 @@ def commit_reference(
     block_table: torch.Tensor,
     block_size: int | None,
 ) -> RecomputeStep:
-    """Take in what the last step had accepted, decide what this one flushes, and move the cursors past it.
+    """Take in what the last step had accepted, decide what this one flushes, and move the cursors.
 
-    A row without tokens only flushes, and only what a boundary demands: that is how a request that leaves is finalized.
+    A row without tokens only flushes, and only what a boundary demands: that is how a request that
+    leaves is finalized.
 
     Args:
         cursors: of the group; written.
-        rows: [num_reqs] int32 or int64, where each request's cursors and rings are, each at most once; -1: padding.
-        num_gained_tokens: [num_reqs] int32 or int64, in the request's last decode step, bonus token included; any
-            number if there was none since its `restart`.
-        cu_seqlens: [num_reqs + 1] int32 or int64, tokens of this step; at most `max_query_len` each.
+        rows: [num_reqs] int32 or int64, where each request's cursors and rings are, each at most
+            once; -1: padding.
+        num_gained_tokens: [num_reqs] int32 or int64, in the request's last decode step, bonus token
+            included; any number if there was none since its `restart`.
+        cu_seqlens: [num_reqs + 1] int32 or int64, tokens of this step; at most `max_query_len`
+            each.
         block_table: [num_reqs, width] int32 or int64 in the order of the batch.
         block_size: tokens of a column; None in mode `none`, which has one column.
 
@@ -33,11 +42,14 @@ def commit_reference(
         ValueError: a step could pass two boundaries.
     """
     if block_size is not None and block_size < cursors.max_query_len:
-        raise ValueError(f"block_size={block_size} is shorter than a step of {cursors.max_query_len} tokens")
+        raise ValueError(
+            f"block_size={block_size} is shorter than a step of {cursors.max_query_len} tokens"
+        )
     padding = rows < 0
     row = rows.clamp(min=0).long()
     lengths = cu_seqlens.diff().long()
-    base_pos, ring_start = cursors.base_pos[row], cursors.ring_start[row]
+    base_pos = cursors.base_pos[row]
+    ring_start = cursors.ring_start[row]
     n_hist = cursors.n_hist[row] + torch.minimum(num_gained_tokens, cursors.prev_t[row])
     full = n_hist + lengths + cursors.max_query_len > cursors.ring_len
     n_flush = torch.where(full, n_hist, 0)
@@ -49,10 +61,14 @@ def commit_reference(
         column = (base_pos - 1).clamp(min=0) // block_size
         new_column = (base_pos + n_flush - 1).clamp(min=0) // block_size
     src, dst = (
-        block_table.gather(1, part.masked_fill(padding, 0)[:, None])[:, 0].long().masked_fill(padding, 0)
-        for part in (column, new_column)
+        block_table.gather(1, columns.masked_fill(padding, 0)[:, None])[:, 0]
+        .long()
+        .masked_fill(padding, 0)
+        for columns in (column, new_column)
     )
-    n_flush, n_hist, ring_start = (part.masked_fill(padding, 0) for part in (n_flush, n_hist, ring_start))
+    n_flush, n_hist, ring_start = (
+        values.masked_fill(padding, 0) for values in (n_flush, n_hist, ring_start)
+    )
     kept = ~padding
     for target, values in (
         (cursors.base_pos, base_pos + n_flush),
@@ -65,30 +81,44 @@ def commit_reference(
 
 
 def arithmetic(ssm_state: torch.Tensor, ring: RecomputeRing) -> torch.dtype:
-    """float64 where states or activations are, else float32."""
-    return torch.promote_types(ring.dt.dtype, torch.float64 if ssm_state.dtype == torch.float64 else torch.float32)
+    """Return float64 where states or activations are, else float32."""
+    return torch.promote_types(
+        ring.dt.dtype, torch.float64 if ssm_state.dtype == torch.float64 else torch.float32
+    )
 
 
 def _history(
     ring: RecomputeRing, step: RecomputeStep, count: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x [num_reqs, W, heads, head_dim], dt and B alike, of the first `count` tokens of the history; then zeros."""
+    """Return x, dt and B of the first `count` tokens of the history; then zeros.
+
+    x is [num_reqs, W, heads, head_dim], the others alike.
+    """
     j = torch.arange(ring.ring_len - step.max_query_len, device=ring.x.device)
-    place, row = (step.ring_start[:, None] + j) % ring.ring_len, step.rows[:, None]
-    # An earlier request may have left NaN or infinity behind. With zeros a token neither decays nor adds.
-    x, dt, B = (_kept(part[row, :, place].to(dtype), j < count[:, None]) for part in (ring.x, ring.dt, ring.B))
+    place = (step.ring_start[:, None] + j) % ring.ring_len
+    row = step.rows[:, None]
+    # An earlier request may have left NaN or infinity behind. With zeros a token neither decays nor
+    # adds.
+    x, dt, B = (
+        _kept(inputs[row, :, place].to(dtype), j < count[:, None])
+        for inputs in (ring.x, ring.dt, ring.B)
+    )
     return x, dt, B
 
 
 def _kept(values: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """Zeros where a token [num_reqs, len] is not kept: filled, not multiplied."""
+    """Set tokens [num_reqs, len] that are not kept to zeros: filled, not multiplied."""
     return values.masked_fill(~kept.view(*kept.shape, *[1] * (values.dim() - 2)), 0)
 
 
 def states_behind(
-    states: torch.Tensor, ring: RecomputeRing, step: RecomputeStep, count: torch.Tensor, A_log: torch.Tensor | None
+    states: torch.Tensor,
+    ring: RecomputeRing,
+    step: RecomputeStep,
+    count: torch.Tensor,
+    A_log: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The states after the first `count` tokens of the history.
+    """Return the states after the first `count` tokens of the history.
 
     Args:
         states: [num_reqs, heads, head_dim, state], the checkpoints, in the dtype of the arithmetic.
@@ -96,12 +126,16 @@ def states_behind(
     """
     x, dt, B = _history(ring, step, count, states.dtype)
     if A_log is not None:
-        x, dt = x * dt.unsqueeze(-1), dt * -torch.exp(A_log.to(dt.dtype))
-    # Sums of what is still to come, not differences of sums: those would lose the digits that matter most.
+        x = x * dt.unsqueeze(-1)
+        dt = dt * -torch.exp(A_log.to(dt.dtype))
+    # Sums of what is still to come, not differences of sums: those would lose the digits that
+    # matter most.
     left = torch.cat([dt[:, 1:], dt.new_zeros(dt[:, :1].shape)], 1).flip(1).cumsum(1).flip(1).exp()
-    keys, decay = B.repeat_interleave(x.shape[2] // B.shape[2], dim=2), dt.sum(1).exp()
+    keys = B.repeat_interleave(x.shape[2] // B.shape[2], dim=2)
+    decay = dt.sum(1).exp()
     if dt.dim() == 3:
-        x, decay = x * left.unsqueeze(-1), decay.unsqueeze(-1)
+        x = x * left.unsqueeze(-1)
+        decay = decay.unsqueeze(-1)
     else:
         keys = keys * left
     return states * decay.unsqueeze(-2) + torch.einsum("rjhp,rjhn->rhpn", x, keys)
@@ -110,27 +144,35 @@ def states_behind(
 def recompute_flush_reference(
     ssm_state: torch.Tensor, ring: RecomputeRing, step: RecomputeStep, A_log: torch.Tensor | None
 ) -> None:
-    """`recompute_flush` in plain torch, in float64 where states or activations are, else float32."""
+    """Run `recompute_flush` in plain torch.
+
+    The arithmetic is in float64 where states or activations are, else in float32.
+    """
     before = read_states(ssm_state, step.src).to(arithmetic(ssm_state, ring))
     states = states_behind(before, ring, step, step.n_flush, A_log)
     write_states(ssm_state, step.dst.masked_fill((step.src == 0) | (step.n_flush == 0), 0), states)
 
 
 class StepTokens:
-    """The tokens of a step by row: [num_reqs, max_query_len, …], of padding and behind a row's last one zeros.
+    """The tokens of a step by row, [num_reqs, max_query_len, …]; padding is zeros.
 
     Attributes:
         inside: [num_reqs, max_query_len] bool, of rows with a block to read and one to write.
     """
 
-    def __init__(self, step: RecomputeStep, cu_seqlens: torch.Tensor, num_tokens: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, step: RecomputeStep, cu_seqlens: torch.Tensor, num_tokens: int, dtype: torch.dtype
+    ) -> None:
         t = torch.arange(step.max_query_len, device=cu_seqlens.device)
-        self.inside = (t < cu_seqlens.diff()[:, None]) & ((step.src != 0) & (step.dst != 0))[:, None]
-        self._step, self._dtype = step, dtype
+        self.inside = (t < cu_seqlens.diff()[:, None]) & ((step.src != 0) & (step.dst != 0))[
+            :, None
+        ]
+        self._step = step
+        self._dtype = dtype
         self._token = (cu_seqlens[:-1, None] + t).clamp(max=num_tokens - 1)
 
     def padded(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Of [num_tokens, …]."""
+        """Return tokens [num_tokens, …] by row."""
         return _kept(tokens[self._token].to(self._dtype), self.inside)
 
     def store(
@@ -142,7 +184,10 @@ class StepTokens:
         dt: torch.Tensor,
         B: torch.Tensor,
     ) -> None:
-        """Outputs to their tokens [num_tokens, …], and behind the history what a later step adds to the states."""
+        """Store outputs at their tokens [num_tokens, …], and inputs in the rings after the history.
+
+        The inputs x, dt and B are what a later step adds to the states.
+        """
         row, j = self.inside.nonzero(as_tuple=True)
         y[self._token[row, j]] = out[row, j].to(y.dtype)
         place = ((self._step.ring_start + self._step.n_hist)[row] + j) % ring.ring_len
@@ -163,7 +208,9 @@ def recompute_update_reference(
     D: torch.Tensor,
     cu_seqlens: torch.Tensor,
 ) -> torch.Tensor:
-    """`recompute_update` in plain torch, in float64 where states or activations are, else float32.
+    """Run `recompute_update` in plain torch.
+
+    The arithmetic is in float64 where states or activations are, else in float32.
 
     Tokens of no row come out as zeros.
     """
@@ -174,18 +221,29 @@ def recompute_update_reference(
         new_x, new_B, C_rows = map(tokens.padded, (x, B, C))
         new_dt = F.softplus(tokens.padded(dt) + dt_bias.to(dtype))
         past = _history(ring, step, step.n_hist, dtype)
-        every_x, every_dt, every_B = (torch.cat(pair, 1) for pair in zip(past, (new_x, new_dt, new_B), strict=True))
-        log_decay = (every_dt * -torch.exp(A_log.to(dtype))).transpose(1, 2)  # [num_reqs, heads, W + T]
+        every_x, every_dt, every_B = (
+            torch.cat(pair, 1) for pair in zip(past, (new_x, new_dt, new_B), strict=True)
+        )
+        # [num_reqs, heads, W + T].
+        log_decay = (every_dt * -torch.exp(A_log.to(dtype))).transpose(1, 2)
         i = torch.arange(log_decay.shape[2], device=x.device)
         now = i[-step.max_query_len :]
-        # From token s to token t: the sum over what lies behind s, since a difference of sums would lose the digits of
-        # neighbours. exp() is 1 where s is yet to come, so these are left out of the scores.
-        between = log_decay.unsqueeze(2).where(i > i[:, None], 0).cumsum(3)[..., now].transpose(2, 3)
-        groups, per_group = B.shape[1], x.shape[1] // B.shape[1]
+        # From token s to token t: the sum over what lies behind s, since a difference of sums would
+        # lose the digits of neighbours. exp() is 1 where s is yet to come, so these are left out of
+        # the scores.
+        between = (
+            log_decay.unsqueeze(2).where(i > i[:, None], 0).cumsum(3)[..., now].transpose(2, 3)
+        )
+        groups = B.shape[1]
+        per_group = x.shape[1] // B.shape[1]
         scores = torch.einsum("rtgn,rsgn->rgts", C_rows, every_B).where(i <= now[:, None], 0)
         weights = scores.repeat_interleave(per_group, dim=1) * between.exp()
         out = torch.einsum("rhts,rshp->rthp", weights, every_x * every_dt.unsqueeze(-1))
-        states = readout(ssm_state, step.src, x.dtype).to(dtype).masked_fill((step.src == 0)[:, None, None, None], 0)
+        states = (
+            readout(ssm_state, step.src, x.dtype)
+            .to(dtype)
+            .masked_fill((step.src == 0)[:, None, None, None], 0)
+        )
         decay = log_decay.cumsum(2)[..., now].exp().transpose(1, 2).unsqueeze(-1)
         read = torch.einsum("rtgn,rgkpn->rtgkp", C_rows, states.unflatten(1, (groups, per_group)))
         out = torch.addcmul(out + read.flatten(2, 3) * decay, new_x, D.to(dtype)[:, None])
@@ -194,8 +252,13 @@ def recompute_update_reference(
     return y
 
 
-def readout(ssm_state: torch.Tensor, blocks: torch.Tensor, activations: torch.dtype) -> torch.Tensor:
-    """The states as outputs see them: with bfloat16 activations their upper plane."""
+def readout(
+    ssm_state: torch.Tensor, blocks: torch.Tensor, activations: torch.dtype
+) -> torch.Tensor:
+    """Return the states in `blocks` as outputs see them.
+
+    With bfloat16 activations that is their upper plane.
+    """
     if ssm_state.dtype == torch.int16 and activations == torch.bfloat16:
         return ssm_state[blocks, 0].view(torch.bfloat16)
     return read_states(ssm_state, blocks)

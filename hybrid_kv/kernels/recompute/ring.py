@@ -1,4 +1,4 @@
-"""What scheme `recompute` keeps: checkpoints as two planes, rings of inputs, cursors into both."""
+"""The memory of scheme `recompute`: checkpoints as two planes, rings of inputs, and cursors."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hybrid_kv.kernels.common.strided import copy_blocks
 
 
 def split_state(state: torch.Tensor) -> torch.Tensor:
-    """Two 16-bit planes of float32 states: the bits are `(hi << 16) + lo`, for every bit pattern.
+    """Split float32 states into two 16-bit planes: the bits are `(hi << 16) + lo`, for any pattern.
 
-    Plane 0, `hi`, holds the bits of the state rounded to bfloat16 (half away from zero), plane 1 what is missing. Where
-    bfloat16 is enough, half of the bytes are read.
+    Plane 0, `hi`, holds the bits of the state rounded to bfloat16 (half away from zero), plane 1
+    what is missing. Where bfloat16 is enough, half of the bytes are read.
 
     Args:
         state: [..., heads, head_dim, state] float32.
@@ -32,13 +32,13 @@ def split_state(state: torch.Tensor) -> torch.Tensor:
 
 
 def join_state(planes: torch.Tensor) -> torch.Tensor:
-    """The inverse of `split_state`."""
+    """Join the planes of `split_state` [..., 2, heads, head_dim, state] to float32 states."""
     high, low = planes.int().unbind(-4)
     return ((high << 16) + low).view(torch.float32)
 
 
 def read_states(ssm_state: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """The states in `blocks`.
+    """Return the states in `blocks`.
 
     Args:
         ssm_state: [num_blocks, 2, heads, head_dim, state] int16, the planes of float32 states; or
@@ -53,29 +53,39 @@ def read_states(ssm_state: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
 
 
 def write_states(ssm_state: torch.Tensor, blocks: torch.Tensor, states: torch.Tensor) -> None:
-    """Put states, [n, heads, head_dim, state] of any dtype, into `blocks`, each but the null block at most once."""
+    """Put states, [n, heads, head_dim, state] of any dtype, into `blocks`.
+
+    Each block but the null block occurs at most once.
+    """
     # On a GPU the host would wait to choose: there the null block is written.
-    if not blocks.is_cuda and not bool((kept := blocks != 0).all()):
-        blocks, states = blocks[kept], states[kept]
-    values = split_state(states.float()) if ssm_state.dtype == torch.int16 else states.to(ssm_state.dtype)
+    kept = blocks != 0
+    if not blocks.is_cuda and not bool(kept.all()):
+        blocks = blocks[kept]
+        states = states[kept]
+    values = (
+        split_state(states.float())
+        if ssm_state.dtype == torch.int16
+        else states.to(ssm_state.dtype)
+    )
     copy_blocks(ssm_state, blocks, values)
 
 
 @dataclass(frozen=True)
 class RecomputeRing:
-    """What the last tokens of every request added to one layer's state; a request's token i is at `i % ring_len`.
+    """The inputs of every request's last tokens to one layer's state; token i is at `i % ring_len`.
 
-    A token decays a state and adds an outer product to it. Of a Mamba-2 layer, whose inputs these are, that is
-    `exp(dt * A) * state + dt * x B^T`; of a delta rule `exp(dt) * state + x B^T`, with what the token learns (`u`) as
-    x, its unit key as B and its log decay as dt (`kernels.gated_delta`).
+    A token decays a state and adds an outer product to it. Of a Mamba-2 layer, whose inputs these
+    are, that is `exp(dt * A) * state + dt * x B^T`; of a delta rule `exp(dt) * state + x B^T`, with
+    what the token learns (`u`) as x, its unit key as B and its log decay as dt
+    (`kernels.gated_delta`).
 
     The memory is never cleared: nothing beyond a request's `n_hist` tokens is read.
 
     Attributes:
         x: [num_rows, heads, ring_len, head_dim].
         B: [num_rows, groups, ring_len, state], of the dtype of x.
-        dt: [num_rows, heads, ring_len], after softplus, or per channel [num_rows, heads, ring_len, state]; float64
-            where x is, else float32.
+        dt: [num_rows, heads, ring_len], after softplus, or per channel [num_rows, heads, ring_len,
+            state]; float64 where x is, else float32.
     """
 
     x: torch.Tensor
@@ -93,19 +103,19 @@ class RecomputeRing:
         device: torch.device,
         dt: Sequence[int] = (),
     ) -> RecomputeRing:
-        """Rings for `num_rows` requests at once, whose tokens have these shapes.
+        """Allocate rings for `num_rows` requests at once, whose tokens have these shapes.
 
         Args:
             dtype: of the layer's activations.
             dt: by default one for each head.
         """
         wide = torch.promote_types(dtype, torch.float32)
-        return cls(
-            *(
-                torch.zeros(num_rows, shape[0], ring_len, *shape[1:], dtype=own, device=device)
-                for shape, own in ((x, dtype), (B, dtype), (dt or x[:1], wide))
-            )
-        )
+
+        def ring(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+            heads, *channels = shape
+            return torch.zeros(num_rows, heads, ring_len, *channels, dtype=dtype, device=device)
+
+        return cls(ring(x, dtype), ring(B, dtype), ring(dt or x[:1], wide))
 
     @property
     def ring_len(self) -> int:
@@ -113,22 +123,27 @@ class RecomputeRing:
 
     @property
     def nbytes(self) -> int:
-        """Of all rows."""
+        """Bytes of all rows."""
         return self.x.nbytes + self.B.nbytes + self.dt.nbytes
 
 
 @dataclass(frozen=True)
 class RecomputeCursors:
-    """Where each request's checkpoint and history are; one for all layers of a group. A graph may keep reading it.
+    """Places of each request's checkpoint and history; one for all layers of a group.
+
+    A captured graph may keep reading it.
 
     Attributes:
         base_pos: [num_rows] int64, tokens that the checkpoint has seen.
         ring_start: [num_rows] int64, place in the ring of the first token behind the checkpoint.
-        n_hist: [num_rows] int64, tokens behind the checkpoint that were accepted, as of the last `commit`.
-        prev_t: [num_rows] int64, tokens that the last step appended behind those; 0 after a prefill.
+        n_hist: [num_rows] int64, tokens behind the checkpoint that were accepted, as of the last
+            `commit`.
+        prev_t: [num_rows] int64, tokens that the last step appended behind those; 0 after a
+            prefill.
         ring_len: of the rings.
         max_query_len: 1 + K.
-        steps: of each number of requests, what a launch decides: the next one of as many writes over it.
+        steps: of each number of requests, what a launch decides: the next one of as many writes
+            over it.
     """
 
     base_pos: torch.Tensor
@@ -140,31 +155,41 @@ class RecomputeCursors:
     steps: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
-    def allocate(cls, num_rows: int, ring_len: int, max_query_len: int, device: torch.device) -> RecomputeCursors:
-        """Cursors of `num_rows` requests.
+    def allocate(
+        cls, num_rows: int, ring_len: int, max_query_len: int, device: torch.device
+    ) -> RecomputeCursors:
+        """Allocate cursors of `num_rows` requests.
 
         Raises:
             ValueError: the ring is too short.
         """
-        if ring_len < (shortest := shortest_ring_len(max_query_len)):
-            raise ValueError(f"ring_len={ring_len} is too short for steps of {max_query_len} tokens; use {shortest}")
-        base_pos, ring_start, n_hist, prev_t = torch.zeros(4, num_rows, dtype=torch.int64, device=device)
+        shortest = shortest_ring_len(max_query_len)
+        if ring_len < shortest:
+            raise ValueError(
+                f"ring_len={ring_len} is too short for steps of {max_query_len} tokens; "
+                f"use {shortest}"
+            )
+        base_pos, ring_start, n_hist, prev_t = torch.zeros(
+            4, num_rows, dtype=torch.int64, device=device
+        )
         return cls(base_pos, ring_start, n_hist, prev_t, ring_len, max_query_len)
 
     def restart(self, rows: torch.Tensor, base_pos: torch.Tensor) -> None:
-        """Begin anew from states after `base_pos` tokens: after a prefill, and when a request takes a row.
+        """Begin anew from states after `base_pos` tokens.
+
+        After a prefill, and when a request takes a row.
 
         Args:
             rows: [n] int64, each at most once.
             base_pos: [n] int64, at least 1 by the time of the first `commit`.
         """
         self.base_pos[rows] = base_pos
-        for part in (self.ring_start, self.n_hist, self.prev_t):
-            part[rows] = 0
+        for cursor in (self.ring_start, self.n_hist, self.prev_t):
+            cursor[rows] = 0
 
 
 class RecomputeStep(NamedTuple):
-    """What every layer of a group does in one step, per row of the batch; all [num_reqs] int64.
+    """A step of every layer of a group, per row of the batch; all [num_reqs] int64.
 
     Attributes:
         rows: row of the rings; any for padding.

@@ -1,4 +1,4 @@
-"""The state-space recurrence of a Mamba-2 layer: its arithmetic, a verify step in scheme `slots`, a prefill."""
+"""The state-space recurrence of a Mamba-2 layer: arithmetic, a verify step, a prefill."""
 
 from hybrid_kv.kernels.ssd.prefill import CHUNK_BYTES, chunk_scan_prefill
 from hybrid_kv.kernels.ssd.reference import (

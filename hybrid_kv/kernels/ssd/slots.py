@@ -1,7 +1,8 @@
-"""The verify step of a Mamba-2 layer in the `slots` scheme: read one state, write the one after every token.
+"""The verify step of a Mamba-2 layer in scheme `slots`: read one state, write one per token.
 
-A row runs the last accepted token of a request and up to K drafts behind it. Each state that it passes is kept in a
-block of its own, so that the next step may start from any of them: (2 + K) states of traffic, one launch per layer.
+A row runs the last accepted token of a request and up to K drafts behind it. Each state that it
+passes is kept in a block of its own, so that the next step may start from any of them: (2 + K)
+states of traffic, one launch per layer.
 """
 
 from __future__ import annotations
@@ -12,7 +13,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid_kv.kernels.common.integers import cdiv, next_power_of_2
-from hybrid_kv.kernels.common.launch import FLOATS, INTS, check, check_dims, jit, per_warp, strides, warp_size
+from hybrid_kv.kernels.common.launch import (
+    FLOATS,
+    INTS,
+    check,
+    check_dims,
+    jit,
+    per_warp,
+    strides,
+    warp_size,
+)
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -47,10 +57,11 @@ def _state_update(
     BLOCK_N: tl.constexpr,
     TOGETHER: tl.constexpr,
 ) -> None:
-    # A program owns BLOCK_P rows of one head's state, 4 KB, and one warp runs it: no barrier ties the loads of one warp
-    # to the stores of another, and the 12 to 32 warps that an SM holds have 48 KB and more in flight, what its share of
-    # the bus takes. Half the tile would load B and C twice as often, twice the tile take twice the registers. The
-    # programs of a batch row are neighbours, so that they share its B and C in the caches.
+    # A program owns BLOCK_P rows of one head's state, 4 KB, and one warp runs it: no barrier ties
+    # the loads of one warp to the stores of another, and the 12 to 32 warps that an SM holds have
+    # 48 KB and more in flight, what its share of the bus takes. Half the tile would load B and C
+    # twice as often, twice the tile take twice the registers. The programs of a batch row are
+    # neighbours, so that they share its B and C in the caches.
     tiles: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
     row = tl.program_id(1)
     head = tl.program_id(0) // tiles
@@ -62,9 +73,10 @@ def _state_update(
     # Block ids are widened before they are multiplied: a pool passes 2^31 elements.
     source = tl.load(source_indices + row).to(tl.int64)
 
-    # The state's rows as [BLOCK_P // TOGETHER, TOGETHER], TOGETHER being those that a warp covers in one access of 16
-    # bytes a lane. B and C, repeated for as many, then have the state's own layout: without that the compiler keeps the
-    # state twice, in two layouts, and moves one into the other for every token.
+    # The state's rows as [BLOCK_P // TOGETHER, TOGETHER], TOGETHER being those that a warp covers
+    # in one access of 16 bytes a lane. B and C, repeated for as many, then have the state's own
+    # layout: without that the compiler keeps the state twice, in two layouts, and moves one into
+    # the other for every token.
     p = tl.arange(0, TOGETHER)[None, :, None]
     n = tl.broadcast_to(tl.arange(0, BLOCK_N)[None, None, :], [1, TOGETHER, BLOCK_N])
     p += tl.arange(0, BLOCK_P // TOGETHER)[:, None, None] * TOGETHER
@@ -72,19 +84,23 @@ def _state_update(
     in_p = (p < HEAD_DIM - start) | (HEAD_DIM % BLOCK_P == 0)
     in_n = (n < STATE) | (STATE == BLOCK_N)
     inside = in_p & in_n
-    # Offsets in a tile are small and static, all that is not goes into the scalar base: they become immediates.
+    # Offsets in a tile are small and static, all that is not goes into the scalar base: they become
+    # immediates.
     tile = p * STATE + n
     state += channel * STATE
 
-    s = tl.load(state + source * state_stride + tile, mask=inside & (source != 0), other=0.0).to(tl.float32)
+    s = tl.load(state + source * state_stride + tile, mask=inside & (source != 0), other=0.0).to(
+        tl.float32
+    )
     a = -tl.exp(tl.load(A_log + head).to(tl.float32))
     bias = tl.load(dt_bias + head).to(tl.float32)
     d = tl.load(D + head).to(tl.float32)
     for j in range(length):
         token = first + j
         v = tl.load(dt + token * dt_stride + head).to(tl.float32) + bias
-        # softplus = log1p(exp(v)). log(1 + e) alone errs by 6e-5 of dt at v = -7, where time steps are: dividing by the
-        # rounded (1 + e) - 1 cancels the error of the sum. Above 20 it is v, as in torch.
+        # softplus = log1p(exp(v)). log(1 + e) alone errs by 6e-5 of dt at v = -7, where time steps
+        # are: dividing by the rounded (1 + e) - 1 cancels the error of the sum. Above 20 it is v,
+        # as in torch.
         e = tl.exp(tl.minimum(v, 20.0))
         u = 1.0 + e
         step = tl.where(u == 1.0, e, tl.log(u) * (e / (u - 1.0)))
@@ -94,14 +110,21 @@ def _state_update(
         c = tl.load(C + token * C_stride + group * STATE + n, mask=in_n, other=0.0).to(tl.float32)
         s = s * tl.exp(step * a) + (xt * step) * b
         out = tl.sum(s * c, axis=2, keep_dims=True) + d * xt
-        tl.store(y + token * (HEADS * HEAD_DIM) + channel + p, out.to(y.dtype.element_ty), mask=in_p)
+        tl.store(
+            y + token * (HEADS * HEAD_DIM) + channel + p, out.to(y.dtype.element_ty), mask=in_p
+        )
         target = tl.load(state_indices + row * indices_stride + j).to(tl.int64)
-        # A program has read its tile before it writes one, and no other program touches that tile of these blocks.
+        # A program has read its tile before it writes one, and no other program touches that tile
+        # of these blocks.
         if target != 0:
-            tl.store(state + target * state_stride + tile, s.to(state.dtype.element_ty), mask=inside)
+            tl.store(
+                state + target * state_stride + tile, s.to(state.dtype.element_ty), mask=inside
+            )
 
 
-def _constexprs(heads: int, head_dim: int, size: int, groups: int, itemsize: int, lanes: int) -> dict[str, int]:
+def _constexprs(
+    heads: int, head_dim: int, size: int, groups: int, itemsize: int, lanes: int
+) -> dict[str, int]:
     block_n = next_power_of_2(size)
     block_p = min(max(1, TILE_BYTES // (block_n * itemsize)), next_power_of_2(head_dim))
     return {
@@ -125,13 +148,18 @@ def check_inputs(
     D: torch.Tensor,
     shared: Sequence[torch.dtype] = FLOATS,
 ) -> tuple[int, int, int, int]:
-    """Heads, head_dim, state size and groups of a layer whose operands fit together; B and C are of type `shared`.
+    """Check that a layer's operands fit together; return heads, head_dim, state size and groups.
+
+    Args:
+        shared: dtypes that B and C may have.
 
     Raises:
         ValueError: they do not.
     """
     check_dims(x=(x, 3), B=(B, 3))
-    device, (tokens, heads, head_dim), (groups, size) = x.device, x.shape, B.shape[1:]
+    device = x.device
+    tokens, heads, head_dim = x.shape
+    groups, size = B.shape[1:]
     if groups < 1 or heads % groups:
         raise ValueError(f"{groups} groups of B do not divide {heads} heads")
     check("x", x, x.shape, FLOATS, device, free=1)
@@ -156,21 +184,23 @@ def selective_state_update_slots(
     source_indices: torch.Tensor,
     state_indices: torch.Tensor,
 ) -> torch.Tensor:
-    """Run the tokens of every row from the row's state, and store the state after each token; one launch.
+    """Run every row's tokens from the row's state, and store the state after each; one launch.
 
-    Row r has the tokens `cu_seqlens[r] … cu_seqlens[r + 1] - 1`, at most as many as `state_indices` has columns. The
-    null block 0 reads as a state of zeros and is never written, so padding rows and rows without tokens do no harm.
-    A row may write the block that it starts from. No block may be written twice, nor by one row and read by another.
+    Row r has the tokens `cu_seqlens[r] … cu_seqlens[r + 1] - 1`, at most as many as `state_indices`
+    has columns. The null block 0 reads as a state of zeros and is never written, so padding rows
+    and rows without tokens do no harm. A row may write the block that it starts from. No block may
+    be written twice, nor by one row and read by another.
 
     Args:
-        state: [num_blocks, heads, head_dim, state] float32, bfloat16 or float16, blocks at any stride; written.
+        state: [num_blocks, heads, head_dim, state] float32, bfloat16 or float16, blocks at any
+            stride; written.
         x: [num_tokens, heads, head_dim]; B, C: [num_tokens, groups, state]; tokens at any stride.
         dt: [num_tokens, heads] before bias and softplus, tokens at any stride.
         dt_bias, A_log, D: [heads].
         cu_seqlens: [num_rows + 1] int32 or int64 from 0, never falling.
         source_indices: [num_rows] int32 or int64, the block that a row starts from.
-        state_indices: [num_rows, 1 + K] int32 or int64, the block for the state after token j; entries from the row's
-            length on are not read.
+        state_indices: [num_rows, 1 + K] int32 or int64, the block for the state after token j;
+            entries from the row's length on are not read.
 
     Returns:
         y like x, contiguous; tokens of no row are not written.
