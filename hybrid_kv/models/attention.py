@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hybrid_kv.attention.paged import TORCH, TRITON, AttentionPart, Caches, PagedAttentionMetadata, TorchCompute
+from hybrid_kv.attention.paged import (
+    TORCH,
+    TRITON,
+    AttentionPart,
+    Caches,
+    PagedAttentionMetadata,
+    TorchCompute,
+)
 from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import ForwardContext, Linear, RMSNorm
@@ -16,13 +23,15 @@ class PagedAttention(nn.Module):
     """Grouped-query attention.
 
     Args:
-        file: config.json; `hidden_size`, `num_attention_heads` and `attention_bias`, of the projections, are read here.
+        file: config.json; `hidden_size`, `num_attention_heads` and `attention_bias`, of the
+            projections, are read here.
         name: of the layer's cache.
         spec: of that, which has the other sizes.
         rope: rotates queries and keys; None: order comes from the Mamba layers.
-        norms: of queries and of keys before the rotation; over each head, or over all of them at once, as their size
-            says.
-        gated: `q_proj` gives each head a gate behind its query; outputs are multiplied by its sigmoid (Qwen3-Next).
+        norms: of queries and of keys before the rotation; over each head, or over all of them at
+            once, as their size says.
+        gated: `q_proj` gives each head a gate behind its query; outputs are multiplied by its
+            sigmoid (Qwen3-Next).
         scale: of the scores; None: `head_size ** -0.5`.
     """
 
@@ -39,67 +48,104 @@ class PagedAttention(nn.Module):
     ) -> None:
         assert isinstance(spec, FullAttentionSpec)
         super().__init__()
-        hidden_size, num_heads, head_size = file.size("hidden_size"), file.size("num_attention_heads"), spec.head_size
-        bias = file.flag("attention_bias", False)
-        self.name, self.spec, self.rope, self.gated = name, spec, rope, gated
+        hidden_size = file.size("hidden_size")
+        num_heads = file.size("num_attention_heads")
+        head_size = spec.head_size
+        bias = file.flag("attention_bias", default=False)
+        self.name = name
+        self.spec = spec
+        self.rope = rope
+        self.gated = gated
         self.heads = (num_heads, spec.num_kv_heads, spec.num_kv_heads)
         self.head_size = head_size
         self.scale = head_size**-0.5 if scale is None else scale
-        self.widths = [(num_heads + num_heads * gated) * head_size, *[spec.num_kv_heads * head_size] * 2]
+        self.widths = [
+            (num_heads + num_heads * gated) * head_size,
+            *[spec.num_kv_heads * head_size] * 2,
+        ]
         self.qkv_proj: nn.Module = Linear(hidden_size, sum(self.widths), bias)
         self.q_norm: RMSNorm | None
         self.k_norm: RMSNorm | None
         self.q_norm, self.k_norm = norms or (None, None)
         self.o_proj = Linear(num_heads * head_size, hidden_size, bias)
 
-    def forward(self, x: torch.Tensor, context: ForwardContext, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        """Stores K and V of all tokens; attends for those at `wanted`, the queries of the metadata. None: all."""
+    def forward(
+        self, x: torch.Tensor, context: ForwardContext, query_tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Store K and V of all tokens, and attend from the metadata's queries.
+
+        Args:
+            x: [num_tokens, hidden_size].
+            query_tokens: [num_queries] int64, the tokens that are the queries; None: all.
+
+        Returns:
+            [num_queries, hidden_size].
+        """
         metadata: PagedAttentionMetadata = context.metadata[self.name]
         key_cache, value_cache = context.views[self.name]
         caches = key_cache, value_cache
         query, key, value, gate = self._project(x)
         if self.rope is not None:
             rotation = metadata.rotation(self.rope, query.dtype)
-            query, key = rotate(query, rotation), rotate(key, rotation)
+            query = rotate(query, rotation)
+            key = rotate(key, rotation)
         dtype = caches[0].dtype
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        query = query.to(dtype)
+        key = key.to(dtype)
+        value = value.to(dtype)
         metadata.parts[0].compute.store(key, value, caches, metadata.slot_mapping)
-        if wanted is not None:
-            query, gate = query[wanted], None if gate is None else gate[wanted]
+        if query_tokens is not None:
+            query = query[query_tokens]
+            gate = None if gate is None else gate[query_tokens]
         outputs = [
-            self.attend(query[part.start : part.start + part.num_tokens], caches, part) for part in metadata.parts
+            self.attend(query[part.start : part.start + part.num_tokens], caches, part)
+            for part in metadata.parts
         ]
         mixed = (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).flatten(1).to(x.dtype)
         return self.o_proj(mixed if gate is None else mixed * gate.sigmoid())
 
-    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Queries, keys and values [num_tokens, heads, head_size], normed, and the gates [num_tokens, channels]."""
-        projected, gate = self.qkv_proj(x), None
+    def _project(
+        self, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return queries, keys and values [num_tokens, heads, head_size], normed; gates or None.
+
+        Gates are [num_tokens, channels].
+        """
+        projected = self.qkv_proj(x)
+        gate = None
         if self.gated:
             queries, keys, values = projected.split(self.widths, dim=1)
             query, gate = queries.unflatten(1, (self.heads[0], 2, self.head_size)).unbind(2)
-            key, value = (part.unflatten(1, (-1, self.head_size)) for part in (keys, values))
+            key, value = (heads.unflatten(1, (-1, self.head_size)) for heads in (keys, values))
             gate = gate.flatten(1)
         else:
             query, key, value = projected.view(len(x), -1, self.head_size).split(self.heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = _normed(query, self.q_norm), _normed(key, self.k_norm)
+            query = _normed(query, self.q_norm)
+            key = _normed(key, self.k_norm)
         return query, key, value, gate
 
     def attend(self, query: torch.Tensor, caches: Caches, part: AttentionPart) -> torch.Tensor:
-        """[num_tokens, num_heads, head_size] of a part to the same, over every earlier token and the query's own."""
+        """Attend from the queries [num_tokens, num_heads, head_size] of a part.
+
+        Returns:
+            [num_tokens, num_heads, head_size].
+        """
         return part.compute.attend(query, caches, part, self.scale)
 
 
 class GridAttention(PagedAttention):
-    """`PagedAttention` over the keys beside the grid (`models.mtp`)."""
+    """`PagedAttention` over the keys off the grid (`models.mtp`)."""
 
     grid: int | None = None
 
     def attend(self, query: torch.Tensor, caches: Caches, part: AttentionPart) -> torch.Tensor:
         if self.grid is None:
-            raise ValueError("set the draft head's grid to the tokens between two possible ends of a prefix hit")
-        compute = TORCH if isinstance(part.compute, TorchCompute) else TRITON  # no library knows a grid
+            raise ValueError(
+                "set the draft head's grid to the tokens between two possible ends of a prefix hit"
+            )
+        # No library knows a grid.
+        compute = TORCH if isinstance(part.compute, TorchCompute) else TRITON
         return compute.attend(query, caches, part, self.scale, self.grid)
 
 

@@ -1,7 +1,7 @@
-"""Bamba: Mamba-2 or attention over half of each head's channels rotated, and a gated MLP behind either.
+"""Bamba: Mamba-2 or attention over half of each head's channels rotated; then a gated MLP.
 
-Source: IBM's Bamba (2024) and its implementation in transformers, which is the oracle of the tests. Granite-4-H and
-Falcon-H1 name their layers' sizes as it does.
+Source: IBM's Bamba (2024) and its implementation in transformers, which is the oracle of the tests.
+Granite-4-H and Falcon-H1 name their layers' sizes as it does.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from hybrid_kv.models.weights import converted
 Specs = dict[str, KVCacheSpec]
 
 
-def mamba2(file: ConfigFile, name: str, specs: Specs, kind: type[Mamba2Mixer], eps: float, **options: Any) -> nn.Module:
-    """A Mamba-2 layer, of the sizes of its cache.
+def mamba2(
+    file: ConfigFile, name: str, specs: Specs, kind: type[Mamba2Mixer], eps: float, **options: Any
+) -> nn.Module:
+    """Build a Mamba-2 layer of the sizes of its cache.
 
     Args:
         kind: `Mamba2Mixer`, or a family's own.
@@ -40,23 +42,30 @@ def mamba2(file: ConfigFile, name: str, specs: Specs, kind: type[Mamba2Mixer], e
         specs[name],
         chunk_size=file.size("mamba_chunk_size", default=256),
         eps=file.number("rms_norm_eps", eps),
-        conv_bias=file.flag("mamba_conv_bias", True),
-        bias=file.flag("mamba_proj_bias", False),
+        conv_bias=file.flag("mamba_conv_bias", default=True),
+        bias=file.flag("mamba_proj_bias", default=False),
         **options,
     )
 
 
 def _rope(file: ConfigFile, head_size: int) -> Rope:
-    # Whatever the older key of this name says, transformers takes a half; `rope_parameters` may say another.
+    # Whatever the older key of this name says, transformers takes a half; `rope_parameters` may say
+    # another.
     rope = read_rope(replace(file, values={**file.values, "partial_rotary_factor": 0.5}), head_size)
-    if (channels := file.maybe_size("attn_rotary_emb")) not in (None, 2 * len(rope.frequencies)):
-        raise file.fail(f"attn_rotary_emb={channels}, but {2 * len(rope.frequencies)} channels are rotated; remove it")
+    channels = file.maybe_size("attn_rotary_emb")
+    if channels not in (None, 2 * len(rope.frequencies)):
+        raise file.fail(
+            f"attn_rotary_emb={channels}, but {2 * len(rope.frequencies)} channels are rotated; "
+            "remove it"
+        )
     return rope
 
 
 def build(file: ConfigFile, specs: Specs) -> nn.Module:
     """See `Family.build`."""
-    size, inner, bias = file.size("hidden_size"), file.size("intermediate_size"), file.flag("mlp_bias", False)
+    size = file.size("hidden_size")
+    inner = file.size("intermediate_size")
+    bias = file.flag("mlp_bias", default=False)
 
     def mixer(name: str, spec: KVCacheSpec) -> nn.Module:
         if isinstance(spec, FullAttentionSpec):
@@ -64,7 +73,10 @@ def build(file: ConfigFile, specs: Specs) -> nn.Module:
         return mamba2(file, name, specs, Mamba2Mixer, 1e-5)
 
     norm = partial(rms_norm, file, default=1e-5)
-    layers = [DecoderBlock(norm(), mixer(*own), norm(), GatedMLP(size, inner, bias)) for own in specs.items()]
+    layers = [
+        DecoderBlock(norm(), mixer(name, spec), norm(), GatedMLP(size, inner, bias))
+        for name, spec in specs.items()
+    ]
     chunk_size = file.size("mamba_chunk_size", default=256)
     return CausalLM(file, specs, layers, norm(), mamba_chunk_size=chunk_size)
 

@@ -1,4 +1,4 @@
-"""What all families share: a decoder around its layers, and the two shapes that a layer has."""
+"""The parts that all families share: a decoder around its layers, and the two shapes of a layer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class MixerBlock(nn.Module):
 
     def __init__(self, norm: nn.Module, mixer: nn.Module) -> None:
         super().__init__()
-        self.norm, self.mixer = norm, mixer
+        self.norm = norm
+        self.mixer = mixer
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         return x + self.mixer(self.norm(x), context)
@@ -31,20 +32,32 @@ class MixerBlock(nn.Module):
 class DecoderBlock(nn.Module):
     """`x += scale * mixer(norm(x))`, then `x += scale * mlp(mlp_norm(x))`.
 
-    With `wanted`, which only an attention mixer takes, all tokens are stored and those alone go on.
+    With `query_tokens`, which only an attention mixer takes, all tokens are stored and those alone
+    go on.
     """
 
     def __init__(
-        self, norm: nn.Module, mixer: nn.Module, mlp_norm: nn.Module, mlp: nn.Module, scale: float = 1.0
+        self,
+        norm: nn.Module,
+        mixer: nn.Module,
+        mlp_norm: nn.Module,
+        mlp: nn.Module,
+        scale: float = 1.0,
     ) -> None:
         super().__init__()
-        self.norm, self.mixer, self.mlp_norm, self.mlp, self.scale = norm, mixer, mlp_norm, mlp, scale
+        self.norm = norm
+        self.mixer = mixer
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+        self.scale = scale
 
-    def forward(self, x: torch.Tensor, context: ForwardContext, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        if wanted is None:
+    def forward(
+        self, x: torch.Tensor, context: ForwardContext, query_tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if query_tokens is None:
             x = self._add(x, self.mixer(self.norm(x), context))
         else:
-            x = self._add(x[wanted], self.mixer(self.norm(x), context, wanted))
+            x = self._add(x[query_tokens], self.mixer(self.norm(x), context, query_tokens))
         return self._add(x, self.mlp(self.mlp_norm(x), context))
 
     def _add(self, x: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
@@ -56,12 +69,13 @@ class CausalLM(nn.Module):
 
     Args:
         file: config.json; `vocab_size`, `hidden_size` and `tie_word_embeddings` are read here.
-        layer_specs: the cache of every layer that keeps one, by name, in layer order. They come from `models.shapes`,
-            the one place that computes state shapes (vllm!47635: two places disagreed).
+        layer_specs: the cache of every layer that keeps one, by name, in layer order. They come
+            from `models.shapes`, the one place that computes state shapes (vllm!47635: two places
+            disagreed).
         layers: each called with (x, context).
         norm: before the head.
-        mamba_chunk_size: tokens that a scan takes at a time, `specs.chunk_size` by default; prefills of a planned size
-            are multiples of it.
+        mamba_chunk_size: tokens that a scan takes at a time, `specs.chunk_size` by default;
+            prefills of a planned size are multiples of it.
         embedding_scale, logits_scale: multiply the embeddings and the logits.
         tied: the default of `tie_word_embeddings`, transformers' for the family.
     """
@@ -79,11 +93,14 @@ class CausalLM(nn.Module):
         tied: bool = False,
     ) -> None:
         super().__init__()
-        self.vocab_size, hidden_size = file.size("vocab_size"), file.size("hidden_size")
+        self.vocab_size = file.size("vocab_size")
+        hidden_size = file.size("hidden_size")
         self.mamba_chunk_size: int | None = mamba_chunk_size or chunk_size(file)
         self.layer_specs = layer_specs
-        self.embedding_scale, self.logits_scale = embedding_scale, logits_scale
-        weight = torch.empty(self.vocab_size, hidden_size)  # to draw one on the meta device imports torch's compiler
+        self.embedding_scale = embedding_scale
+        self.logits_scale = logits_scale
+        # To draw one on the meta device imports torch's compiler.
+        weight = torch.empty(self.vocab_size, hidden_size)
         self.embed_tokens = nn.Embedding(self.vocab_size, hidden_size, _weight=weight)
         self.layers = nn.ModuleList(layers)
         self.norm = norm
@@ -92,11 +109,13 @@ class CausalLM(nn.Module):
             self.lm_head.weight = cast(nn.Parameter, self.embed_tokens.weight)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[num_tokens] int64 to [num_tokens, hidden_size]."""
+        """Return the embeddings [num_tokens, hidden_size] of token ids [num_tokens] int64."""
         x: torch.Tensor = self.embed_tokens(token_ids)
         return x if self.embedding_scale == 1.0 else x * self.embedding_scale
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
         x = self.embed(input_ids)
         for layer in self.layers:
             x = layer(x, context)
@@ -109,22 +128,27 @@ class CausalLM(nn.Module):
                 mixer.flush(steps[mixer.name], context)
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What `logits` and a draft head read: the output of `forward` after the final norm, same shape."""
+        """Apply the final norm to the output of `forward`; `logits` and a draft head read it."""
         normed: torch.Tensor = self.norm(hidden)
         return normed
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden_size] after the final norm to [num_tokens, vocab_size], float32 or float64."""
+        """Return the logits of hidden states [num_tokens, hidden_size] after the final norm.
+
+        They are [num_tokens, vocab_size], float32 or float64.
+        """
         logits = upcast(self.lm_head(normed))
         return logits if self.logits_scale == 1.0 else logits * self.logits_scale
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`logits` of the output of `forward`."""
+        """Return the `logits` of the output of `forward`."""
         return self.logits(self.normed(hidden))
 
 
-def rms_norm(file: ConfigFile, key: str = "rms_norm_eps", default: float = 1e-6, centred: bool = False) -> RMSNorm:
-    """A norm over the hidden size.
+def rms_norm(
+    file: ConfigFile, key: str = "rms_norm_eps", default: float = 1e-6, centred: bool = False
+) -> RMSNorm:
+    """Build a norm over the hidden size.
 
     Args:
         key, default: of its epsilon.
@@ -133,4 +157,5 @@ def rms_norm(file: ConfigFile, key: str = "rms_norm_eps", default: float = 1e-6,
     return RMSNorm(file.size("hidden_size"), file.number(key, default), centred)
 
 
-mamba_norm = partial(rms_norm, key="layer_norm_epsilon", default=1e-5)  # of files with the names of Mamba's own
+# Of files with the names of Mamba's own.
+mamba_norm = partial(rms_norm, key="layer_norm_epsilon", default=1e-5)

@@ -1,16 +1,17 @@
 """A hybrid model over the integers modulo a prime: every cache mistake becomes a wrong token.
 
-It has the same layers, cache pages, metadata and scheduler as a real model, but no rounding, so that batching,
-chunking, paging, drafting and recomputation must not change a single bit. Each token changes a Mamba state by its own
-affine map `s -> a s + b (mod p)` and a convolution by its whole window; attention mixes every earlier token with a
-weight of its position, once when it is written and once, by its place in the block table, when it is read. So a token
-applied twice, skipped, taken from another row, from an older state or in another order gives other tokens from there
-on.
+It has the same layers, cache pages, metadata and scheduler as a real model, but no rounding, so
+that batching, chunking, paging, drafting and recomputation must not change a single bit. Each token
+changes a Mamba state by its own affine map `s -> a s + b (mod p)` and a convolution by its whole
+window; attention mixes every earlier token with a weight of its position, once when it is written
+and once, by its place in the block table, when it is read. So a token applied twice, skipped, taken
+from another row, from an older state or in another order gives other tokens from there on.
 
-`ExactOracle` computes the same function for one request alone, without a cache, in the plainest code. Layers and oracle
-stay in one file because each is read against the other.
+`ExactOracle` computes the same function for one request alone, without a cache, in the plainest
+code. Layers and oracle stay in one file because each is read against the other.
 
-The cache is torch's, the arithmetic is numpy's: on arrays this small an operation costs a third of torch's.
+The cache is torch's, the arithmetic is numpy's: on arrays this small an operation costs a third of
+torch's.
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ import torch
 from hybrid_kv.attention.mamba import MambaMetadata
 from hybrid_kv.attention.paged import PagedAttentionMetadata
 from hybrid_kv.cache.block_pool import NULL_BLOCK
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec, MLAAttentionSpec, RollbackSpec, StatePart
+from hybrid_kv.cache.spec import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    RollbackSpec,
+    StatePart,
+)
 from hybrid_kv.kernels.recompute import RecomputeStep
 from hybrid_kv.models.layers import ForwardContext
 
@@ -36,10 +44,12 @@ Residues = npt.NDArray[np.int64]
 PRIME = 2**31 - 1  # int64 holds the product of a residue and the sum of two, and any residue more
 
 
-# Windows and states of a layer: Mamba has one of each, three and five are as in KDA. W is a short convolution: what
-# would be its state has no elements, as in engines where each layer must have one.
+# Windows and states of a layer: Mamba has one of each, three and five are as in KDA. W is a short
+# convolution: what would be its state has no elements, as in engines where each layer must have
+# one.
 PARTS: dict[str, tuple[int, int]] = {"M": (1, 1), "W": (1, 0), "T": (1, 2), "V": (3, 2)}
-# K/V heads of an attention layer, all but the last one unused: bytes per token alone tell these layers apart.
+# K/V heads of an attention layer, all but the last one unused: bytes per token alone tell these
+# layers apart.
 KV_HEADS = {"*": 1, "+": 2, "#": 3}
 LATENT = "L"  # attention with one vector per token, K beside V
 ATTENTION = (*KV_HEADS, LATENT)
@@ -49,9 +59,9 @@ ATTENTION = (*KV_HEADS, LATENT)
 class ExactConfig:
     """Geometry: `width` residues per token, and a `pattern` with one letter per layer.
 
-    The letters of `PARTS` are layers with states, those of `KV_HEADS` attention with one, two or three times the bytes
-    per token: beside states that makes blocks of other sizes share the pool, alone pages of other sizes share a table.
-    `LATENT` has the bytes of `*` in one part.
+    The letters of `PARTS` are layers with states, those of `KV_HEADS` attention with one, two or
+    three times the bytes per token: beside states that makes blocks of other sizes share the pool,
+    alone pages of other sizes share a table. `LATENT` has the bytes of `*` in one part.
     """
 
     pattern: str = "M*MM*"
@@ -67,7 +77,10 @@ def _draw(generator: np.random.Generator, *shape: int) -> Residues:
 
 
 def affine_scan(a: Residues, b: Residues) -> None:
-    """Replace each map `s -> a s + b` by its composition with all before it along dimension 1, in log2(len) steps."""
+    """Replace each map `s -> a s + b` by its composition with all before it along dimension 1.
+
+    It takes log2(len) steps.
+    """
     shift = 1
     while shift < a.shape[1]:
         b[:, shift:] = (a[:, shift:] * b[:, :-shift] + b[:, shift:]) % PRIME
@@ -75,11 +88,26 @@ def affine_scan(a: Residues, b: Residues) -> None:
         shift *= 2
 
 
+def _padded_rows(metadata: MambaMetadata) -> tuple[Residues, Residues, Residues]:
+    """Return lengths [rows], positions [max_len] in a row, and tokens [rows, max_len] of a step."""
+    kinds = [rows for rows in (metadata.decode_rows, metadata.prefill_rows) if rows is not None]
+    lengths = np.concatenate([rows.lengths.numpy() for rows in kinds])
+    steps = np.arange(max(rows.max_len for rows in kinds))
+    # Padding repeats the row's last token.
+    tokens = (lengths.cumsum() - lengths)[:, None] + np.minimum(steps, lengths[:, None] - 1)
+    return lengths, steps, tokens
+
+
 class ExactMamba:
-    """`num_windows` windows `[conv_kernel - 1, width]` and `num_states` states `[state_size, width]`, all residues."""
+    """A layer with windows [conv_kernel - 1, width] and states [state_size, width] of residues."""
 
     def __init__(
-        self, name: str, config: ExactConfig, generator: np.random.Generator, num_windows: int = 1, num_states: int = 1
+        self,
+        name: str,
+        config: ExactConfig,
+        generator: np.random.Generator,
+        num_windows: int = 1,
+        num_states: int = 1,
     ) -> None:
         self.name = name
         draw = partial(_draw, generator)
@@ -88,24 +116,27 @@ class ExactMamba:
         self.out = [draw(config.state_size, config.width) for _ in range(num_states)]
 
     def convolve(self, taps: Sequence[Residues]) -> Residues:
-        """Of each window [..., kernel, width], a token behind it, to [..., width]."""
-        mixed = [((own + conv) * conv % PRIME).sum(-2) % PRIME for conv, own in zip(self.conv, taps, strict=True)]
+        """Convolve each window with the token after it, [..., kernel, width]: [..., width]."""
+        mixed = [
+            ((seen + conv) * conv % PRIME).sum(-2) % PRIME
+            for conv, seen in zip(self.conv, taps, strict=True)
+        ]
         y = mixed[0] * mixed[0] % PRIME
         for other in mixed[1:]:
             y = (y + other * other) % PRIME
         return y
 
     def maps(self, c: Residues, i: int) -> tuple[Residues, Residues]:
-        """The affine map of each token for state i: a, b [..., state_size, width], a never zero."""
+        """Return tokens' affine maps for state i: a, b [..., state_size, width], a never zero."""
         both = (c[..., None, None, :] * self.to_map[i][::2] + self.to_map[i][1::2]) % PRIME
         return np.maximum(both[..., 0, :, :], 1), both[..., 1, :, :]
 
     def inputs(self, x: Residues) -> list[Residues]:
-        """What each window sees of a token, [..., width] to the same."""
+        """Return each window's view of a token, [..., width] each."""
         return [x, *((x * (i + 2) + i) % PRIME for i in range(len(self.conv) - 1))]
 
     def read(self, c: Residues, states: Sequence[Residues]) -> Residues:
-        """[..., width] from each token's convolution and the states after it."""
+        """Return outputs [..., width] from each token's convolution and the states after it."""
         y = c
         for out, state in zip(self.out, states, strict=True):
             mixed = (state * out % PRIME).sum(-2) % PRIME
@@ -113,64 +144,74 @@ class ExactMamba:
         return y
 
     def __call__(self, x: Residues, context: ForwardContext) -> Residues:
-        """[num_tokens, width] to the same, by the rules of `hybrid_kv.attention.mamba`.
+        """Run tokens [num_tokens, width] by the rules of `hybrid_kv.attention.mamba`.
 
-        Decodes and prefills are convolved in one padded batch: they differ in what becomes of their states.
+        Decodes and prefills are convolved in one padded batch: they differ in what becomes of their
+        states.
         """
         metadata: MambaMetadata = context.metadata[self.name]
         views = [view.numpy() for view in context.views[self.name]]
-        windows, states = views[: len(self.conv)], views[len(self.conv) :][: len(self.out)]
-        indices, split = metadata.state_indices.numpy(), metadata.num_decodes
+        windows = views[: len(self.conv)]
+        states = views[len(self.conv) :][: len(self.out)]
+        indices = metadata.state_indices.numpy()
+        split = metadata.num_decodes
         size = len(self.conv[0]) - 1
         window_rows = np.arange(size)
-        parts = [rows for rows in (metadata.decode_rows, metadata.prefill_rows) if rows is not None]
-        lengths = np.concatenate([rows.lengths.numpy() for rows in parts])
-        steps = np.arange(max(rows.max_len for rows in parts))
-        # Padding repeats the row's last token.
-        tokens = (lengths.cumsum() - lengths)[:, None] + np.minimum(steps, lengths[:, None] - 1)
-
-        places = metadata.window_indices.numpy()[:, None], metadata.window_rows.numpy()[:, None] + window_rows
+        lengths, steps, tokens = _padded_rows(metadata)
+        places = (
+            metadata.window_indices.numpy()[:, None],
+            metadata.window_rows.numpy()[:, None] + window_rows,
+        )
         before = [window[places].astype(np.int64) for window in windows]
         sources = metadata.source_indices.numpy()
         start = [state[sources].astype(np.int64) for state in states]
         if metadata.has_initial_state is not None:
             fresh = split + np.flatnonzero(~metadata.has_initial_state.numpy())
-            for part in (*before, *start):
-                part[fresh] = 0
+            for values in (*before, *start):
+                values[fresh] = 0
 
         taps = steps[:, None] + np.arange(size + 1)
-        inputs = [np.concatenate([old, new[tokens]], axis=1) for old, new in zip(before, self.inputs(x), strict=True)]
+        inputs = [
+            np.concatenate([old, new[tokens]], axis=1)
+            for old, new in zip(before, self.inputs(x), strict=True)
+        ]
         c = self.convolve([both[:, taps] for both in inputs])
         outputs = []
         if metadata.decode_rows is not None:
             width = metadata.decode_rows.max_len
             decodes = c[:split, :width], lengths[:split]
-            if (history := metadata.rollback.history) is not None and states:
+            history = metadata.rollback.history
+            if history is not None and states:
                 ring = context.row_memory[self.name].x.numpy()[:, 0]
                 outputs.append(self.recompute(*decodes, states, ring, history))
             else:
                 y, after = self.scan(*decodes, [s[:split] for s in start])
                 outputs.append(y)
                 targets = metadata.decode_targets.numpy()  # the null block of what padding leaves
-                for state, own in zip(states, after, strict=True):
-                    state[targets] = own.reshape(-1, *own.shape[2:])
+                for state, values in zip(states, after, strict=True):
+                    state[targets] = values.reshape(-1, *values.shape[2:])
             for window, both in zip(windows, inputs, strict=True):
                 window[indices[:split, 0], : size - 1 + width] = both[:split, 1 : size + width]
         if metadata.prefill_rows is not None:
             y, after = self.scan(c[split:], lengths[split:], [s[split:] for s in start])
             outputs.append(y)
-            rows, ends, blocks = (part.numpy() for part in metadata.prefill_states)
-            for state, own in zip(states, after, strict=True):
-                state[blocks] = own[rows, ends - 1]
+            rows, ends, blocks = (values.numpy() for values in metadata.prefill_states)
+            for state, values in zip(states, after, strict=True):
+                state[blocks] = values[rows, ends - 1]
             for window, both in zip(windows, inputs, strict=True):
                 window[blocks, :size] = both[split + rows[:, None], ends[:, None] + window_rows]
         return outputs[0] if len(outputs) == 1 else np.concatenate(outputs)
 
-    def scan(self, c: Residues, lengths: Residues, states: Sequence[Residues]) -> tuple[Residues, list[Residues]]:
-        """[num_tokens, width] outputs, and each state [rows, len, state_size, width] after every token.
+    def scan(
+        self, c: Residues, lengths: Residues, states: Sequence[Residues]
+    ) -> tuple[Residues, list[Residues]]:
+        """Return outputs [num_tokens, width], and each state after every token.
+
+        States are [rows, len, state_size, width].
 
         Args:
-            c: [rows, len, width], the tokens of a step's decodes, or of its prefills, behind the convolutions; padded.
+            c: [rows, len, width], the tokens of a step's decodes, or of its prefills, behind the
+                convolutions; padded.
             lengths: [rows].
         """
         after = []
@@ -183,9 +224,17 @@ class ExactMamba:
         return self.read(c, after)[real], after
 
     def recompute(
-        self, c: Residues, lengths: Residues, states: Sequence[Residues], ring: Residues, step: RecomputeStep
+        self,
+        c: Residues,
+        lengths: Residues,
+        states: Sequence[Residues],
+        ring: Residues,
+        step: RecomputeStep,
     ) -> Residues:
-        """Outputs of tokens that see a state and, behind it, the inputs in a ring [num_rows, ring_len, width]."""
+        """Return the outputs of tokens that see a state and, after it, the inputs in a ring.
+
+        The ring is [num_rows, ring_len, width].
+        """
         y, _ = self.scan(c, lengths, self._flush(states, ring, step))
         kept = lengths * (step.src.numpy() > NULL_BLOCK)
         row, j = np.nonzero(np.arange(c.shape[1]) < kept[:, None])
@@ -195,20 +244,30 @@ class ExactMamba:
 
     def flush(self, step: RecomputeStep, context: ForwardContext) -> None:
         """Write the states that are due of requests that run no tokens."""
-        states = [view.numpy() for view in context.views[self.name][len(self.conv) :][: len(self.out)]]
+        states = [
+            view.numpy() for view in context.views[self.name][len(self.conv) :][: len(self.out)]
+        ]
         if states:
             self._flush(states, context.row_memory[self.name].x.numpy()[:, 0], step)
 
-    def _flush(self, state: Sequence[Residues], ring: Residues, step: RecomputeStep) -> list[Residues]:
-        """Write the states that are due; each state [D, state_size, width] after all of the history."""
-        rows, src, dst, start, length, flush = (part.numpy() for part in step[:6])
+    def _flush(
+        self, state: Sequence[Residues], ring: Residues, step: RecomputeStep
+    ) -> list[Residues]:
+        """Write the states that are due; return each state after all of the history.
+
+        They are [D, state_size, width].
+        """
+        rows, src, dst, start, length, flush = (values.numpy() for values in step[:6])
         j = np.arange(1 + length.max())  # one more: the map after no token
         place = (start[:, None] + np.maximum(j - 1, 0)) % ring.shape[1]
-        history, none, due = ring[rows[:, None], place].astype(np.int64), (j == 0) | (j > length[:, None]), flush > 0
+        history = ring[rows[:, None], place].astype(np.int64)
+        none = (j == 0) | (j > length[:, None])
+        due = flush > 0
         after = []
         for i, view in enumerate(state):
             a, b = self.maps(history, i)
-            a[none], b[none] = 1, 0
+            a[none] = 1
+            b[none] = 0
             affine_scan(a, b)
             states = (a * view[src][:, None] + b) % PRIME
             view[dst[due]] = states[due, flush[due]]
@@ -217,44 +276,54 @@ class ExactMamba:
 
 
 class ExactAttention:
-    """`o_i = sum_{j <= i} (q_i + k_j)^2 * v_j * weight_j`, with `k_j` marked by the position of token j."""
+    """Attention `o_i = sum_{j <= i} (q_i + k_j)^2 * v_j * weight_j`.
+
+    `k_j` is marked by the position of token j.
+    """
 
     def __init__(self, name: str, config: ExactConfig, generator: np.random.Generator) -> None:
         self.name = name
         self.qkv = _draw(generator, 3, config.width)
         self.write_mark = _draw(generator, config.width)
         self.read_mark = _draw(generator, config.width)
-        self._weights = np.empty((0, config.width), dtype=np.int64)  # of as many positions as were wanted so far
+        # Of as many positions as were wanted so far.
+        self._weights = np.empty((0, config.width), dtype=np.int64)
 
     def weights(self, count: int) -> Residues:
-        """[count, width], one of each position."""
+        """Return the weights of the first `count` positions, [count, width]."""
         if len(self._weights) < count:
             order = (np.arange(2 * count)[:, None] + 1) * self.read_mark % PRIME
             self._weights = order * order % PRIME
         return self._weights[:count]
 
     def project(self, x: Residues, positions: Residues) -> Residues:
-        """q, k, v [3, num_tokens, width]; k carries its position."""
+        """Return q, k, v [3, num_tokens, width]; k carries its position."""
         qkv = x * self.qkv[:, None] % PRIME
         mark = (positions[:, None] + 1) * self.write_mark % PRIME
         qkv[1] = (qkv[1] + mark * mark) % PRIME
         return qkv
 
     def _cache(self, context: ForwardContext) -> tuple[Residues, Residues]:
-        """K and V [num_kernel_blocks, kernel_block_size, width], as views."""
+        """Return K and V [num_kernel_blocks, kernel_block_size, width], as views."""
         views = [view.numpy() for view in context.views[self.name]]
         if len(views) == 1:
             width = views[0].shape[-1] // 2
             return views[0][..., :width], views[0][..., width:]
         return views[0][:, :, -1], views[1][:, :, -1]
 
-    def attend(self, query: Residues, key: Residues, value: Residues, positions: Residues) -> Residues:
-        """query [rows, len, width]; key, value [rows, keys, width]; positions [rows, len]."""
+    def attend(
+        self, query: Residues, key: Residues, value: Residues, positions: Residues
+    ) -> Residues:
+        """Attend from queries [rows, len, width] to keys and values [rows, keys, width].
+
+        Positions are [rows, len].
+        """
         weighted = value * self.weights(key.shape[1]) % PRIME
         score = (query[:, :, None] + key[:, None]) % PRIME
         mixed = score * score % PRIME * weighted[:, None] % PRIME
         visible = np.arange(key.shape[1]) <= positions[..., None]
-        # A product of matrices: with few values behind it, numpy's sum over an axis takes six times as long.
+        # A product of matrices: with few values behind it, numpy's sum over an axis takes six times
+        # as long.
         return (visible[..., None, :] @ mixed)[..., 0, :] % PRIME
 
     def __call__(self, x: Residues, positions: Residues, context: ForwardContext) -> Residues:
@@ -264,20 +333,26 @@ class ExactAttention:
         query, key, value = self.project(x, positions)
         real = slots >= 0
         block, offset = np.divmod(slots[real], keys.shape[1])
-        keys[block, offset], values[block, offset] = key[real], value[real]
+        keys[block, offset] = key[real]
+        values[block, offset] = value[real]
         outputs = []
         for part in metadata.parts:
-            rows = part.rows.padded(torch.from_numpy(query[part.start : part.start + part.num_tokens])).numpy()
+            rows = part.rows.padded(
+                torch.from_numpy(query[part.start : part.start + part.num_tokens])
+            ).numpy()
             table = part.block_table.numpy()
             shape = (len(table), -1, x.shape[1])
-            seen_keys, seen_values = (cache[table].reshape(shape).astype(np.int64) for cache in (keys, values))
+            seen_keys, seen_values = (
+                cache[table].reshape(shape).astype(np.int64) for cache in (keys, values)
+            )
             out = self.attend(rows, seen_keys, seen_values, part.positions.numpy())
             outputs.append(part.rows.flat(torch.from_numpy(out)).numpy())
         return np.concatenate(outputs)
 
 
 def _state_spec(config: ExactConfig, K: int, num_windows: int, num_states: int) -> MambaSpec:
-    window, state = (config.conv_kernel - 1 + K, config.width), (config.state_size, config.width)
+    window = (config.conv_kernel - 1 + K, config.width)
+    state = (config.state_size, config.width)
     return MambaSpec(
         block_size=1,
         parts=(
@@ -296,7 +371,9 @@ def _state_spec(config: ExactConfig, K: int, num_windows: int, num_states: int) 
 
 
 class ExactModel:
-    """The model. `compute_logits` returns float64 residues: pseudo-random, and exactly equal wherever computed.
+    """The model.
+
+    `compute_logits` returns float64 residues: pseudo-random, and exactly equal wherever computed.
 
     Args:
         num_speculative_tokens: drafts per step that the cache must be able to roll back.
@@ -317,22 +394,37 @@ class ExactModel:
             for i, letter in enumerate(config.pattern)
         ]
         specs: dict[str, KVCacheSpec] = {
-            **{letter: _state_spec(config, num_speculative_tokens, *counts) for letter, counts in PARTS.items()},
-            **{letter: FullAttentionSpec(1, heads, config.width, torch.int32) for letter, heads in KV_HEADS.items()},
+            **{
+                letter: _state_spec(config, num_speculative_tokens, *counts)
+                for letter, counts in PARTS.items()
+            },
+            **{
+                letter: FullAttentionSpec(1, heads, config.width, torch.int32)
+                for letter, heads in KV_HEADS.items()
+            },
             LATENT: MLAAttentionSpec(1, head_size=2 * config.width, dtype=torch.int32),
         }
         self.layer_specs = {f"layers.{i}": specs[letter] for i, letter in enumerate(config.pattern)}
 
     @property
     def fingerprint(self) -> str:
-        """Tells this model's stored blocks from another's: the weights follow from the configuration."""
+        """Text that tells this model's stored blocks from another's.
+
+        The weights follow from the configuration.
+        """
         return f"{type(self).__qualname__}({self.config})"
 
-    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """[num_tokens] each to [num_tokens, width] int64."""
+    def __call__(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """Return hidden states [num_tokens, width] int64 of tokens and positions [num_tokens]."""
         x = self.embedding[input_ids.numpy()]
         for layer in self.layers:
-            y = layer(x, context) if isinstance(layer, ExactMamba) else layer(x, positions.numpy(), context)
+            y = (
+                layer(x, context)
+                if isinstance(layer, ExactMamba)
+                else layer(x, positions.numpy(), context)
+            )
             x = (x * 3 + y) % PRIME
         return torch.from_numpy(x)
 
@@ -343,18 +435,18 @@ class ExactModel:
                 layer.flush(steps[layer.name], context)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, width] int64 to [num_tokens, vocab_size] float64."""
+        """Return logits [num_tokens, vocab_size] float64 of hidden [num_tokens, width] int64."""
         return torch.from_numpy(self.logits(hidden.numpy()).astype(np.float64))
 
     def logits(self, hidden: Residues) -> Residues:
-        """[..., width] to [..., vocab_size]."""
+        """Return the logits [..., vocab_size] of hidden states [..., width]."""
         scale, offset = self.logit_map
         mixed = (hidden[..., None, :] * scale + offset) % PRIME
         return np.einsum("...w->...", mixed * mixed % PRIME) % PRIME
 
 
 def _plain(values: Any) -> Any:
-    """Arrays, and lists of them, as lists of integers."""
+    """Turn arrays, and lists of them, into lists of integers."""
     return [_plain(value) for value in values] if isinstance(values, list) else values.tolist()
 
 
@@ -362,29 +454,42 @@ def _zeros(rows: int, width: int) -> list[list[int]]:
     return [[0] * width for _ in range(rows)]
 
 
+def _greedy(logits: Residues, position: int) -> int:
+    return int(np.argmax(logits))
+
+
 class ExactOracle:
-    """The same request alone: no batch, no cache, no paging, no chunk; a token at a time, in Python's integers."""
+    """An oracle that runs a request alone: no batch, no cache, no paging, no chunk.
+
+    A token at a time, in Python's integers.
+    """
 
     def __init__(self, model: ExactModel) -> None:
         self.config = model.config
         self._embedding: list[list[int]] = model.embedding.tolist()
-        self._layers = [{k: _plain(v) for k, v in vars(layer).items() if k != "name"} for layer in model.layers]
+        self._layers = [
+            {k: _plain(v) for k, v in vars(layer).items() if k != "name"} for layer in model.layers
+        ]
         self._logit_map = model.logit_map
 
     def generate(
         self,
         prompt: Sequence[int],
         max_tokens: int,
-        choose: Callable[[Residues, int], int] = lambda logits, position: int(np.argmax(logits)),
+        choose: Callable[[Residues, int], int] = _greedy,
     ) -> list[int]:
-        """The continuation of `prompt`.
+        """Return the continuation of `prompt`.
 
         Args:
-            choose: picks a token from the logits [vocab_size] and the position that it will have; greedy by default.
+            choose: picks a token from the logits [vocab_size] and the position that it will have;
+                greedy by default.
         """
-        config, channels = self.config, range(self.config.width)
+        config = self.config
+        channels = range(self.config.width)
         counts = [PARTS.get(letter, (0, 0)) for letter in config.pattern]
-        windows = [[_zeros(config.conv_kernel - 1, config.width) for _ in range(n)] for n, _ in counts]
+        windows = [
+            [_zeros(config.conv_kernel - 1, config.width) for _ in range(n)] for n, _ in counts
+        ]
         states = [[_zeros(config.state_size, config.width) for _ in range(n)] for _, n in counts]
         sums = [[[0] * config.width for _ in range(3)] for _ in config.pattern]
         output: list[int] = []
@@ -411,7 +516,10 @@ class ExactOracle:
 
     @staticmethod
     def _mamba(
-        weights: dict[str, Any], x: list[int], windows: list[list[list[int]]], states: list[list[list[int]]]
+        weights: dict[str, Any],
+        x: list[int],
+        windows: list[list[list[int]]],
+        states: list[list[list[int]]],
     ) -> list[int]:
         for j, window in enumerate(windows):
             window.append([(value * (j + 1) + j - 1) % PRIME for value in x] if j else x)
@@ -439,14 +547,19 @@ class ExactOracle:
         return result
 
     @staticmethod
-    def _attention(weights: dict[str, Any], x: list[int], position: int, sums: list[list[int]]) -> list[int]:
+    def _attention(
+        weights: dict[str, Any], x: list[int], position: int, sums: list[list[int]]
+    ) -> list[int]:
         result = []
         for i, (to_query, to_key, to_value) in enumerate(zip(*weights["qkv"], strict=True)):
             query = x[i] * to_query
             key = x[i] * to_key + ((position + 1) * weights["write_mark"][i]) ** 2
             value = x[i] * to_value * ((position + 1) * weights["read_mark"][i]) ** 2
-            # (q + k)^2 v = q^2 v + 2 q k v + k^2 v, so that three sums stand for all earlier tokens.
+            # (q + k)^2 v = q^2 v + 2 q k v + k^2 v, so that three sums stand for all earlier
+            # tokens.
             for power in range(3):
                 sums[power][i] = (sums[power][i] + key**power * value) % PRIME
-            result.append((query * query * sums[0][i] + 2 * query * sums[1][i] + sums[2][i]) % PRIME)
+            result.append(
+                (query * query * sums[0][i] + 2 * query * sums[1][i] + sums[2][i]) % PRIME
+            )
         return result

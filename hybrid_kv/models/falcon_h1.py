@@ -1,7 +1,9 @@
-"""Falcon-H1: Mamba-2 and attention side by side in every layer, on one normed input; then a gated MLP.
+"""Falcon-H1: Mamba-2 and attention next to each other in every layer; then a gated MLP.
 
-Multipliers stand at every projection. Source: TII's Falcon-H1 (2025) and its implementation in transformers, which is
-the oracle of the tests.
+Both read one normed input.
+
+Multipliers stand at every projection. Source: TII's Falcon-H1 (2025) and its implementation in
+transformers, which is the oracle of the tests.
 """
 
 from __future__ import annotations
@@ -29,21 +31,27 @@ Order = Literal["gate_first", "norm_first", "none"]
 
 
 def _repeated(weight: torch.Tensor, values: Sequence[float], sizes: Sequence[int]) -> torch.Tensor:
-    return torch.cat([weight.new_full((size,), value) for value, size in zip(values, sizes, strict=True)])
+    return torch.cat(
+        [weight.new_full((size,), value) for value, size in zip(values, sizes, strict=True)]
+    )
 
 
 class ScaledMamba2Mixer(Mamba2Mixer):
-    """Mamba-2 with multipliers, and a norm before the gate, behind it or none.
+    """Mamba-2 with multipliers, and a norm before the gate, after it or none.
 
     Args:
         scale_in: of the input; `scales`: of gate, x, B, C and dt behind the projection.
         order: whether the norm stands behind the gate or before it, or there is none.
     """
 
-    def __init__(self, *args: Any, scale_in: float, scales: list[float], order: Order, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, scale_in: float, scales: list[float], order: Order, **options: Any
+    ) -> None:
         super().__init__(*args, **options)
-        self.scale_in, self.order = scale_in, order
-        inner, shared = self.splits[0], self.groups * self.state_size
+        self.scale_in = scale_in
+        self.order = order
+        inner = self.splits[0]
+        shared = self.groups * self.state_size
         sizes = (inner, inner, shared, shared, self.num_heads)
         self._scales = Derived(partial(_repeated, values=scales, sizes=sizes))
         if order == "none":
@@ -68,7 +76,9 @@ class ScaledMamba2Mixer(Mamba2Mixer):
 class ScaledMLP(GatedMLP):
     """A gated MLP with multipliers of its gate and of its output."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool, scales: list[float]) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, bias: bool, scales: list[float]
+    ) -> None:
         super().__init__(hidden_size, intermediate_size, bias)
         self.scales = scales
 
@@ -78,23 +88,29 @@ class ScaledMLP(GatedMLP):
 
 
 class HybridBlock(nn.Module):
-    """`x += scale * mamba(norm(x)) + scale * attention(scale * norm(x))`, then `x += mlp(mlp_norm(x))`."""
+    """`x += scale * mamba(norm(x)) + scale * attention(scale * norm(x))`.
+
+    Then `x += mlp(mlp_norm(x))`.
+    """
 
     def __init__(self, file: ConfigFile, name: str, specs: Specs) -> None:
         super().__init__()
         eps = 1e-5
-        order: Order = "norm_first" if file.flag("mamba_norm_before_gate", True) else "gate_first"
-        self.norm, self.mlp_norm = rms_norm(file, default=eps), rms_norm(file, default=eps)
+        order: Order = (
+            "norm_first" if file.flag("mamba_norm_before_gate", default=True) else "gate_first"
+        )
+        self.norm = rms_norm(file, default=eps)
+        self.mlp_norm = rms_norm(file, default=eps)
         self.mamba = mamba2(
             file,
             f"{name}.mamba",
             specs,
             ScaledMamba2Mixer,
             eps,
-            out_bias=file.flag("projectors_bias", False),
+            out_bias=file.flag("projectors_bias", default=False),
             scale_in=file.number("ssm_in_multiplier", 1.0),
             scales=file.numbers("ssm_multipliers", 5),
-            order=order if file.flag("mamba_rms_norm", False) else "none",
+            order=order if file.flag("mamba_rms_norm", default=False) else "none",
         )
         spec = cast(FullAttentionSpec, specs[f"{name}.attention"])
         # A multiple of all keys is a multiple of all scores.
@@ -104,11 +120,12 @@ class HybridBlock(nn.Module):
         self.mlp = ScaledMLP(
             file.size("hidden_size"),
             file.size("intermediate_size"),
-            file.flag("mlp_bias", False),
+            file.flag("mlp_bias", default=False),
             file.numbers("mlp_multipliers", 2),
         )
         number = partial(file.number, default=1.0)
-        self.scale_in, self.scale_out = number("attention_in_multiplier"), number("attention_out_multiplier")
+        self.scale_in = number("attention_in_multiplier")
+        self.scale_out = number("attention_out_multiplier")
         self.scale_mamba = number("ssm_out_multiplier")
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -120,7 +137,9 @@ class HybridBlock(nn.Module):
 
 def build(file: ConfigFile, specs: Specs) -> nn.Module:
     """See `Family.build`."""
-    layers = [HybridBlock(file, f"layers.{i}", specs) for i in range(file.size("num_hidden_layers"))]
+    layers = [
+        HybridBlock(file, f"layers.{i}", specs) for i in range(file.size("num_hidden_layers"))
+    ]
     return CausalLM(
         file,
         specs,
@@ -132,4 +151,6 @@ def build(file: ConfigFile, specs: Specs) -> nn.Module:
     )
 
 
-convert = partial(converted, prefixes=("model.",), names=NAMES | {"self_attn.": "attention.", "mamba.": "mamba."})
+convert = partial(
+    converted, prefixes=("model.",), names=NAMES | {"self_attn.": "attention.", "mamba.": "mamba."}
+)

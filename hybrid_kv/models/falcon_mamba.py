@@ -1,8 +1,9 @@
 """Falcon-Mamba: Mamba-1 alone, with B, C and the time step normed without a weight.
 
-Source: TII's Falcon Mamba (2024, arXiv 2410.05355) and transformers' implementation, which is the oracle of the tests,
-but not in chunks on a cache: there it forgets the state. Where transformers keeps the sum of the layers in float32
-(`residual_in_fp32`), it is kept here, as in vLLM, in the model's dtype.
+Source: TII's Falcon Mamba (2024, arXiv 2410.05355) and transformers' implementation, which is the
+oracle of the tests, but not in chunks on a cache: there it forgets the state. Where transformers
+keeps the sum of the layers in float32 (`residual_in_fp32`), it is kept here, as in vLLM, in the
+model's dtype.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from hybrid_kv.models.weights import Tensors, renamed
 def build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
     """See `Family.build`."""
     file.only("hidden_act", "silu")
-    rank, eps = dt_rank(file, "time_step_rank"), file.number("mixer_rms_eps", 1e-6)
+    rank = dt_rank(file, "time_step_rank")
+    eps = file.number("mixer_rms_eps", 1e-6)
 
     def mixer(name: str) -> nn.Module:
         return Mamba1Mixer(
@@ -31,8 +33,8 @@ def build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
             cast(MambaSpec, specs[name]),
             rank,
             partial(nn.RMSNorm, eps=eps, elementwise_affine=False),
-            conv_bias=file.flag("use_conv_bias", True),
-            bias=file.flag("use_bias", False),
+            conv_bias=file.flag("use_conv_bias", default=True),
+            bias=file.flag("use_bias", default=False),
         )
 
     layers = [MixerBlock(mamba_norm(file), mixer(name)) for name in specs]

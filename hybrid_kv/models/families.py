@@ -1,6 +1,7 @@
-"""The families that come with this package: what their layers keep of earlier tokens, and what runs them.
+"""The families that come with this package: the caches of their layers, and their modules.
 
-Importing this module registers them, and needs no torch: the modules that run them are imported when they are needed.
+Importing this module registers them, and needs no torch: the modules that run them are imported
+when they are needed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MTP_PREFIX = "mtp."  # of a head's tensors and layers
 
 
 def _later(name: str) -> Callable[..., Any]:
-    """A function of a family's module, which needs torch; imported when it is called."""
+    """Return a function of a family's module, which needs torch: imported when it is called."""
     module, _, function = name.partition(".")
 
     def call(*arguments: Any) -> Any:
@@ -47,7 +48,7 @@ def _later(name: str) -> Callable[..., Any]:
 
 
 def _register(module: str, kinds: Any, caches: Any, *model_types: str, **more: Any) -> None:
-    """The family of a module that has `build` and `convert`, by default under its own name."""
+    """Register the family of a module that has `build` and `convert`, by default under its name."""
     family = Family(kinds, caches, _later(f"{module}.build"), _later(f"{module}.convert"), **more)
     register(family, *(model_types or (module,)))
 
@@ -65,11 +66,19 @@ def _granite_kinds(file: ConfigFile) -> list[str]:
     return layer_kinds(file) if file.get("layer_types") else all_mamba(file)
 
 
-def is_every(file: ConfigFile, what: str, period: int, offset: int) -> list[bool]:
-    """Of each layer whether it is one of those that come every so many."""
-    period, offset = file.size(f"{what}_period", default=period), file.count(f"{what}_offset", offset)
+def is_every(file: ConfigFile, prefix: str, period: int, offset: int) -> list[bool]:
+    """Return, per layer, whether it is an every-N-th layer.
+
+    Args:
+        prefix: of the keys `<prefix>_period` and `<prefix>_offset`.
+        period, offset: where the file names none.
+    """
+    period = file.size(f"{prefix}_period", default=period)
+    offset = file.count(f"{prefix}_offset", offset)
     if offset >= period:
-        raise file.fail(f"{what}_offset={offset} must be below {what}_period={period}; correct the file")
+        raise file.fail(
+            f"{prefix}_offset={offset} must be below {prefix}_period={period}; correct the file"
+        )
     return [i % period == offset for i in range(file.size("num_hidden_layers"))]
 
 
@@ -78,56 +87,85 @@ def _jamba_kinds(file: ConfigFile) -> list[str]:
 
 
 def _kimi_linear(file: ConfigFile) -> ConfigFile:
-    """The keys of the recurrent layers, without `linear_`; the hub keeps them in an object of their own."""
-    own = file.get("linear_attn_config")
-    if own is None:
-        own = {key.removeprefix("linear_"): value for key, value in file.values.items() if key.startswith("linear_")}
-    if not isinstance(own, dict):
-        raise file.fail(f"linear_attn_config={own!r} must be an object; correct the file")
-    return ConfigFile(own, file.source)
+    """Return the keys of the recurrent layers, without `linear_`.
+
+    The hub keeps them in an object.
+    """
+    keys = file.get("linear_attn_config")
+    if keys is None:
+        keys = {
+            key.removeprefix("linear_"): value
+            for key, value in file.values.items()
+            if key.startswith("linear_")
+        }
+    if not isinstance(keys, dict):
+        raise file.fail(f"linear_attn_config={keys!r} must be an object; correct the file")
+    return ConfigFile(keys, file.source)
 
 
 def _kimi_kinds(file: ConfigFile) -> list[str]:
-    own = _kimi_linear(file).values
-    if own.get("full_attn_layers") is None or file.get("layer_types") is not None:
+    keys = _kimi_linear(file).values
+    if keys.get("full_attn_layers") is None or file.get("layer_types") is not None:
         return layer_kinds(file)
-    return indexed_kinds(ConfigFile({**file.values, **own}, file.source), "full_attn_layers", first=1)
+    return indexed_kinds(
+        ConfigFile({**file.values, **keys}, file.source), "full_attn_layers", first=1
+    )
 
 
 def _kimi_state(file: ConfigFile, options: SpecOptions) -> MambaSpec:
-    own = _kimi_linear(file)
-    heads = options.share(file, "linear_attn_config.num_heads", own.size("num_heads", default=32))
-    size = own.size("head_dim", default=128)
-    kernel = own.size("conv_kernel_dim", "short_conv_kernel_size", default=4)
+    linear = _kimi_linear(file)
+    heads = options.share(
+        file, "linear_attn_config.num_heads", linear.size("num_heads", default=32)
+    )
+    size = linear.size("head_dim", default=128)
+    kernel = linear.size("conv_kernel_dim", "short_conv_kernel_size", default=4)
     return delta_rule_spec(options, kernel, heads, (heads, size, size), per_channel=True)
 
 
 def _lfm2_kinds(file: ConfigFile) -> list[str]:
-    return indexed_kinds(file, "full_attn_idxs") if file.get("layer_types") is None else layer_kinds(file)
+    return (
+        indexed_kinds(file, "full_attn_idxs")
+        if file.get("layer_types") is None
+        else layer_kinds(file)
+    )
 
 
 def _lfm2_window(file: ConfigFile, options: SpecOptions) -> MambaSpec:
-    if (kernel := file.size("conv_L_cache", default=3)) < 2:
-        raise file.fail(f"conv_L_cache={kernel} leaves a convolution nothing to keep; it must be at least 2")
+    kernel = file.size("conv_L_cache", default=3)
+    if kernel < 2:
+        raise file.fail(
+            f"conv_L_cache={kernel} leaves a convolution nothing to keep; it must be at least 2"
+        )
     channels = options.share(file, "hidden_size", file.size("hidden_size"))
     return mamba_spec(options, kernel, channels, mamba_type="short_conv")
 
 
 def qwen_kinds(file: ConfigFile) -> list[str]:
-    """`layer_types`, or attention in each `full_attention_interval`-th layer."""
+    """Return `layer_types`, or attention in each `full_attention_interval`-th layer."""
     if file.get("layer_types") is not None:
         return layer_kinds(file)
     interval = file.size("full_attention_interval", default=4)
-    return [MAMBA if (i + 1) % interval else ATTENTION for i in range(file.size("num_hidden_layers"))]
+    return [
+        MAMBA if (i + 1) % interval else ATTENTION for i in range(file.size("num_hidden_layers"))
+    ]
 
 
 def _planned_kinds(file: ConfigFile) -> list[str]:
     if file.get("sliding_window") and file.get("use_sliding_window") is not False:
-        raise file.fail(f"sliding_window={file.get('sliding_window')!r} is not supported; only full attention is")
-    return layer_kinds(file) if file.get("layer_types") else [ATTENTION] * file.size("num_hidden_layers")
+        raise file.fail(
+            f"sliding_window={file.get('sliding_window')!r} is not supported; only full attention "
+            "is"
+        )
+    return (
+        layer_kinds(file)
+        if file.get("layer_types")
+        else [ATTENTION] * file.size("num_hidden_layers")
+    )
 
 
-_MAMBA2 = caches(Mamba2Spec("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv"))
+_MAMBA2 = caches(
+    Mamba2Spec("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
+)
 _DELTA_NETS = {ATTENTION: {"": attention_spec}, MAMBA: {"": gdn_spec}}
 _SKIPS = ("model.visual.",)  # the vision tower
 
@@ -158,7 +196,14 @@ _register(
     layer_kinds,
     # Its `expand` is not used: Nemotron-3-Nano has 64 * 64 channels at hidden size 2688.
     caches(
-        Mamba2Spec("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", has_expand=False)
+        Mamba2Spec(
+            "mamba_num_heads",
+            "mamba_head_dim",
+            "ssm_state_size",
+            "n_groups",
+            "conv_kernel",
+            has_expand=False,
+        )
     ),
     default_ssm_dtype="float32",
 )
@@ -168,14 +213,26 @@ _register("olmo_hybrid", layer_kinds, _DELTA_NETS)
 # These can be planned, not run.
 register(
     Family(_planned_kinds, {ATTENTION: {"": attention_spec}}),
-    *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "granite", "granitemoe"),
+    *(
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "granite",
+        "granitemoe",
+    ),
 )
 _register("qwen3_next", qwen_kinds, _DELTA_NETS)
 _register(
     "zamba2",
     hybrid_kinds,
     caches(
-        Mamba2Spec("n_mamba_heads", "mamba_headdim", "mamba_d_state", "mamba_ngroups", "mamba_d_conv"),
+        Mamba2Spec(
+            "n_mamba_heads", "mamba_headdim", "mamba_d_state", "mamba_ngroups", "mamba_d_conv"
+        ),
         partial(attention_spec, num_inputs=2),
     ),
 )

@@ -1,7 +1,7 @@
-"""Granite-4-H: Mamba-2 or attention, then an MLP that sees every token and, in a mixture, experts beside it.
+"""Granite-4-H: Mamba-2 or attention, then an MLP for every token and, in a mixture, experts too.
 
-Four numbers scale embeddings, branches, scores and logits. Source: IBM's Granite 4 (2025) and its implementation in
-transformers, which is the oracle of the tests.
+Four numbers scale embeddings, branches, scores and logits. Source: IBM's Granite 4 (2025) and its
+implementation in transformers, which is the oracle of the tests.
 """
 
 from __future__ import annotations
@@ -29,22 +29,30 @@ def _mlp(file: ConfigFile) -> nn.Module:
     if file.get("num_local_experts") == 0:
         return shared
     num_experts = file.size("num_local_experts", default=8)
-    route = partial(route_topk_softmax, top_k=file.size("num_experts_per_tok", default=2, most=num_experts))
+    route = partial(
+        route_topk_softmax, top_k=file.size("num_experts_per_tok", default=2, most=num_experts)
+    )
     return MixtureOfExperts(size, num_experts, file.size("intermediate_size"), route, shared=shared)
 
 
 def _mixer(file: ConfigFile, name: str, specs: Specs) -> nn.Module:
-    if not isinstance(spec := specs[name], FullAttentionSpec):
+    spec = specs[name]
+    if not isinstance(spec, FullAttentionSpec):
         return mamba2(file, name, specs, Mamba2Mixer, 1e-6)
-    rope = read_rope(file, spec.head_size) if file.text("position_embedding_type") == "rope" else None
-    return PagedAttention(file, name, spec, rope=rope, scale=file.number("attention_multiplier", 1.0))
+    rope = (
+        read_rope(file, spec.head_size) if file.text("position_embedding_type") == "rope" else None
+    )
+    return PagedAttention(
+        file, name, spec, rope=rope, scale=file.number("attention_multiplier", 1.0)
+    )
 
 
 def build(file: ConfigFile, specs: Specs) -> nn.Module:
     """See `Family.build`."""
     scale = file.number("residual_multiplier", 1.0)
     layers = [
-        DecoderBlock(rms_norm(file), _mixer(file, name, specs), rms_norm(file), _mlp(file), scale) for name in specs
+        DecoderBlock(rms_norm(file), _mixer(file, name, specs), rms_norm(file), _mlp(file), scale)
+        for name in specs
     ]
     return CausalLM(
         file,

@@ -1,4 +1,4 @@
-"""What the engine needs of a model and of a draft head."""
+"""The interfaces of a model and of a draft head to the engine."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ class Model(Protocol):
     mamba_chunk_size: int | None
     layer_specs: dict[str, KVCacheSpec]
 
-    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """[num_tokens] int64 each; hidden states [num_tokens, …]."""
+    def __call__(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """Return hidden states [num_tokens, …] of tokens and positions, [num_tokens] int64 each."""
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, …] to [num_tokens, vocab_size]."""
+        """Return the logits [num_tokens, vocab_size] of hidden states [num_tokens, …]."""
 
     def flush(self, steps: dict[str, RecomputeStep], context: ForwardContext) -> None:
         """Write the states that are due, by layer name, of requests that run no tokens.
@@ -32,10 +34,13 @@ class Model(Protocol):
 
 
 class DraftHead(Protocol):
-    """A head whose pair (hidden state of token p - 1, token p) has position p; see `models.nemotron_h_mtp`.
+    """A head whose pair (hidden state of token p - 1, token p) has position p.
 
-    The keys of `layer_specs` are its own layers. Keys at multiples of `grid`, the tokens between two places where a
-    prefix hit can end, are never attended; the engine sets it before the first step.
+    See `models.nemotron_h_mtp`.
+
+    The keys of `layer_specs` are its own layers. Keys at multiples of `grid`, the tokens between
+    two places where a prefix hit can end, are never attended; the engine sets it before the first
+    step.
     """
 
     layer_specs: dict[str, KVCacheSpec]
@@ -46,16 +51,17 @@ class DraftHead(Protocol):
         hidden: torch.Tensor,
         next_token_ids: torch.Tensor,
         context: ForwardContext,
-        wanted: torch.Tensor | None = None,
+        query_tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[num_wanted, hidden_size], for `compute_logits` and the next pass.
+        """Return hidden states [num_queries, hidden_size], for `compute_logits` and the next pass.
 
         Args:
-            wanted: [num_wanted] int64, the tokens that are the queries of the context's metadata; None: all.
+            query_tokens: [num_queries] int64, the tokens that are the queries of the context's
+                metadata; None: all.
         """
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The target's hidden states as the head reads them, same shape."""
+        """Return the target's hidden states as the head reads them, same shape."""
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, vocab_size]."""
+        """Return the logits [num_tokens, vocab_size]."""

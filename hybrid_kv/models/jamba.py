@@ -1,7 +1,7 @@
-"""Jamba: Mamba-1 layers, here and there attention without positions, and behind either an MLP or experts.
+"""Jamba: Mamba-1, here and there attention without positions, and after either an MLP or experts.
 
-Source: AI21's Jamba (2024, arXiv 2403.19887) and transformers' implementation, which is the oracle of the tests, but
-not in chunks on a cache: there its Mamba layers forget the state.
+Source: AI21's Jamba (2024, arXiv 2403.19887) and transformers' implementation, which is the oracle
+of the tests, but not in chunks on a cache: there its Mamba layers forget the state.
 """
 
 from __future__ import annotations
@@ -32,16 +32,21 @@ def _mixer(file: ConfigFile, name: str, spec: KVCacheSpec) -> nn.Module:
         cast(MambaSpec, spec),
         dt_rank(file, "mamba_dt_rank"),
         partial(RMSNorm, eps=file.number("rms_norm_eps", 1e-6)),
-        conv_bias=file.flag("mamba_conv_bias", True),
-        bias=file.flag("mamba_proj_bias", False),
+        conv_bias=file.flag("mamba_conv_bias", default=True),
+        bias=file.flag("mamba_proj_bias", default=False),
     )
 
 
 def build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
     """See `Family.build`."""
-    for key, supported in (("hidden_act", "silu"), ("mamba_inner_layernorms", True), ("sliding_window", None)):
+    for key, supported in (
+        ("hidden_act", "silu"),
+        ("mamba_inner_layernorms", True),
+        ("sliding_window", None),
+    ):
         file.only(key, supported)
-    hidden_size, size = file.size("hidden_size"), file.size("intermediate_size")
+    hidden_size = file.size("hidden_size")
+    size = file.size("intermediate_size")
     num_experts = file.size("num_experts", default=16)
     has_experts = is_every(file, "expert_layer", 2, 1)
 

@@ -1,7 +1,7 @@
-"""Bricks of every model: projections, norms, MLPs, and what a layer gets in a step.
+"""The bricks of every model: projections, norms, MLPs, and a layer's context in a step.
 
-A layer that reads and writes the paged cache (`models.attention`, `models.mixers`) knows its name; the step's context
-knows everything else. Every mixer and MLP is called with (x, context).
+A layer that reads and writes the paged cache (`models.attention`, `models.mixers`) knows its name;
+the step's context knows everything else. Every mixer and MLP is called with (x, context).
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ PACKED_ROWS = 8  # that the packed layout is chosen for; it takes any number
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """Per layer name: this step's metadata, the views of the layer's cache, and what the rollback scheme keeps for
-    rows.
+    """The context of a step, per layer name.
 
-    `kernels`: what Mamba layers compute with; attention layers find it in their metadata.
+    Attributes:
+        metadata: of the step.
+        views: of the layer's cache.
+        row_memory: memory of the rollback scheme for each row.
+        kernels: the implementation of Mamba layers; attention layers find theirs in their metadata.
     """
 
     metadata: dict[str, Any]
@@ -34,21 +37,27 @@ class ForwardContext:
 
 
 def upcast(x: torch.Tensor) -> torch.Tensor:
-    """At least float32: half-precision activations are normed and scanned in float32, float64 stays float64."""
+    """Convert half precision to float32; float64 stays.
+
+    Activations are normed and scanned in float32 at least.
+    """
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def empty(*shape: int) -> nn.Parameter:
-    """A weight without a value."""
-    # Filled by the loader, which fails when a tensor is missing: initialising twice would only cost time.
+    """Return a weight without a value."""
+    # Filled by the loader, which fails when a tensor is missing: initialising twice would only cost
+    # time.
     return nn.Parameter(torch.empty(*shape), requires_grad=False)
 
 
 class Derived(Generic[T]):
-    """What a layer computes from its weights alone: once, and again when one was replaced or changed in place.
+    """A value that a layer computes from its weights alone.
 
-    A change through `.data` goes unseen. Weights made in inference mode do not tell their changes: then it is computed
-    every time.
+    It is computed once, and again when a weight was replaced or changed in place.
+
+    A change through `.data` goes unseen. Weights made in inference mode do not tell their changes:
+    then it is computed every time.
     """
 
     def __init__(self, compute: Callable[..., T]) -> None:
@@ -57,37 +66,51 @@ class Derived(Generic[T]):
         self._weights: tuple[torch.Tensor, ...] = ()
         self._value: T
 
-    def __call__(self, *weights: torch.Tensor, **how: Any) -> T:
-        """`compute(*weights, **how)`."""
-        key = [*how.values()]
+    def __call__(self, *weights: torch.Tensor, **options: Any) -> T:
+        """Return `compute(*weights, **options)`."""
+        key = [*options.values()]
         try:
             for weight in weights:
                 key += weight.data_ptr(), weight._version
         except RuntimeError:  # an inference tensor has no version
-            return self._compute(*weights, **how)
+            return self._compute(*weights, **options)
         if key != self._key:
-            # The weights are kept, so that no other one can come to lie at the address of one of them.
+            # The weights are kept, so that no other one can come to lie at the address of one of
+            # them.
             self._weights = tuple(weight.detach() for weight in weights)
-            self._key, self._value = key, self._compute(*self._weights, **how)
+            self._value = self._compute(*self._weights, **options)
+            self._key = key
         return self._value
 
     def __reduce__(self) -> Any:
-        return Derived, (self._compute,)  # a copy computes its own: not every value can be copied or pickled
+        # A copy computes its own: not every value can be copied or pickled.
+        return Derived, (self._compute,)
 
 
-def _rms_scale(weight: torch.Tensor, size: int, eps: float, centred: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """What to multiply `x / hypot(norm(x), bias)` with, and the bias: `rms_normed` of slices of `size` elements."""
+def _rms_scale(
+    weight: torch.Tensor, size: int, eps: float, centred: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scale and the bias with which `_unit_rows` norms slices of `size` elements.
+
+    `_unit_rows(x, bias) * scale` is `weight * x / sqrt(mean(x ** 2) + eps)`.
+    """
     wide = upcast(weight) + 1 if centred else upcast(weight)
     return wide * size**0.5, wide.new_tensor((size * eps) ** 0.5)
 
 
 def _unit_rows(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """`x / sqrt(sum(x ** 2) + bias ** 2)` over the last dimension: `F.rms_norm` in three passes for its six."""
+    """Return `x / sqrt(sum(x ** 2) + bias ** 2)` over the last dimension.
+
+    That is `F.rms_norm` in three passes for its six.
+    """
     return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(bias)
 
 
 class Leaf(nn.Module):
-    """A layer of weights alone, called without a look for torch's hooks: a decode step makes many such calls."""
+    """A layer of weights alone, called without a look for torch's hooks.
+
+    A decode step makes many such calls.
+    """
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.forward(*inputs)
@@ -95,16 +118,21 @@ class Leaf(nn.Module):
 
 
 class RMSNorm(Leaf):
-    """Root-mean-square norm, `weight * x / rms(x)`; `centred`: `(1 + weight) * x / rms(x)` (Qwen3-Next)."""
+    """Root-mean-square norm, `weight * x / rms(x)`.
+
+    With `centred` it is `(1 + weight) * x / rms(x)` (Qwen3-Next).
+    """
 
     def __init__(self, size: int, eps: float, centred: bool = False) -> None:
         super().__init__()
         self.weight = empty(size)
-        self.eps, self.centred = eps, centred
+        self.eps = eps
+        self.centred = centred
         self._scale = Derived(_rms_scale)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide, weight = upcast(x), self.weight
+        wide = upcast(x)
+        weight = self.weight
         if x.is_cuda:
             scale = upcast(weight) + 1 if self.centred else upcast(weight)
             return F.rms_norm(wide, weight.shape, scale, self.eps).to(x.dtype)
@@ -113,7 +141,7 @@ class RMSNorm(Leaf):
 
 
 class GatedRMSNorm(Leaf):
-    """`norm(x * silu(gate))`, each of `groups` slices normalised by itself (Mamba-2's output norm)."""
+    """Mamba-2's output norm: `norm(x * silu(gate))`, each of `groups` slices by itself."""
 
     def __init__(self, size: int, groups: int, eps: float) -> None:
         super().__init__()
@@ -143,25 +171,37 @@ class Linear(Leaf):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight
-        # oneDNN's layout halves the time of 8 rows here, and of one row by a sixth; small weights gain nothing.
-        if weight.numel() >= PACKED_ELEMENTS and x.is_cpu and torch.is_inference_mode_enabled() and _can_pack(weight):
-            return torch.ops.mkldnn._linear_pointwise(x, self._packed(weight), self.bias, "none", [], "")
+        # oneDNN's layout halves the time of 8 rows here, and of one row by a sixth; small weights
+        # gain nothing.
+        if (
+            weight.numel() >= PACKED_ELEMENTS
+            and x.is_cpu
+            and torch.is_inference_mode_enabled()
+            and _can_pack(weight)
+        ):
+            return torch.ops.mkldnn._linear_pointwise(
+                x, self._packed(weight), self.bias, "none", [], ""
+            )
         return F.linear(x, weight, self.bias)
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor:
-    """In oneDNN's layout."""
+    """Reorder a weight into oneDNN's layout."""
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
     return packed
 
 
 def _can_pack(weight: torch.Tensor) -> bool:
     # An inference tensor does not tell whether it was changed.
-    return weight.dtype == torch.float32 and torch.backends.mkldnn.is_available() and not weight.is_inference()
+    return (
+        weight.dtype == torch.float32
+        and torch.backends.mkldnn.is_available()
+        and not weight.is_inference()
+    )
 
 
 class Adapted(nn.Module):
-    """A projection that other layers have, too, and to each of its equal parts a product of low rank of its own."""
+    """A projection that other layers have, too, and a product of low rank for each of its parts."""
 
     def __init__(self, shared: Linear, num_parts: int, rank: int) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
 """LFM2 and LFM2-MoE: attention with normed heads and, in most layers, a gated short convolution.
 
-Source: Liquid AI's LFM2 (2025) and its implementation in transformers, which is the oracle of the tests. A convolution
-keeps the last inputs and no state: rolling back a draft is reading them from an earlier row.
+Source: Liquid AI's LFM2 (2025) and its implementation in transformers, which is the oracle of the
+tests. A convolution keeps the last inputs and no state: rolling back a draft is reading them from
+an earlier row.
 """
 
 from __future__ import annotations
@@ -39,43 +40,64 @@ class ShortConv(ConvMixer):
 
 
 def _attention(file: ConfigFile, name: str, spec: FullAttentionSpec) -> PagedAttention:
-    size, eps = spec.head_size, file.number("norm_eps", 1e-5)
+    size = spec.head_size
+    eps = file.number("norm_eps", 1e-5)
     norms = RMSNorm(size, eps), RMSNorm(size, eps)
     return PagedAttention(file, name, spec, rope=read_rope(file, size, 1e6), norms=norms)
 
 
 def _dense_size(file: ConfigFile) -> int:
-    """Of an MLP: some checkpoints name it before it was cut to two thirds and rounded up."""
+    """Return the size of an MLP.
+
+    Some checkpoints name it before it was cut to two thirds and rounded up.
+    """
     size = file.size("block_ff_dim", "intermediate_size")
-    if file.model_type == "lfm2_moe" or not file.flag("block_auto_adjust_ff_dim", True):
+    if file.model_type == "lfm2_moe" or not file.flag("block_auto_adjust_ff_dim", default=True):
         return size
     multiple = file.size("block_multiple_of", default=256)
-    return -(-int(file.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3)) // multiple) * multiple
+    return (
+        -(-int(file.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3)) // multiple)
+        * multiple
+    )
 
 
 def _experts(file: ConfigFile) -> MixtureOfExperts:
-    hidden_size, num_experts, size = map(file.size, ("hidden_size", "num_experts", "moe_intermediate_size"))
-    has_bias = file.flag("use_expert_bias", True)
+    hidden_size, num_experts, size = map(
+        file.size, ("hidden_size", "num_experts", "moe_intermediate_size")
+    )
+    has_bias = file.flag("use_expert_bias", default=True)
     route = sigmoid_route(file, 1e-6, file.size("num_experts_per_tok", default=4, most=num_experts))
     return MixtureOfExperts(
-        hidden_size, num_experts, size, route if has_bias else partial(route, bias=None), correction_bias=has_bias
+        hidden_size,
+        num_experts,
+        size,
+        route if has_bias else partial(route, bias=None),
+        correction_bias=has_bias,
     )
 
 
 def build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:
     """See `Family.build`."""
-    hidden_size, norm = file.size("hidden_size"), partial(rms_norm, file, "norm_eps", 1e-5)
-    num_dense = file.count("num_dense_layers", 2) if file.model_type == "lfm2_moe" else len(layer_specs)
+    hidden_size = file.size("hidden_size")
+    norm = partial(rms_norm, file, "norm_eps", 1e-5)
+    num_dense = (
+        file.count("num_dense_layers", 2) if file.model_type == "lfm2_moe" else len(layer_specs)
+    )
     layers = []
     for i, (name, spec) in enumerate(layer_specs.items()):
         mixer: nn.Module
         if isinstance(spec, FullAttentionSpec):
             mixer = _attention(file, name, spec)
         else:
-            mixer = ShortConv(name, hidden_size, file.size("conv_L_cache", default=3), file.flag("conv_bias", False))
+            mixer = ShortConv(
+                name,
+                hidden_size,
+                file.size("conv_L_cache", default=3),
+                file.flag("conv_bias", default=False),
+            )
         mlp = GatedMLP(hidden_size, _dense_size(file)) if i < num_dense else _experts(file)
         layers.append(DecoderBlock(norm(), mixer, norm(), mlp))
-    tied = file.flag("tie_embedding", True)
+    tied = file.flag("tie_embedding", default=True)
     return CausalLM(file, layer_specs, layers, norm(), tied=tied)
 
 

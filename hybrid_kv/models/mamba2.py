@@ -1,7 +1,8 @@
 """Mamba-2 alone: no attention, no MLP, and so no cache that grows.
 
-Source: Dao and Gu (2024) and transformers' implementation, which is the oracle of the tests. Where transformers keeps
-the sum of the layers in float32 (`residual_in_fp32`), it is kept here, as in vLLM, in the model's dtype.
+Source: Dao and Gu (2024) and transformers' implementation, which is the oracle of the tests. Where
+transformers keeps the sum of the layers in float32 (`residual_in_fp32`), it is kept here, as in
+vLLM, in the model's dtype.
 """
 
 from __future__ import annotations
@@ -16,15 +17,19 @@ from hybrid_kv.models.weights import Tensors, renamed
 
 
 def mixer(file: ConfigFile, name: str, spec: KVCacheSpec, chunk_size: int) -> nn.Module:
-    """A layer of the sizes of its cache; `chunk_size`: tokens that a scan takes at a time."""
+    """Build a layer of the sizes of its cache.
+
+    Args:
+        chunk_size: tokens that a scan takes at a time.
+    """
     return Mamba2Mixer(
         name,
         file.size("hidden_size"),
         spec,
         chunk_size=chunk_size,
         eps=file.number("layer_norm_epsilon", 1e-5),
-        conv_bias=file.flag("use_conv_bias", True),
-        bias=file.flag("use_bias", False),
+        conv_bias=file.flag("use_conv_bias", default=True),
+        bias=file.flag("use_bias", default=False),
     )
 
 
@@ -33,7 +38,10 @@ def build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
     file.only("hidden_act", "silu")
     check_time_steps(file)
     chunk_size = file.size("chunk_size", default=256)
-    layers = [MixerBlock(mamba_norm(file), mixer(file, name, spec, chunk_size)) for name, spec in specs.items()]
+    layers = [
+        MixerBlock(mamba_norm(file), mixer(file, name, spec, chunk_size))
+        for name, spec in specs.items()
+    ]
     return CausalLM(file, specs, layers, mamba_norm(file), mamba_chunk_size=chunk_size)
 
 

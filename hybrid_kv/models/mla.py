@@ -1,7 +1,7 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) over a paged cache of one vector per token.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), one cached vector per token.
 
-`kernels.mla` says what that vector is, and why nothing is expanded per cached token. It runs in plain torch, on any
-device and whatever the attention backend.
+`kernels.mla` says what that vector is, and why nothing is expanded per cached token. It runs in
+plain torch, on any device and whatever the attention backend.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _EPS = 1e-6  # of the norms of latents, whatever the file says of the others
 
 
 class LatentAttention(nn.Module):
-    """The layer, without positions (Kimi-Linear), by the names that DeepSeek-V2 gave the sizes.
+    """The layer, without positions (Kimi-Linear), with the names that DeepSeek-V2 gave the sizes.
 
-    What is called `rope` there is shared by the heads, and not rotated. Queries have latents where the file says their
-    rank; without, their projection has no bias.
+    What is called `rope` there is shared by the heads, and not rotated. Queries have latents where
+    the file says their rank; without, their projection has no bias.
 
     Args:
         name: of the layer's cache, a vector [rank + shared_dim] a token.
@@ -32,12 +32,18 @@ class LatentAttention(nn.Module):
         super().__init__()
         num_heads = file.size("num_attention_heads")
         file.only("num_key_value_heads", num_heads)
-        hidden_size, key_dim = file.size("hidden_size"), file.size("qk_nope_head_dim")
-        shared_dim, value_dim = file.size("qk_rope_head_dim"), file.size("v_head_dim")
-        rank, query_rank = file.size("kv_lora_rank"), file.maybe_size("q_lora_rank")
-        bias = file.flag("attention_bias", False)
-        self.name, self.num_heads, self.rank = name, num_heads, rank
-        self.key_splits, self.value_splits = (key_dim, shared_dim), (key_dim, value_dim)
+        hidden_size = file.size("hidden_size")
+        key_dim = file.size("qk_nope_head_dim")
+        shared_dim = file.size("qk_rope_head_dim")
+        value_dim = file.size("v_head_dim")
+        rank = file.size("kv_lora_rank")
+        query_rank = file.maybe_size("q_lora_rank")
+        bias = file.flag("attention_bias", default=False)
+        self.name = name
+        self.num_heads = num_heads
+        self.rank = rank
+        self.key_splits = (key_dim, shared_dim)
+        self.value_splits = (key_dim, value_dim)
         self.scale = (key_dim + shared_dim) ** -0.5
         self.q_a_proj = None if query_rank is None else Linear(hidden_size, query_rank, bias)
         self.q_a_norm = None if query_rank is None else RMSNorm(query_rank, _EPS)
@@ -48,26 +54,32 @@ class LatentAttention(nn.Module):
         self.o_proj = Linear(num_heads * value_dim, hidden_size, bias)
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """[num_tokens, hidden_size] to the same; stores the vectors of all tokens."""
+        """Attend from tokens [num_tokens, hidden_size]; store the vectors of all of them."""
         metadata: PagedAttentionMetadata = context.metadata[self.name]
         (cache,) = context.views[self.name]
-        to_keys, to_values = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1)).split(self.value_splits, dim=1)
+        to_keys, to_values = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1)).split(
+            self.value_splits, dim=1
+        )
         latent, shared = self.kv_a_proj(x).split((self.rank, self.key_splits[1]), dim=-1)
         vectors = torch.cat([self.kv_a_norm(latent), shared], dim=-1).to(cache.dtype)
         store_latent(vectors, cache, metadata.slot_mapping.cells(cache.shape[1]))
-        own, rest = self._queries(x).split(self.key_splits, dim=-1)
-        query = torch.cat([torch.einsum("thk,hkr->thr", own, to_keys), rest], dim=-1).to(cache.dtype)
+        latent_query, shared_query = self._queries(x).split(self.key_splits, dim=-1)
+        query = torch.cat(
+            [torch.einsum("thk,hkr->thr", latent_query, to_keys), shared_query], dim=-1
+        ).to(cache.dtype)
         outputs = []
         for part in metadata.parts:
             rows = part.rows.padded(query[part.start : part.start + part.num_tokens])
             seen = gather_tokens(cache, part.token_index(cache)).unflatten(0, (-1, part.num_keys))
-            mixed = attend_latent(rows, seen, part.mask(self.num_heads, query.dtype), self.scale, self.rank)
+            mixed = attend_latent(
+                rows, seen, part.mask(self.num_heads, query.dtype), self.scale, self.rank
+            )
             outputs.append(part.rows.flat(mixed))
         mixed = (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).to(x.dtype)
         return self.o_proj(torch.einsum("thr,hvr->thv", mixed, to_values).flatten(1))
 
     def _queries(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, num_heads, key_dim + shared_dim]."""
+        """Return the queries [num_tokens, num_heads, key_dim + shared_dim]."""
         if self.q_a_proj is not None and self.q_a_norm is not None:
             x = self.q_a_norm(self.q_a_proj(x))
         return self.query_proj(x).unflatten(1, (self.num_heads, -1))

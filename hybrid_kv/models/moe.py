@@ -13,26 +13,35 @@ from hybrid_kv.kernels.moe import apply_experts, route_sigmoid
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import ForwardContext, Linear, empty, upcast
 
-# Router logits [num_tokens, experts] in float32, and biases where there are any, to weights and ids [num_tokens, k] of
-# the chosen experts.
+# Router logits [num_tokens, experts] in float32, and biases where there are any, to weights and ids
+# [num_tokens, k] of the chosen experts.
 Route = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def gated_silu(x: torch.Tensor) -> torch.Tensor:
-    """[…, 2 * size], gate first, to [..., size]."""
+    """Return `silu(gate) * up` [..., size] of [..., 2 * size], gate first."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def relu2(x: torch.Tensor) -> torch.Tensor:
-    """Squared ReLU."""
+    """Return the squared ReLU."""
     return F.relu(x).square()
 
 
 def sigmoid_route(
-    file: ConfigFile, epsilon: float, top_k: int, num_groups: int = 1, top_k_groups: int = 1, renormalise: bool = True
+    file: ConfigFile,
+    epsilon: float,
+    top_k: int,
+    num_groups: int = 1,
+    top_k_groups: int = 1,
+    renormalise: bool = True,
 ) -> Route:
-    """DeepSeek-V3's router, of a file with its names; `renormalise`: where the file does not say."""
+    """Return DeepSeek-V3's router for a file with its names.
+
+    Args:
+        renormalise: where the file does not say.
+    """
     return partial(
         route_sigmoid,
         top_k=top_k,
@@ -47,14 +56,18 @@ def sigmoid_route(
 class Experts(nn.Module):
     """Weights of all experts.
 
-    `up_proj` [experts, size, hidden_size], of a gated expert twice as many rows, the gate's first; `down_proj`
-    [experts, hidden_size, size].
+    `up_proj` [experts, size, hidden_size], of a gated expert twice as many rows, the gate's first;
+    `down_proj` [experts, hidden_size, size].
     """
 
-    def __init__(self, num_experts: int, hidden_size: int, size: int, activation: Callable[..., torch.Tensor]) -> None:
+    def __init__(
+        self, num_experts: int, hidden_size: int, size: int, activation: Callable[..., torch.Tensor]
+    ) -> None:
         super().__init__()
         self.activation = activation
-        self.up_proj = empty(num_experts, size * (2 if activation is gated_silu else 1), hidden_size)
+        self.up_proj = empty(
+            num_experts, size * (2 if activation is gated_silu else 1), hidden_size
+        )
         self.down_proj = empty(num_experts, hidden_size, size)
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -67,11 +80,13 @@ class MixtureOfExperts(nn.Module):
     Args:
         size: of an expert.
         route: see `kernels.moe`.
-        shared: an MLP, called with (x, context); `shared_gate`: its output is multiplied by a sigmoid of x.
-        correction_bias: the router has one bias for each expert, which only counts for the choice; `route` gets it.
+        shared: an MLP, called with (x, context); `shared_gate`: its output is multiplied by a
+            sigmoid of x.
+        correction_bias: the router has one bias for each expert, which only counts for the choice;
+            `route` gets it.
         wide_gate: the router multiplies in float32 at least; else in the dtype of x.
-        latent_size: the experts' input is a projection of x to this size, and their output one back; `latent_bias`: of
-            these.
+        latent_size: the experts' input is a projection of x to this size, and their output one
+            back; `latent_bias`: of these.
     """
 
     as_stored = ("correction_bias",)  # in half precision neighbouring scores would become one
@@ -91,7 +106,8 @@ class MixtureOfExperts(nn.Module):
         latent_bias: bool = False,
     ) -> None:
         super().__init__()
-        self.route, self.wide_gate = route, wide_gate
+        self.route = route
+        self.wide_gate = wide_gate
         self.gate = Linear(hidden_size, num_experts)
         self.correction_bias = empty(num_experts) if correction_bias else None
         self.experts = Experts(num_experts, latent_size or hidden_size, size, activation)
@@ -102,11 +118,21 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         bias = () if self.correction_bias is None else (upcast(self.correction_bias),)
-        logits = F.linear(upcast(x), upcast(self.gate.weight)) if self.wide_gate else upcast(self.gate(x))
+        logits = (
+            F.linear(upcast(x), upcast(self.gate.weight))
+            if self.wide_gate
+            else upcast(self.gate(x))
+        )
         weights, ids = self.route(logits, *bias)
-        y = self.experts(x if self.latent_in is None else self.latent_in(x), weights.to(x.dtype), ids)
+        y = self.experts(
+            x if self.latent_in is None else self.latent_in(x), weights.to(x.dtype), ids
+        )
         y = y if self.latent_out is None else self.latent_out(y)
         if self.shared_expert is None:
             return y
         shared = self.shared_expert(x, context)
-        return y + (shared if self.shared_expert_gate is None else shared * self.shared_expert_gate(x).sigmoid())
+        return y + (
+            shared
+            if self.shared_expert_gate is None
+            else shared * self.shared_expert_gate(x).sigmoid()
+        )

@@ -1,8 +1,9 @@
-"""NemotronH: pre-normed layers with one mixer each (Mamba-2, attention, squared-ReLU MLP or experts of such MLPs).
+"""NemotronH: pre-normed layers of one mixer each: Mamba-2, attention, squared-ReLU MLP or experts.
 
-Source: NVIDIA Nemotron-H (2025) and its implementation in transformers, which is the oracle of the tests. One
-deliberate difference: transformers clamps the time step from below by `time_step_min` when it runs a chunk, but not
-when it runs a single token; here, as in vLLM, it is never clamped, so that a token means the same in both.
+Source: NVIDIA Nemotron-H (2025) and its implementation in transformers, which is the oracle of the
+tests. One deliberate difference: transformers clamps the time step from below by `time_step_min`
+when it runs a chunk, but not when it runs a single token; here, as in vLLM, it is never clamped, so
+that a token means the same in both.
 """
 
 from __future__ import annotations
@@ -24,17 +25,29 @@ from hybrid_kv.models.weights import converted
 
 
 def _mlp(file: ConfigFile) -> nn.Module:
-    return SquaredReluMLP(file.size("hidden_size"), file.size("intermediate_size"), file.flag("mlp_bias", False))
+    return SquaredReluMLP(
+        file.size("hidden_size"),
+        file.size("intermediate_size"),
+        file.flag("mlp_bias", default=False),
+    )
 
 
 def _moe(file: ConfigFile) -> nn.Module:
-    size, bias, num_experts = file.size("hidden_size"), file.flag("mlp_bias", False), file.size("n_routed_experts")
+    size = file.size("hidden_size")
+    bias = file.flag("mlp_bias", default=False)
+    num_experts = file.size("n_routed_experts")
     file.only("n_shared_experts", 1)
-    top_k, groups = file.size("num_experts_per_tok"), file.size("n_group", default=1)
+    top_k = file.size("num_experts_per_tok")
+    groups = file.size("n_group", default=1)
     top_k_groups = file.size("topk_group", default=1)
-    if num_experts % groups or top_k_groups > groups or top_k > num_experts // groups * top_k_groups:
+    if (
+        num_experts % groups
+        or top_k_groups > groups
+        or top_k > num_experts // groups * top_k_groups
+    ):
         raise file.fail(
-            f"num_experts_per_tok={top_k} of topk_group={top_k_groups} out of n_group={groups} groups can't be chosen "
+            f"num_experts_per_tok={top_k} of topk_group={top_k_groups} out of n_group={groups} "
+            "groups can't be chosen "
             f"from n_routed_experts={num_experts}; correct the file"
         )
     return MixtureOfExperts(

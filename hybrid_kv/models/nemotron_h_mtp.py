@@ -1,6 +1,7 @@
 """The draft head of NemotronH checkpoints: attention, and an MLP or experts as in the target.
 
-The checkpoint counts the two as layers of their own. transformers leaves the head out; the names are the hub's.
+The checkpoint counts the two as layers of their own. transformers leaves the head out; the names
+are the hub's.
 """
 
 from __future__ import annotations
@@ -19,12 +20,17 @@ from hybrid_kv.models.weights import Tensors, renamed
 
 def build(file: ConfigFile, target: CausalLM) -> nn.Module:
     """See `HeadFamily.build`."""
-    if (count := file.get("num_nextn_predict_layers") or 0) != 1:
-        raise file.fail(f"num_nextn_predict_layers={count!r}, 1 is supported; draft with n-grams instead")
-    kinds = tuple(layer_kinds(file, "mtp_"))
-    if kinds not in (known := ((ATTENTION, MLP), (ATTENTION, MOE))):
+    count = file.get("num_nextn_predict_layers") or 0
+    if count != 1:
         raise file.fail(
-            f"an MTP head of the layers {kinds} is not supported, {known[0]} and {known[1]} are; draft with n-grams "
+            f"num_nextn_predict_layers={count!r}, 1 is supported; draft with n-grams instead"
+        )
+    kinds = tuple(layer_kinds(file, "mtp_"))
+    known = ((ATTENTION, MLP), (ATTENTION, MOE))
+    if kinds not in known:
+        raise file.fail(
+            f"an MTP head of the layers {kinds} is not supported, {known[0]} and {known[1]} are; "
+            "draft with n-grams "
             "instead"
         )
     attention = GridAttention(file, NAME, attention_spec_of(target))
@@ -52,9 +58,16 @@ def shapes(file: ConfigFile) -> dict[str, tuple[int, ...] | str]:
     """See `HeadFamily.shapes`."""
     if not file.get("num_nextn_predict_layers"):
         return {}
-    size, kinds, own = file.size("hidden_size"), layer_kinds(file), layer_kinds(file, "mtp_")
-    if missing := [kind for kind in own if kind not in kinds]:
-        raise file.fail(f"its draft head has a layer {missing[0]!r}; give the model one, too, or no head")
+    size = file.size("hidden_size")
+    kinds = layer_kinds(file)
+    head_kinds = layer_kinds(file, "mtp_")
+    missing = [kind for kind in head_kinds if kind not in kinds]
+    if missing:
+        raise file.fail(
+            f"its draft head has a layer {missing[0]!r}; give the model one, too, or no head"
+        )
     norms = ("layers.0.enorm.weight", "layers.0.hnorm.weight", "layers.1.final_layernorm.weight")
-    layers = {f"layers.{i}.": f"backbone.layers.{kinds.index(kind)}." for i, kind in enumerate(own)}
+    layers = {
+        f"layers.{i}.": f"backbone.layers.{kinds.index(kind)}." for i, kind in enumerate(head_kinds)
+    }
     return {"layers.0.eh_proj.weight": (size, 2 * size), **dict.fromkeys(norms, (size,)), **layers}

@@ -1,10 +1,11 @@
-"""Qwen3.5 and Qwen3.6: gated delta nets, every fourth layer gated attention, an MLP or experts behind each; draft head.
+"""Qwen3.5 and Qwen3.6: gated delta nets, every fourth layer gated attention, MLP or experts.
 
-Source: Qwen3.5 (2026) and its implementation in transformers, which is the oracle of the tests; it has no draft head,
-whose form is that of vLLM 0.32 (`qwen3_5_mtp.py`). The functions that are public here are those that Qwen3-Next shares.
+Source: Qwen3.5 (2026) and its implementation in transformers, which is the oracle of the tests; it
+has no draft head, whose form is that of vLLM 0.32 (`qwen3_5_mtp.py`). The functions that are public
+here are those that Qwen3-Next shares.
 
-A multimodal checkpoint (`qwen3_5`, `qwen3_5_moe`) runs as its language model: without images a token's three positions
-are one.
+A multimodal checkpoint (`qwen3_5`, `qwen3_5_moe`) runs as its language model: without images a
+token's three positions are one.
 """
 
 from __future__ import annotations
@@ -33,11 +34,15 @@ norm = partial(rms_norm, centred=True)
 
 
 def attention(
-    file: ConfigFile, name: str, spec: FullAttentionSpec, kind: type[PagedAttention] = PagedAttention
+    file: ConfigFile,
+    name: str,
+    spec: FullAttentionSpec,
+    kind: type[PagedAttention] = PagedAttention,
 ) -> nn.Module:
-    """Gated, with norms of each query and key, and RoPE of a quarter of the channels."""
-    file.only("attn_output_gate", True)
-    size, eps = spec.head_size, file.number("rms_norm_eps", 1e-6)
+    """Build gated attention: norms of queries and keys, RoPE of a quarter of the channels."""
+    file.only("attn_output_gate", supported=True)
+    size = spec.head_size
+    eps = file.number("rms_norm_eps", 1e-6)
     norms = RMSNorm(size, eps, centred=True), RMSNorm(size, eps, centred=True)
     return kind(file, name, spec, rope=read_rope(file, size, share=0.25), norms=norms, gated=True)
 
@@ -50,7 +55,7 @@ def delta_net(
     eps: float | None = None,
     beta_scale: float = 1.0,
 ) -> nn.Module:
-    """The gated delta net; `eps` is `rms_norm_eps` unless given."""
+    """Build the gated delta net; `eps` is `rms_norm_eps` unless given."""
     return kind(
         name,
         file.size("hidden_size"),
@@ -62,13 +67,14 @@ def delta_net(
 
 
 def dense_mlp(file: ConfigFile) -> nn.Module:
-    """`down(silu(gate(x)) * up(x))`."""
+    """Build `down(silu(gate(x)) * up(x))`."""
     return GatedMLP(file.size("hidden_size"), file.size("intermediate_size"))
 
 
 def experts(file: ConfigFile, renormalise: bool = True) -> nn.Module:
-    """A mixture of experts beside one that sees every token, behind a gate of its own."""
-    size, count = file.size("hidden_size"), file.size("num_experts")
+    """Build a mixture of experts and one that sees every token, after a gate."""
+    size = file.size("hidden_size")
+    count = file.size("num_experts")
     chosen = file.size("num_experts_per_tok", most=count)
     return MixtureOfExperts(
         size,
@@ -81,7 +87,7 @@ def experts(file: ConfigFile, renormalise: bool = True) -> nn.Module:
 
 
 def mlp(file: ConfigFile, layer: int) -> nn.Module:
-    """Experts behind each layer of a mixture, behind each other one an MLP."""
+    """Build the experts of each layer of a mixture, or the MLP."""
     return experts(file) if file.model_type.startswith("qwen3_5_moe") else dense_mlp(file)
 
 
@@ -91,7 +97,7 @@ def build(
     mlp: MLP = mlp,
     kind: type[GatedDeltaMixer] = GatedDeltaMixer,
 ) -> CausalLM:
-    """The decoder; `mlp` gets the number of its layer, `kind` is that of the delta nets."""
+    """Build the decoder; `mlp` gets the number of its layer, `kind` is that of the delta nets."""
     file.only("hidden_act", "silu")
     layers = []
     for i, (name, spec) in enumerate(layer_specs.items()):
@@ -112,7 +118,14 @@ _NAMES = {
 
 
 def convert(
-    tensors: Tensors, projections: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    tensors: Tensors,
+    projections: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
 ) -> Tensors:
-    """`projections`: of a delta net, in the order of `GatedDeltaMixer.in_proj`."""
-    return joined(converted(tensors, ("model.language_model.", "model."), _NAMES), projections, "in_proj")
+    """Convert a checkpoint.
+
+    Args:
+        projections: of a delta net, in the order of `GatedDeltaMixer.in_proj`.
+    """
+    return joined(
+        converted(tensors, ("model.language_model.", "model."), _NAMES), projections, "in_proj"
+    )

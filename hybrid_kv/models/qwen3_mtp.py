@@ -1,7 +1,7 @@
-"""The draft head of Qwen3-Next, Qwen3.5 and Qwen3.6: one layer of gated attention and the family's MLP.
+"""The draft head of Qwen3-Next, Qwen3.5 and Qwen3.6: a layer of gated attention and an MLP.
 
-Its form is that of vLLM 0.32 (`qwen3_next_mtp.py`, `qwen3_5_mtp.py`): transformers leaves it out. The embedding of the
-token comes before the hidden state in what `fc` joins.
+Its form is that of vLLM 0.32 (`qwen3_next_mtp.py`, `qwen3_5_mtp.py`): transformers leaves it out.
+The embedding of the token comes before the hidden state in what `fc` joins.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hybrid_kv.models.weights import Tensors, renamed
 
 
 def _parts(file: ConfigFile) -> tuple[str, MLP]:
-    """The key that counts the head's layers, and the MLP in it."""
+    """Return the key that counts the head's layers, and the MLP in it."""
     if file.model_type == "qwen3_next":
         return "num_nextn_predict_layers", qwen3_next.mlp
     return "mtp_num_hidden_layers", qwen3_5.mlp
@@ -29,10 +29,13 @@ def _parts(file: ConfigFile) -> tuple[str, MLP]:
 def build(file: ConfigFile, target: CausalLM) -> nn.Module:
     """See `HeadFamily.build`."""
     count, mlp = _parts(file)
-    if (layers := file.size(count, default=1)) != 1:
+    layers = file.size(count, default=1)
+    if layers != 1:
         raise file.fail(f"{count}={layers}, 1 is supported; draft with n-grams instead")
-    if file.flag("mtp_use_dedicated_embeddings", False):
-        raise file.fail("mtp_use_dedicated_embeddings=True is not supported; draft with n-grams instead")
+    if file.flag("mtp_use_dedicated_embeddings", default=False):
+        raise file.fail(
+            "mtp_use_dedicated_embeddings=True is not supported; draft with n-grams instead"
+        )
     mixer = attention(file, NAME, attention_spec_of(target), GridAttention)
     layer = DecoderBlock(norm(file), mixer, norm(file), mlp(file, 0))
     return MTPHead(target, norm(file), norm(file), layer, norm(file))
@@ -54,8 +57,12 @@ def shapes(file: ConfigFile) -> dict[str, tuple[int, ...] | str]:
     """See `HeadFamily.shapes`."""
     if file.maybe_size(_parts(file)[0]) is None:
         return {}
-    size, layer = file.size("hidden_size"), f"model.layers.{qwen_kinds(file).index(ATTENTION)}."
+    size = file.size("hidden_size")
+    layer = f"model.layers.{qwen_kinds(file).index(ATTENTION)}."
     norms = ("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "norm.weight")
-    alike = {f"layers.0.{part}": layer + part for part in ("input_layernorm", "post_attention_layernorm", "self_attn")}
+    alike = {
+        f"layers.0.{module}": layer + module
+        for module in ("input_layernorm", "post_attention_layernorm", "self_attn")
+    }
     alike["layers.0.mlp."] = "model.layers.0.mlp."
     return {"fc.weight": (size, 2 * size), **dict.fromkeys(norms, (size,)), **alike}

@@ -1,8 +1,8 @@
 """Checkpoints with random weights, of any family that runs here: for tests, and for other engines.
 
-Written by transformers from its own config class, so that every engine that reads the Hugging Face format loads them.
-Its own start would give nearly flat logits and states that forget: here logits have wide margins between the best two
-tokens, and a state remembers for tens of tokens.
+Written by transformers from its own config class, so that every engine that reads the Hugging Face
+format loads them. Its own start would give nearly flat logits and states that forget: here logits
+have wide margins between the best two tokens, and a state remembers for tens of tokens.
 """
 
 from __future__ import annotations
@@ -24,9 +24,13 @@ EOS = 0  # what `generate` stops at
 
 
 def write_checkpoint(
-    model_type: str, folder: str | Path, size: str = "tiny", seed: int = 0, keys: Mapping[str, Any] | None = None
+    model_type: str,
+    folder: str | Path,
+    size: str = "tiny",
+    seed: int = 0,
+    keys: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """config.json, weights, those of the draft head too, and a tokenizer of one token a word.
+    """Write config.json, weights, those of the draft head too, and a tokenizer of one token a word.
 
     Args:
         size: of `registry.sizes_of`.
@@ -41,21 +45,27 @@ def write_checkpoint(
     folder = Path(folder)
     model = random_model(model_type, size, seed, keys)
     with quiet():
-        model.save_pretrained(folder, max_shard_size="1TB")  # one file, to which a head's weights can be added
+        # One file, to which a head's weights can be added.
+        model.save_pretrained(folder, max_shard_size="1TB")
     file = ConfigFile.read(folder)
-    if (head := head_of(file)) is not None and (shapes := head.shapes(file)):
+    head = head_of(file)
+    shapes = {} if head is None else head.shapes(file)
+    if head is not None and shapes:
         _save_head(head.prefix, shapes, folder, seed)
     write_tokenizer(file.size("vocab_size"), folder)
     return model
 
 
-def random_model(model_type: str, size: str = "tiny", seed: int = 0, keys: Mapping[str, Any] | None = None) -> Any:
-    """transformers' model with random weights, float32, in evaluation mode."""
+def random_model(
+    model_type: str, size: str = "tiny", seed: int = 0, keys: Mapping[str, Any] | None = None
+) -> Any:
+    """Return transformers' model with random weights, float32, in evaluation mode."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     family_of(ConfigFile({"model_type": model_type}, "checkpoint"))
-    if size not in (sizes := sizes_of(model_type)):
-        known = ", ".join(f"{name} ({'|'.join(own)})" for name, own in sized().items())
+    sizes = sizes_of(model_type)
+    if size not in sizes:
+        known = ", ".join(f"{name} ({'|'.join(sizes)})" for name, sizes in sized().items())
         raise ConfigError(f"no checkpoint of {model_type} in size {size!r}; there are {known}")
     values = {**sizes[size], **(keys or {}), "dtype": "float32"}
     with quiet():
@@ -66,7 +76,7 @@ def random_model(model_type: str, size: str = "tiny", seed: int = 0, keys: Mappi
 
 
 def fill(model: nn.Module, seed: int) -> None:
-    """Random values for every weight and every buffer that is saved; see `_value`."""
+    """Draw a value for every weight and every buffer that is saved; see `_value`."""
     g = torch.Generator().manual_seed(seed)
     saved = model.state_dict(keep_vars=True)
     done = set[int]()
@@ -77,8 +87,12 @@ def fill(model: nn.Module, seed: int) -> None:
 
 
 def _value(name: str, start: torch.Tensor, g: torch.Generator) -> torch.Tensor:
-    """By what the weight is for; what is not known to be a projection stays near the start that its class gave it."""
-    noise, last = torch.randn(start.shape, generator=g), name.split(".")[-1]
+    """Draw the value of a weight, in the range of its kind.
+
+    Weights that are not known to be projections stay near the start that their class gave them.
+    """
+    noise = torch.randn(start.shape, generator=g)
+    last = name.split(".")[-1]
     if last == "A_log":
         return torch.rand(start.shape, generator=g).mul_(3.5).add_(0.5).log_()
     if last == "dt_bias" or name.endswith("dt_proj.bias"):
@@ -88,7 +102,8 @@ def _value(name: str, start: torch.Tensor, g: torch.Generator) -> torch.Tensor:
     if "conv" in name and start.dim() == 3:
         return 0.5 * noise
     if start.dim() >= 2 and "adapter" in name:
-        return noise * (0.5 / start.shape[-1] ** 0.5)  # as large as what they adapt, they would sharpen every softmax
+        # As large as what they adapt, they would sharpen every softmax.
+        return noise * (0.5 / start.shape[-1] ** 0.5)
     if start.dim() >= 2:
         return noise * (1.2 / start.shape[-1] ** 0.5)
     return start + 0.1 * noise
@@ -96,10 +111,11 @@ def _value(name: str, start: torch.Tensor, g: torch.Generator) -> torch.Tensor:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' progress bars, and its warnings of kernels that are not installed."""
+    """Silence transformers' progress bars, and its warnings of kernels that are not installed."""
     from transformers.utils import logging
 
-    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    shown = logging.is_progress_bar_enabled()
+    level = logging.get_verbosity()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
@@ -110,20 +126,35 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _save_head(prefix: str, shapes: Mapping[str, tuple[int, ...] | str], folder: Path, seed: int) -> None:
-    """In the file of the model's weights, since transformers leaves a head's out; see `HeadFamily.shapes`."""
+def _save_head(
+    prefix: str, shapes: Mapping[str, tuple[int, ...] | str], folder: Path, seed: int
+) -> None:
+    """Add a draft head to the file of the model's weights: transformers leaves it out.
+
+    See `HeadFamily.shapes`.
+    """
     from safetensors.torch import load_file, save_file
 
     g = torch.Generator().manual_seed(seed + 1)
     path = folder / "model.safetensors"
-    tensors, own = load_file(path), dict[str, tuple[int, ...]]()
+    tensors = load_file(path)
+    head_shapes = dict[str, tuple[int, ...]]()
     for start, given in shapes.items():
         if isinstance(given, str):
-            alike = {name.removeprefix(given): tensor for name, tensor in tensors.items() if name.startswith(given)}
-            own |= {prefix + start + name: tuple(tensor.shape) for name, tensor in alike.items()}
+            alike = {
+                name.removeprefix(given): tensor
+                for name, tensor in tensors.items()
+                if name.startswith(given)
+            }
+            head_shapes |= {
+                prefix + start + name: tuple(tensor.shape) for name, tensor in alike.items()
+            }
         else:
-            own[prefix + start] = given
-    values = {name: _value(name, torch.full(shape, float("norm" in name)), g) for name, shape in own.items()}
+            head_shapes[prefix + start] = given
+    values = {
+        name: _value(name, torch.full(shape, float("norm" in name)), g)
+        for name, shape in head_shapes.items()
+    }
     save_file({**tensors, **values}, path, metadata={"format": "pt"})
 
 
@@ -133,8 +164,14 @@ def write_tokenizer(vocab_size: int, folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     words = [f"w{i}" for i in range(vocab_size)]
-    # Qwen3.5's class, which transformers takes whatever the files say, cuts a text by itself, but not at added tokens.
-    model = models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], unk_token=words[EOS], fuse_unk=True)
+    # Qwen3.5's class, which transformers takes whatever the files say, cuts a text by itself, but
+    # not at added tokens.
+    model = models.BPE(
+        vocab={word: i for i, word in enumerate(words)},
+        merges=[],
+        unk_token=words[EOS],
+        fuse_unk=True,
+    )
     tokenizer = Tokenizer(model)
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -1,7 +1,7 @@
 """Families by `model_type`. A family is one module that calls `register` when it is imported.
 
-`hybrid_kv.models.families` imports those that come with the package; anybody else's needs only to be imported before
-its checkpoint is loaded. `docs/adding-a-family.md` walks through one.
+`hybrid_kv.models.families` imports those that come with the package; anybody else's needs only to
+be imported before its checkpoint is loaded. `docs/adding-a-family.md` walks through one.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,19 +26,24 @@ Tensors = dict[str, "torch.Tensor"]
 
 @dataclass(frozen=True)
 class Family:
-    """What one family knows that no other part of this package does.
+    """The facts of one family that no other part of this package knows.
 
     Attributes:
         kinds: the kind of every layer, in order, from config.json.
-        caches: kind to the caches that such a layer keeps, by the suffix that names them; none for an MLP, `""` where
-            there is one. Each reads its spec from config.json.
-        build: (config, specs by layer name) to a module that is a `models.interface.Model`; None where the family can
-            only be planned. Built on torch's meta device: parameters get their values from the checkpoint alone.
-        convert_weights: the checkpoint's tensors to the module's, by name; raises `ConfigError` for a wrong one.
-        skips: what the names of tensors begin with that a language model has no use for, such as a vision tower's.
-        default_ssm_dtype: of the states where neither the user nor config.json names one; None: the model's.
-        sizes: `tiny` and `small` to keys of transformers' config class of the family, for checkpoints with random
-            weights; those of the families that come with the package are in `sizes.yaml`.
+        caches: kind to the caches that such a layer keeps, by the suffix that names them; none for
+            an MLP, `""` where there is one. Each reads its spec from config.json.
+        build: (config, specs by layer name) to a module that is a `models.interface.Model`; None
+            where the family can only be planned. Built on torch's meta device: parameters get their
+            values from the checkpoint alone.
+        convert_weights: the checkpoint's tensors to the module's, by name; raises `ConfigError` for
+            a wrong one.
+        skips: what the names of tensors begin with that a language model has no use for, such as a
+            vision tower's.
+        default_ssm_dtype: of the states where neither the user nor config.json names one; None: the
+            model's.
+        sizes: `tiny` and `small` to keys of transformers' config class of the family, for
+            checkpoints with random weights; those of the families that come with the package are in
+            `sizes.yaml`.
         checked_against: what its logits were compared with, for people.
     """
 
@@ -51,27 +57,34 @@ class Family:
     checked_against: str = "transformers: whole, in chunks, token by token"
 
 
+def _no_shapes(file: ConfigFile) -> Mapping[str, tuple[int, ...] | str]:
+    return {}
+
+
 @dataclass(frozen=True)
 class HeadFamily:
     """A multi-token-prediction head that lies in the target's own checkpoint.
 
     Attributes:
         prefix: of its tensors' names; the target has no use for these.
-        build: (config, target) to a module that is a `models.interface.DraftHead`; its parameters are named as in the
-            converted checkpoint, without the prefix. Raises `ConfigError` for a head of another kind.
+        build: (config, target) to a module that is a `models.interface.DraftHead`; its parameters
+            are named as in the converted checkpoint, without the prefix. Raises `ConfigError` for a
+            head of another kind.
         convert_weights: the checkpoint's tensors of that prefix to the module's, the prefix kept.
-        shapes: of the checkpoint's tensors, by name without the prefix, for checkpoints with random weights; none
-            where config.json has no head. A text in the place of a shape: the head has all tensors of the target that
-            begin with it, too, and their names begin with the key.
+        shapes: of the checkpoint's tensors, by name without the prefix, for checkpoints with random
+            weights; none where config.json has no head. A text in the place of a shape: the head
+            has all tensors of the target that begin with it, too, and their names begin with the
+            key.
     """
 
     prefix: str
     build: Callable[[ConfigFile, Any], torch.nn.Module]
     convert_weights: Callable[[Tensors], Tensors]
-    shapes: Callable[[ConfigFile], Mapping[str, tuple[int, ...] | str]] = lambda file: {}
+    shapes: Callable[[ConfigFile], Mapping[str, tuple[int, ...] | str]] = _no_shapes
 
 
-AS_A_WHOLE = "transformers as a whole; in chunks on a cache it is wrong"  # what a family is `checked_against`
+# What a family is `checked_against`.
+AS_A_WHOLE = "transformers as a whole; in chunks on a cache it is wrong"
 _SIZES = Path(__file__).with_name("sizes.yaml")
 _FAMILIES: dict[str, Family] = {}
 _HEADS: dict[str, HeadFamily] = {}
@@ -96,30 +109,31 @@ def register_head(head: HeadFamily, *model_types: str) -> None:
 
 
 def family_of(config: ConfigFile) -> Family:
-    """The family of a config.json.
+    """Return the family of a config.json.
 
     Raises:
         ConfigError: no family has its `model_type`.
     """
     if config.model_type not in _FAMILIES:
         raise config.fail(
-            f"model_type {config.get('model_type')!r} is not supported; supported are {', '.join(_FAMILIES)}"
+            f"model_type {config.get('model_type')!r} is not supported; supported are "
+            f"{', '.join(_FAMILIES)}"
         )
     return _FAMILIES[config.model_type]
 
 
 def head_of(config: ConfigFile) -> HeadFamily | None:
-    """The draft head that checkpoints of this `model_type` may have."""
+    """Return the draft head that checkpoints of this `model_type` may have."""
     return _HEADS.get(config.model_type)
 
 
 def runnable() -> list[str]:
-    """The `model_type`s that can be built, not only planned."""
+    """Return the `model_type`s that can be built, not only planned."""
     return [name for name, family in _FAMILIES.items() if family.build is not None]
 
 
 def sizes_of(model_type: str) -> Mapping[str, Mapping[str, Any]]:
-    """A family's sizes of checkpoints with random weights, see `Family.sizes`."""
+    """Return a family's sizes of checkpoints with random weights, see `Family.sizes`."""
     return _FAMILIES[model_type].sizes or _packaged_sizes().get(model_type, {})
 
 
@@ -132,13 +146,13 @@ def _packaged_sizes() -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def sized() -> dict[str, list[str]]:
-    """The sizes in which checkpoints with random weights can be written, by `model_type`."""
-    return {name: list(sizes) for name in _FAMILIES if (sizes := sizes_of(name))}
+    """Return, by `model_type`, the sizes in which random checkpoints can be written."""
+    return {name: list(sizes_of(name)) for name in _FAMILIES if sizes_of(name)}
 
 
 def overview() -> list[dict[str, Any]]:
-    """Every `model_type`, those that run first: what it has, and what it was checked against."""
-    found = [
+    """Return a row for every `model_type`, those that run first."""
+    rows = [
         {
             "model_type": name,
             "runs": family.build is not None,
@@ -148,10 +162,12 @@ def overview() -> list[dict[str, Any]]:
         }
         for name, family in _FAMILIES.items()
     ]
-    return sorted(found, key=lambda entry: (not entry["runs"], entry["model_type"]))
+    by_name = sorted(rows, key=itemgetter("model_type"))
+    return sorted(by_name, key=itemgetter("runs"), reverse=True)
 
 
 def _add(known: dict[str, T], entry: T, model_types: tuple[str, ...]) -> None:
-    if taken := sorted(known.keys() & set(model_types)):
+    taken = sorted(known.keys() & set(model_types))
+    if taken:
         raise ValueError(f"model_type {taken[0]!r} is registered already")
     known.update(dict.fromkeys(model_types, entry))

@@ -1,8 +1,9 @@
 """Rotary position embedding (Su et al. 2021, arXiv 2104.09864) of the first channels of each head.
 
-The two halves of the rotated channels are pairs ("NeoX style"), as in every family here. Frequencies of the scaled
-variants are transformers' (`modeling_rope_utils`). Variants whose frequencies change with the length of a request
-(`dynamic`, `longrope`) are refused: keys in the cache were rotated by others.
+The two halves of the rotated channels are pairs ("NeoX style"), as in every family here.
+Frequencies of the scaled variants are transformers' (`modeling_rope_utils`). Variants whose
+frequencies change with the length of a request (`dynamic`, `longrope`) are refused: keys in the
+cache were rotated by others.
 """
 
 from __future__ import annotations
@@ -16,18 +17,27 @@ import torch
 from hybrid_kv.models.config_file import ConfigFile, shown
 
 _FIXED = ("linear", "llama3", "yarn")  # variants whose frequencies are the same for every request
-_MOST = 1e9  # radians a token, and the scale; published ones are near 1, and an angle of float32 ends at 3e38
+# Radians a token, and the scale; published ones are near 1, and an angle of float32 ends at 3e38.
+_MOST = 1e9
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Channel i of the first half turns by `position * frequencies[i]`; cosine and sine are multiplied by `scale`."""
+    """A rotation: channel i of the first half turns by `position * frequencies[i]`.
+
+    Cosine and sine are multiplied by `scale`.
+    """
 
     frequencies: tuple[float, ...]
     scale: float = 1.0
 
-    def rotation(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """[num_tokens] int64 to cosines and sines [num_tokens, 1, len(frequencies)]; angles are in float32."""
+    def rotation(
+        self, positions: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines [num_tokens, 1, len(frequencies)] of positions [num_tokens].
+
+        Angles are in float32.
+        """
         angles = (positions.float()[:, None] * _on(positions.device, self.frequencies)).unsqueeze(1)
         return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
 
@@ -38,7 +48,7 @@ def _on(device: torch.device, frequencies: tuple[float, ...]) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """[num_tokens, num_heads, head_size] to the same; channels behind the rotated ones stay as they are."""
+    """Rotate [num_tokens, num_heads, head_size]; the channels after the rotated ones stay."""
     cos, sin = rotation
     half = cos.shape[-1]
     first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
@@ -46,23 +56,26 @@ def rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torc
     return torch.cat((*turned, rest) if rest.shape[-1] else turned, dim=-1)
 
 
-def read_rope(file: ConfigFile, head_size: int, theta: float = 10_000.0, share: float = 1.0) -> Rope:
-    """From `rope_parameters`, or the older `rope_theta`, `rope_scaling` and `partial_rotary_factor`.
+def read_rope(
+    file: ConfigFile, head_size: int, theta: float = 10_000.0, share: float = 1.0
+) -> Rope:
+    """Read `rope_parameters`, or older `rope_theta`, `rope_scaling` and `partial_rotary_factor`.
 
     Args:
         theta, share: base, and share of the channels that turn, where the file names none.
 
     Raises:
-        ConfigError: values of a wrong type or that no model can have, or a variant whose frequencies change with the
-            length of a request.
+        ConfigError: values of a wrong type or that no model can have, or a variant whose
+            frequencies change with the length of a request.
     """
     given = file.get("rope_parameters", "rope_scaling") or {}
     if not isinstance(given, dict):
         raise file.fail(f"rope_parameters={shown(given)} must be an object; correct the file")
-    own = ConfigFile({**file.values, **given}, file.source)
-    factor = own.number("partial_rotary_factor", share)
+    rope_file = ConfigFile({**file.values, **given}, file.source)
+    factor = rope_file.number("partial_rotary_factor", share)
     size = int(head_size * factor) // 2 * 2
-    base, kind = own.number("rope_theta", theta), own.text("rope_type", "type", default="default")
+    base = rope_file.number("rope_theta", theta)
+    kind = rope_file.text("rope_type", "type", default="default")
     if not 0 < size <= head_size:
         raise file.fail(f"partial_rotary_factor={factor} leaves no channel of {head_size}")
     if kind in ("default", "mrope"):  # of text alone: the three positions of a token are one
@@ -70,15 +83,24 @@ def read_rope(file: ConfigFile, head_size: int, theta: float = 10_000.0, share: 
         exponents = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").float() / size
         rope = Rope(tuple((1.0 / base**exponents).tolist()))
     elif kind in _FIXED:
-        parameters = {**given, "rope_type": kind, "rope_theta": base, "partial_rotary_factor": factor}
+        parameters = {
+            **given,
+            "rope_type": kind,
+            "rope_theta": base,
+            "partial_rotary_factor": factor,
+        }
         rope = _scaled(file, parameters, head_size)
     else:
         raise file.fail(
-            f"rope_type={kind!r} is not supported; supported are default, {', '.join(_FIXED)} (keys in a cache cannot "
+            f"rope_type={kind!r} is not supported; supported are default, {', '.join(_FIXED)} "
+            "(keys in a cache cannot "
             "be rotated anew when a request grows)"
         )
     if not all(0 < number < _MOST for number in (*rope.frequencies, rope.scale)):
-        raise file.fail(f"rope_theta={base:g}, rope_parameters={shown(given)} make NaN of an angle; correct the file")
+        raise file.fail(
+            f"rope_theta={base:g}, rope_parameters={shown(given)} make NaN of an angle; correct "
+            "the file"
+        )
     return rope
 
 
@@ -96,7 +118,11 @@ def _scaled(file: ConfigFile, parameters: dict[str, Any], head_size: int) -> Rop
     known.rope_parameters = parameters
     try:
         with torch.device("cpu"):
-            frequencies, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](known, torch.device("cpu"))
+            frequencies, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](
+                known, torch.device("cpu")
+            )
     except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-        raise file.fail(f"rope_parameters={shown(parameters)} cannot be used ({error}); correct the file") from None
+        raise file.fail(
+            f"rope_parameters={shown(parameters)} cannot be used ({error}); correct the file"
+        ) from None
     return Rope(tuple(frequencies.tolist()), float(scale))

@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says about its cache: one `KVCacheSpec` per layer, without loading a weight.
+"""The cache that a checkpoint's config.json describes, one `KVCacheSpec` per layer; no weights.
 
 Reads the raw JSON, so that a plan needs no transformers version that knows the model.
 """
@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 import hybrid_kv.models.families  # noqa: F401  (registers them)
 from hybrid_kv.cache.ranks import Ranks
 from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
-from hybrid_kv.config import CacheConfig, ConfigError, MakeDtype, parse_dtype, parse_model_dtype, torch_dtype
+from hybrid_kv.config import (
+    CacheConfig,
+    ConfigError,
+    MakeDtype,
+    parse_dtype,
+    parse_model_dtype,
+    torch_dtype,
+)
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.registry import family_of
 from hybrid_kv.models.specs import ATTENTION, SpecOptions, chunk_size
@@ -21,12 +28,16 @@ from hybrid_kv.models.specs import ATTENTION, SpecOptions, chunk_size
 if TYPE_CHECKING:
     import torch
 
-_MAX_LAYERS = 10_000  # above it the file is wrong, and a list of its layers would take the memory of the machine
+# Above it the file is wrong, and a list of its layers would take the memory of the machine.
+_MAX_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The cache-relevant shape of a model; the specs' block sizes are placeholders until a plan decides them."""
+    """The cache-relevant shape of a model.
+
+    The specs' block sizes are placeholders until a plan decides them.
+    """
 
     model_type: str
     dtype: torch.dtype
@@ -38,13 +49,18 @@ class ModelShape:
     @property
     def counts(self) -> dict[str, int]:
         """Layers per kind of cache (`attention`, `mamba2`, `gdn_attention`)."""
-        kinds = (spec.mamba_type if isinstance(spec, MambaSpec) else ATTENTION for spec in self.layers.values())
+        kinds = (
+            spec.mamba_type if isinstance(spec, MambaSpec) else ATTENTION
+            for spec in self.layers.values()
+        )
         return dict(Counter(kinds))
 
     def stages(self, ranks: Ranks) -> list[list[str]]:
-        """The names of the layers with a cache in each pipeline stage."""
-        parts = ranks.stages(self.num_hidden_layers)
-        return [[name for name in self.layers if int(name.split(".")[1]) in part] for part in parts]
+        """Return the names of the layers with a cache in each pipeline stage."""
+        stages = ranks.stages(self.num_hidden_layers)
+        return [
+            [name for name in self.layers if int(name.split(".")[1]) in stage] for stage in stages
+        ]
 
 
 def model_shape(
@@ -56,44 +72,58 @@ def model_shape(
     ranks: Ranks | None = None,
     make_dtype: MakeDtype = torch_dtype,
 ) -> ModelShape:
-    """The shape of the model that `source` (file, folder or parsed config) describes.
+    """Return the shape of the model that `source` (file, folder or parsed config) describes.
 
     Args:
-        cache: its `kv_cache_dtype` is that of K and V, `auto` takes the model's; its `mamba_ssm_cache_dtype` is that of
-            the SSM state, `auto` takes the config's, else the family's default in vLLM 0.22 (float32 for nemotron_h,
-            the model's for the others).
+        cache: its `kv_cache_dtype` is that of K and V, `auto` takes the model's; its
+            `mamba_ssm_cache_dtype` is that of the SSM state, `auto` takes the config's, else the
+            family's default in vLLM 0.22 (float32 for nemotron_h, the model's for the others).
         num_speculative_tokens: K; widens each convolution window by K rows.
         dtype: model dtype; `auto` takes the config's.
         ranks: the specs are those of one tensor parallel rank; default: of the only one.
         make_dtype: `config.planned_dtype` where nothing is allocated, which needs no torch.
 
     Raises:
-        ConfigError: an unknown family, a missing key, keys that contradict each other, or heads that the ranks can't
-            divide.
+        ConfigError: an unknown family, a missing key, keys that contradict each other, or heads
+            that the ranks can't divide.
     """
     if num_speculative_tokens < 0:
         raise ConfigError(f"num_speculative_tokens={num_speculative_tokens} must be >= 0")
     config = source if isinstance(source, ConfigFile) else ConfigFile.read(source)
     family = family_of(config)
-    if (num_layers := config.maybe_size("num_hidden_layers") or 0) > _MAX_LAYERS:
-        raise config.fail(f"num_hidden_layers={num_layers} must be at most {_MAX_LAYERS}; correct the file")
+    num_layers = config.maybe_size("num_hidden_layers") or 0
+    if num_layers > _MAX_LAYERS:
+        raise config.fail(
+            f"num_hidden_layers={num_layers} must be at most {_MAX_LAYERS}; correct the file"
+        )
     kinds = family.kinds(config)
-    if unknown := sorted(set(kinds) - set(family.caches)):
-        raise config.fail(f"a {config.model_type} model has no layers of kind {', '.join(unknown)}; correct the file")
+    unknown = sorted(set(kinds) - set(family.caches))
+    if unknown:
+        raise config.fail(
+            f"a {config.model_type} model has no layers of kind {', '.join(unknown)}; correct the "
+            "file"
+        )
     if num_layers not in (0, len(kinds)):
-        raise config.fail(f"num_hidden_layers={num_layers}, but {len(kinds)} layers are named; correct one of them")
+        raise config.fail(
+            f"num_hidden_layers={num_layers}, but {len(kinds)} layers are named; correct one of "
+            "them"
+        )
     named = dtype if dtype != "auto" else config.text("dtype", "torch_dtype")
     if named is None:
         raise config.fail("dtype is missing; give --dtype")
-    model_dtype, cache = parse_model_dtype(named.removeprefix("torch."), make=make_dtype), cache or CacheConfig()
+    model_dtype = parse_model_dtype(named.removeprefix("torch."), make=make_dtype)
+    cache = cache or CacheConfig()
 
-    def parsed(what: str, default: str = "auto") -> torch.dtype:
-        given = getattr(cache, what)
+    def parsed(option: str, default: str = "auto") -> torch.dtype:
+        given = getattr(cache, option)
         given = default if given == "auto" else given
-        return model_dtype if given == "auto" else parse_dtype(given, what, make_dtype)
+        return model_dtype if given == "auto" else parse_dtype(given, option, make_dtype)
 
-    own = family.default_ssm_dtype or "auto"
-    ssm_dtype = config.text("mamba_ssm_cache_dtype", "mamba_ssm_dtype", default=own) or own
+    family_dtype = family.default_ssm_dtype or "auto"
+    ssm_dtype = (
+        config.text("mamba_ssm_cache_dtype", "mamba_ssm_dtype", default=family_dtype)
+        or family_dtype
+    )
     options = SpecOptions(
         num_speculative_tokens=num_speculative_tokens,
         dtype=model_dtype,
@@ -103,14 +133,21 @@ def model_shape(
         ranks=ranks or Ranks(),
     )
     specs = {
-        kind: {end: read(config, options) for end, read in family.caches[kind].items()} for kind in dict.fromkeys(kinds)
+        kind: {end: read(config, options) for end, read in family.caches[kind].items()}
+        for kind in dict.fromkeys(kinds)
     }
-    layers = {f"layers.{i}{end}": spec for i, kind in enumerate(kinds) for end, spec in specs[kind].items()}
+    layers = {
+        f"layers.{i}{end}": spec
+        for i, kind in enumerate(kinds)
+        for end, spec in specs[kind].items()
+    }
     return ModelShape(
         model_type=config.model_type,
         dtype=options.dtype,
         max_position_embeddings=config.maybe_size("max_position_embeddings", "model_max_length"),
-        mamba_chunk_size=chunk_size(config) if any(isinstance(spec, MambaSpec) for spec in layers.values()) else None,
+        mamba_chunk_size=chunk_size(config)
+        if any(isinstance(spec, MambaSpec) for spec in layers.values())
+        else None,
         num_hidden_layers=len(kinds),
         layers=layers,
     )

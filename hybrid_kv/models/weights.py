@@ -1,4 +1,4 @@
-"""Bricks of `Family.convert_weights`: a checkpoint's tensors, by name, to those of our modules."""
+"""Bricks of `Family.convert_weights`: a checkpoint's tensors become those of our modules."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ Tensors = dict[str, torch.Tensor]
 
 
 def renamed(tensors: Tensors, prefixes: Sequence[str], names: Mapping[str, str]) -> Tensors:
-    """Without the first of `prefixes` that a name begins with, and each part of `names` replaced, in order.
+    """Return tensors without the first fitting prefix, and with each part of `names` replaced.
 
-    The weight of a convolution, `*.conv1d.weight` [channels, 1, kernel], becomes `*.conv_weight` [channels, kernel].
+    Names are replaced in order.
+
+    The weight of a convolution, `*.conv1d.weight` [channels, 1, kernel], becomes `*.conv_weight`
+    [channels, kernel].
 
     Raises:
         ConfigError: two tensors would get one name.
@@ -35,7 +38,9 @@ def renamed(tensors: Tensors, prefixes: Sequence[str], names: Mapping[str, str])
 
 
 def joined(tensors: Tensors, parts: Sequence[str], whole: str) -> Tensors:
-    """Tensors of a checkpoint that are one here, laid behind one another; others, and those without a first part, stay.
+    """Join tensors of a checkpoint that are one here, one after the other.
+
+    Others, and those without a first part, stay.
 
     Args:
         parts: ends of their stems: `q_proj`, `k_proj`, `v_proj`; also of their biases.
@@ -47,27 +52,33 @@ def joined(tensors: Tensors, parts: Sequence[str], whole: str) -> Tensors:
     result: Tensors = {}
     for name, tensor in tensors.items():
         stem, _, kind = name.rpartition(".")
-        part = next((part for part in parts if stem == part or stem.endswith(f".{part}")), None)
-        head = stem.removesuffix(part or "")
-        if part is None or f"{head}{parts[0]}.{kind}" not in tensors:
+        end = next((end for end in parts if stem == end or stem.endswith(f".{end}")), None)
+        head = stem.removesuffix(end or "")
+        if end is None or f"{head}{parts[0]}.{kind}" not in tensors:
             result[name] = tensor
-        elif part == parts[0]:
+        elif end == parts[0]:
             names = [f"{head}{other}.{kind}" for other in parts]
-            if absent := [other for other in names if other not in tensors]:
+            absent = [other for other in names if other not in tensors]
+            if absent:
                 raise ConfigError(f"the checkpoint has {name} but lacks {' and '.join(absent)}")
             result[f"{head}{whole}.{kind}"] = torch.cat([tensors[other] for other in names])
     return result
 
 
 def converted(tensors: Tensors, prefixes: Sequence[str], names: Mapping[str, str]) -> Tensors:
-    """`renamed`, and as one: queries, keys and values; gate and up; all experts, whether a file joins them or not."""
+    """Rename and join: queries, keys and values; gate and up; all experts.
+
+    A file may have joined them already.
+    """
     tensors = joined(renamed(tensors, prefixes, names), ("q_proj", "k_proj", "v_proj"), "qkv_proj")
     tensors = stacked(joined(tensors, ("gate_proj", "up_proj"), "gate_up_proj"))
     return renamed(tensors, (), {".experts.gate_up_proj": ".experts.up_proj"})
 
 
 def stacked(tensors: Tensors) -> Tensors:
-    """`*.experts.<i>.<name>.weight` of all experts as one `*.experts.<name>` [experts, …]; others as they are.
+    """Stack `*.experts.<i>.<name>.weight` of all experts to one `*.experts.<name>` [experts, …].
+
+    Others stay as they are.
 
     Raises:
         ConfigError: an expert between the first and the last is missing.
@@ -75,14 +86,19 @@ def stacked(tensors: Tensors) -> Tensors:
     result: Tensors = {}
     experts: dict[str, dict[int, torch.Tensor]] = {}
     for name, tensor in tensors.items():
-        stem, found, rest = name.partition(".experts.")
-        number, _, what = rest.partition(".")
-        if found and number.isdigit():
-            experts.setdefault(f"{stem}.experts.{what.removesuffix('.weight')}", {})[int(number)] = tensor
+        stem, separator, rest = name.partition(".experts.")
+        number, _, weight = rest.partition(".")
+        if separator and number.isdigit():
+            experts.setdefault(f"{stem}.experts.{weight.removesuffix('.weight')}", {})[
+                int(number)
+            ] = tensor
         else:
             result[name] = tensor
     for name, by_number in experts.items():
-        if absent := sorted(set(range(max(by_number) + 1)) - by_number.keys()):
-            raise ConfigError(f"the checkpoint lacks {name} of expert {absent[0]}; download it again")
+        absent = sorted(set(range(max(by_number) + 1)) - by_number.keys())
+        if absent:
+            raise ConfigError(
+                f"the checkpoint lacks {name} of expert {absent[0]}; download it again"
+            )
         result[name] = torch.stack([by_number[i] for i in range(len(by_number))])
     return result

@@ -1,7 +1,7 @@
-"""A gated delta net (Yang et al., 2024, arXiv 2412.06464): projection, convolution, delta rule, gated norm, projection.
+"""A gated delta net (Yang et al., 2024, arXiv 2412.06464): convolution, delta rule, gated norm.
 
-As in transformers, queries and keys get length 1 in the dtype of the recurrence, and the norm of each head comes before
-its gate, not behind it as in Mamba-2.
+As in transformers, queries and keys get length 1 in the dtype of the recurrence, and the norm of
+each head comes before its gate, not behind it as in Mamba-2.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ Layer = tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor]
 
 
 class DeltaRuleMixer(LaunchedMixer):
-    """What layers with a delta rule share.
+    """The base of layers with a delta rule.
 
-    `project` gives time steps, [num_tokens, value_heads] or per key channel [num_tokens, value_heads, key_dim], and
-    behind them betas [num_tokens, value_heads].
+    `project` gives time steps, [num_tokens, value_heads] or per key channel [num_tokens,
+    value_heads, key_dim], and behind them betas [num_tokens, value_heads].
 
     Args:
         name: of the layer's cache.
-        spec: of that, which has the sizes: its state is [value_heads, value_dim, key_dim]; `value_heads / key_heads`
-            heads share a query and a key.
+        spec: of that, which has the sizes: its state is [value_heads, value_dim, key_dim];
+            `value_heads / key_heads` heads share a query and a key.
         chunk_size: tokens that a scan takes at a time.
         eps: of the norm of each head.
         beta_scale: 2 lets the state forget the other way: eigenvalues from -1 on (OLMo-Hybrid).
@@ -49,13 +49,18 @@ class DeltaRuleMixer(LaunchedMixer):
     update = staticmethod(gated_delta_update)
     scan = staticmethod(gated_delta_chunk)
 
-    def __init__(self, name: str, spec: KVCacheSpec, chunk_size: int, eps: float, beta_scale: float = 1.0) -> None:
+    def __init__(
+        self, name: str, spec: KVCacheSpec, chunk_size: int, eps: float, beta_scale: float = 1.0
+    ) -> None:
         assert isinstance(spec, MambaSpec)
         super().__init__(name, *sizes_of(spec), conv_bias=False)
-        u, k, g = (part.shape for part in spec.inputs)
-        (self.value_heads, self.value_dim), (self.key_heads, self.key_dim) = u, k
-        keys, values = prod(k), prod(u)
-        self.chunk_size, self.beta_scale = chunk_size, beta_scale
+        u, k, g = (inputs.shape for inputs in spec.inputs)
+        self.value_heads, self.value_dim = u
+        self.key_heads, self.key_dim = k
+        keys = prod(k)
+        values = prod(u)
+        self.chunk_size = chunk_size
+        self.beta_scale = beta_scale
         self.widths = (keys, keys, values)
         self.dt_bias = empty(prod(g))
         self.A_log = empty(self.value_heads)
@@ -63,45 +68,63 @@ class DeltaRuleMixer(LaunchedMixer):
         self.norm = RMSNorm(self.value_dim, eps)
 
     def operands(self, conv_out: torch.Tensor, inputs: Tensors, dtype: torch.dtype) -> Tensors:
-        """q, k, v, log decay, beta; all of them for each value head."""
-        dt, beta = (part.to(dtype) for part in inputs)
+        """Return q, k, v, log decay, beta; all of them for each value head."""
+        dt, beta = (values.to(dtype) for values in inputs)
         decay, dt_bias = self._rates(self.A_log, self.dt_bias, dtype=dtype)
         qkv = self._heads(conv_out.to(dtype))
         return delta_operands(*qkv, dt, dt_bias.view(dt.shape[2:]), decay, beta, self.beta_scale)
 
-    def recompute(self, decodes: Tokens, history: RecomputeStep, context: ForwardContext) -> torch.Tensor:
-        (state,), ring = self.parts(context, "state"), context.row_memory[self.name]
+    def recompute(
+        self, decodes: Tokens, history: RecomputeStep, context: ForwardContext
+    ) -> torch.Tensor:
+        (state,) = self.parts(context, "state")
+        ring = context.row_memory[self.name]
         layer = self._layer(decodes.rows.flat(decodes.conv_out), decodes.inputs)
-        return gated_delta_recompute_reference(state, ring, history, *layer, decodes.rows.starts, self.beta_scale)
+        return gated_delta_recompute_reference(
+            state, ring, history, *layer, decodes.rows.starts, self.beta_scale
+        )
 
     def flush(self, history: RecomputeStep, context: ForwardContext) -> None:
-        (state,), ring = self.parts(context, "state"), context.row_memory[self.name]
+        (state,) = self.parts(context, "state")
+        ring = context.row_memory[self.name]
         if self.launches(context):
             gated_delta_flush(state, ring, history)
         else:
             recompute_flush_reference(state, ring, history, None)
 
-    def launch_decodes(self, conv_out: torch.Tensor, inputs: Tensors, context: ForwardContext) -> torch.Tensor:
-        metadata, (state,) = context.metadata[self.name], self.parts(context, "state")
-        layer, split = self._layer(conv_out, inputs), metadata.num_decodes
-        if (history := metadata.rollback.history) is not None:
+    def launch_decodes(
+        self, conv_out: torch.Tensor, inputs: Tensors, context: ForwardContext
+    ) -> torch.Tensor:
+        metadata = context.metadata[self.name]
+        (state,) = self.parts(context, "state")
+        layer = self._layer(conv_out, inputs)
+        split = metadata.num_decodes
+        history = metadata.rollback.history
+        if history is not None:
             ring = context.row_memory[self.name]
-            return gated_delta_recompute(state, ring, history, *layer, metadata.cu_seqlens, self.beta_scale)
-        sources, targets = metadata.source_indices[:split], metadata.state_indices[:split]
-        return gated_delta_update_slots(state, *layer, metadata.cu_seqlens, sources, targets, self.beta_scale)
+            return gated_delta_recompute(
+                state, ring, history, *layer, metadata.cu_seqlens, self.beta_scale
+            )
+        sources = metadata.source_indices[:split]
+        targets = metadata.state_indices[:split]
+        return gated_delta_update_slots(
+            state, *layer, metadata.cu_seqlens, sources, targets, self.beta_scale
+        )
 
-    def launch_scan(self, state: torch.Tensor, conv_out: torch.Tensor, inputs: Tensors, rows: ScanRows) -> torch.Tensor:
+    def launch_scan(
+        self, state: torch.Tensor, conv_out: torch.Tensor, inputs: Tensors, rows: ScanRows
+    ) -> torch.Tensor:
         return gated_delta_prefill(state, *self._layer(conv_out, inputs), *rows, self.beta_scale)
 
     def _layer(self, conv_out: torch.Tensor, inputs: Tensors) -> Layer:
-        """q, k, v, dt, dt_bias, A_log and beta as kernels take them; [num_tokens, …] each."""
+        """Return q, k, v, dt, dt_bias, A_log and beta for kernels, [num_tokens, …] each."""
         dt, beta = inputs
         return *self._heads(conv_out), dt, self.dt_bias.view(dt.shape[1:]), self.A_log, beta
 
     def _heads(self, conv_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k [..., key_heads, key_dim] and v [..., value_heads, value_dim] of the tokens."""
+        """Return q, k [..., key_heads, key_dim] and v [..., value_heads, value_dim]."""
         q, k, v = conv_out.split(self.widths, dim=-1)
-        q, k = (part.unflatten(-1, (self.key_heads, self.key_dim)) for part in (q, k))
+        q, k = (flat.unflatten(-1, (self.key_heads, self.key_dim)) for flat in (q, k))
         return q, k, v.unflatten(-1, (self.value_heads, self.value_dim))
 
 
@@ -109,7 +132,13 @@ class GatedDeltaMixer(DeltaRuleMixer):
     """The layer."""
 
     def __init__(
-        self, name: str, hidden_size: int, spec: KVCacheSpec, chunk_size: int, eps: float, beta_scale: float = 1.0
+        self,
+        name: str,
+        hidden_size: int,
+        spec: KVCacheSpec,
+        chunk_size: int,
+        eps: float,
+        beta_scale: float = 1.0,
     ) -> None:
         super().__init__(name, spec, chunk_size, eps, beta_scale)
         keys, _, values = self.widths

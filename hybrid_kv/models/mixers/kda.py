@@ -1,7 +1,8 @@
-"""Kimi Delta Attention (2025, arXiv 2510.26692): a gated delta rule whose decay has one rate for each key channel.
+"""Kimi Delta Attention (2025, arXiv 2510.26692): a gated delta rule with a rate per key channel.
 
-The convolutions of queries, keys and values are one, of all their channels, with one window. Decay and output gate come
-from projections of low rank; the gate is a sigmoid, behind the norm of each head.
+The convolutions of queries, keys and values are one, of all their channels, with one window. Decay
+and output gate come from projections of low rank; the gate is a sigmoid, behind the norm of each
+head.
 """
 
 from __future__ import annotations
@@ -19,15 +20,19 @@ class KDAMixer(DeltaRuleMixer):
 
     Args:
         name: of the layer's cache.
-        spec: of that, whose state is [num_heads, head_dim, head_dim], values by keys; head_dim is also the rank of the
-            low projections.
+        spec: of that, whose state is [num_heads, head_dim, head_dim], values by keys; head_dim is
+            also the rank of the low projections.
         chunk_size: tokens that a scan takes at a time.
         eps: of the norm of each head.
     """
 
-    def __init__(self, name: str, hidden_size: int, spec: KVCacheSpec, chunk_size: int, eps: float) -> None:
+    def __init__(
+        self, name: str, hidden_size: int, spec: KVCacheSpec, chunk_size: int, eps: float
+    ) -> None:
         super().__init__(name, spec, chunk_size, eps)
-        self.heads = num_heads, head_dim = self.value_heads, self.value_dim
+        num_heads = self.value_heads
+        head_dim = self.value_dim
+        self.heads = (num_heads, head_dim)
         width = num_heads * head_dim
         self.splits = (3 * width, head_dim, num_heads, head_dim)
         self.in_proj = Linear(hidden_size, sum(self.splits))
@@ -37,7 +42,9 @@ class KDAMixer(DeltaRuleMixer):
 
     def project(self, x: torch.Tensor) -> Projected:
         conv_in, decay, beta, gate = self.in_proj(x).split(self.splits, dim=-1)
-        return Projected(conv_in, (self.f_b_proj(decay).unflatten(1, self.heads), beta), (self.g_b_proj(gate),))
+        return Projected(
+            conv_in, (self.f_b_proj(decay).unflatten(1, self.heads), beta), (self.g_b_proj(gate),)
+        )
 
     def finish(self, mixed: torch.Tensor, rest: Tensors) -> torch.Tensor:
         (gate,) = rest

@@ -1,4 +1,4 @@
-"""A Mamba-1 layer (Gu and Dao, 2023, arXiv 2312.00752): projection, convolution, selective scan, gate, projection."""
+"""A Mamba-1 layer (Gu and Dao, 2023, arXiv 2312.00752): convolution, selective scan, gate."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Mamba1Mixer(RecurrentMixer):
         conv_bias: of the convolution; `bias`: of the first and the last projection.
     """
 
-    chunk_size = 16  # tokens whose states are held at a time: with 8,192 channels of 16 in float32, 8 MiB each
+    # Tokens whose states are held at a time: with 8,192 channels of 16 in float32, 8 MiB each.
+    chunk_size = 16
     update = staticmethod(selective_scan_update)
     scan = staticmethod(selective_scan)
 
@@ -61,7 +62,7 @@ class Mamba1Mixer(RecurrentMixer):
         return self.out_proj((mixed * F.silu(upcast(gate))).to(gate.dtype))
 
     def operands(self, conv_out: torch.Tensor, inputs: Tensors, dtype: torch.dtype) -> Tensors:
-        """x, dt behind the softplus, A, B, C, D."""
+        """Return x, dt after the softplus, A, B, C, D."""
         A, D = self._rates(self.A_log, self.D, dtype=dtype)
         dt, B, C = self.x_proj(conv_out).split(self.splits, dim=-1)
         dt = F.softplus(self.dt_proj(self.dt_norm(dt)).to(dtype))
@@ -69,5 +70,8 @@ class Mamba1Mixer(RecurrentMixer):
 
 
 def dt_rank(file: ConfigFile, key: str) -> int:
-    """Size of a time step before its projection; `auto`: a sixteenth of the hidden size."""
+    """Return the size of a time step before its projection.
+
+    `auto` is a sixteenth of the hidden size.
+    """
     return cdiv(file.size("hidden_size"), 16) if file.get(key) in (None, "auto") else file.size(key)
