@@ -1,4 +1,4 @@
-"""What every metadata builder gets each step."""
+"""The step's batch as every metadata builder gets it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from hybrid_kv.kernels.common.upload import Staged, together
 class CommonAttentionMetadata:
     """One step's batch: decodes first, then prefills.
 
-    A *decode* runs one known token of a request that already has a state, and up to K drafts behind it; everything else
-    is a *prefill*, however short. Padding rows are one-token decodes on the null block with `PAD_SLOT`; they occur only
-    in a step without prefills.
+    A *decode* runs one known token of a request that already has a state, and up to K drafts behind
+    it; everything else is a *prefill*, however short. Padding rows are one-token decodes on the
+    null block with `PAD_SLOT`; they occur only in a step without prefills.
 
     Shapes: R = `num_reqs_padded` rows, T tokens, padding included.
 
     Attributes:
-        decode_rows, prefill_rows: their lengths, for all groups, once `stage_rows` has made them; None if there are
-            none.
+        decode_rows, prefill_rows: their lengths, for all groups, once `stage_rows` has made them;
+            None if there are none.
     """
 
     num_reqs: int
@@ -39,9 +39,12 @@ class CommonAttentionMetadata:
 
     def stage_rows(self) -> Staged[None]:
         """Make `decode_rows` and `prefill_rows`."""
-        split, device = self.num_decodes, self.positions.device
+        split = self.num_decodes
+        device = self.positions.device
         parts = {"decode_rows": self.query_lens[:split], "prefill_rows": self.query_lens[split:]}
-        present = {name: torch.from_numpy(lengths) for name, lengths in parts.items() if len(lengths)}
+        present = {
+            name: torch.from_numpy(lengths) for name, lengths in parts.items() if len(lengths)
+        }
         arrays, make = together(*(Ragged.stage(lengths, device) for lengths in present.values()))
 
         def keep(*moved: torch.Tensor) -> None:

@@ -1,31 +1,34 @@
-"""Metadata of Mamba layers: which block each row reads its state from, and which blocks it writes.
+"""Metadata of Mamba layers: the block that each row reads its state from, and those it writes.
 
-A Mamba group's row of the block table has one logical block in mode `none`, and one per `block_size` tokens in modes
-`align` and `all`, each with K more for the states of draft tokens. The *current state block* of a step that runs the
-tokens `n … n + q - 1` of a request is the logical block of its last token, `block_idx_last_scheduled_token = (n + q -
-1) // block_size` (0 in mode `none`).
+A Mamba group's row of the block table has one logical block in mode `none`, and one per
+`block_size` tokens in modes `align` and `all`, each with K more for the states of draft tokens. The
+*current state block* of a step that runs the tokens `n … n + q - 1` of a request is the logical
+block of its last token, `block_idx_last_scheduled_token = (n + q - 1) // block_size` (0 in mode
+`none`).
 
-- A prefill writes the state after its last token to the current state block. In mode `all` it also writes the state at
-  every block boundary that it passes, to that block's own logical block.
-- A decode verifies `q - 1` drafts. It writes the state after its j-th token to logical block `current_block + j`, and
-  all its convolution inputs to the current state block alone: the conv state after the j-th token is rows `j … j +
-  kernel - 2` of it.
+- A prefill writes the state after its last token to the current state block. In mode `all` it also
+  writes the state at every block boundary that it passes, to that block's own logical block.
+- A decode verifies `q - 1` drafts. It writes the state after its j-th token to logical block
+  `current_block + j`, and all its convolution inputs to the current state block alone: the conv
+  state after the j-th token is rows `j … j + kernel - 2` of it.
 
-The next step reads what the accepted tokens left: the conv state from row `window_row` of the *previous* current state
-block, the SSM state from logical block `previous current_block + window_row`, where `window_row` is the number of
-accepted drafts. The previous current state block is remembered per request
-(`block_idx_last_scheduled_token_prev_step`). It cannot be derived from `num_computed_tokens`, which does not say how
-many drafts were scheduled beside the accepted ones (vllm!41233).
+The next step reads what the accepted tokens left: the conv state from row `window_row` of the
+*previous* current state block, the SSM state from logical block `previous current_block +
+window_row`, where `window_row` is the number of accepted drafts. The previous current state block
+is remembered per request (`block_idx_last_scheduled_token_prev_step`). It cannot be derived from
+`num_computed_tokens`, which does not say how many drafts were scheduled with the accepted ones
+(vllm!41233).
 
-That is scheme `slots`. The rollback scheme decides where decodes write their states (`attention.rollback`). One that
-writes none of them has no logical blocks for drafts, and the rules above hold for conv states and for prefills only.
+That is scheme `slots`. The rollback scheme decides where decodes write their states
+(`attention.rollback`). One that writes none of them has no logical blocks for drafts, and the rules
+above hold for conv states and for prefills only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +36,7 @@ import numpy.typing as npt
 import torch
 
 from hybrid_kv.attention.common import CommonAttentionMetadata
-from hybrid_kv.attention.rollback import NO_DECODES, SCHEMES, Rollback, RollbackStep
+from hybrid_kv.attention.rollback import SCHEMES, STAGED_NO_DECODES, Rollback, RollbackStep
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.kernels.causal_conv1d import window_places
 from hybrid_kv.kernels.common.ragged import Ragged
@@ -60,19 +63,20 @@ class MambaMetadata:
     rollback: RollbackStep  # of the decodes
     window_indices: torch.Tensor  # [R]: block with the convolution inputs to start from …
     window_rows: torch.Tensor  # [R]: … beginning at this row of it
-    source_indices: (
-        torch.Tensor
-    )  # [R]: block with the SSM state to start from; of decodes only without `rollback.history`
-    # [R, 1 + blocks for drafts]: where the state after token j goes; null block from the row's length on. The first one
-    # gets the convolution inputs.
+    # [R]: block with the SSM state to start from; of decodes only without `rollback.history`.
+    source_indices: torch.Tensor
+    # [R, 1 + blocks for drafts]: where the state after token j goes; null block from the row's
+    # length on. The first one gets the convolution inputs.
     state_indices: torch.Tensor
-    has_initial_state: torch.Tensor | None  # [P] bool; a prefill without one must not read its blocks
+    # [P] bool; a prefill without one must not read its blocks.
+    has_initial_state: torch.Tensor | None
     boundaries: Boundaries | None  # inside of prefills, with rows 0 … P - 1
     spans: Spans | None = None  # of the prefills, for Triton kernels
-    plans: dict[Any, torch.Tensor] = field(default_factory=dict)  # what layers of one geometry share
+    # What layers of one geometry share.
+    plans: dict[Any, torch.Tensor] = field(default_factory=dict)
 
     def windows(self, conv_state: torch.Tensor, size: int) -> torch.Tensor:
-        """[R, size, channels], the convolution inputs to start from, of a layer with this cache."""
+        """Return the convolution inputs [R, size, channels] to start from, of one layer."""
         if conv_state.shape[1] == size:
             return conv_state.index_select(0, self.window_indices)
         key = *conv_state.stride()[:2], size
@@ -82,46 +86,59 @@ class MambaMetadata:
 
     @cached_property
     def decode_targets(self) -> torch.Tensor:
-        """[D * max_len]: `state_indices` of the decodes, padded like their rows."""
+        """`state_indices` of the decodes, padded like their rows: [D * max_len]."""
         assert self.decode_rows is not None
         return self.state_indices[: self.num_decodes, : self.decode_rows.max_len].flatten()
 
     @cached_property
     def prefill_states(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The states that prefills leave, [P + M] int64 each: prefill row, tokens of the row up to it, block."""
+        """The states that prefills leave: prefill row, tokens of the row up to it, block.
+
+        They are [P + M] int64 each.
+        """
         assert self.prefill_rows is not None
-        lengths, last = self.prefill_rows.lengths, self.state_indices[self.num_decodes :, 0]
+        lengths = self.prefill_rows.lengths
+        last = self.state_indices[self.num_decodes :, 0]
         row = torch.arange(len(lengths), device=lengths.device)
         if self.boundaries is None:
             return row, lengths, last
-        rows, offsets, blocks = (torch.cat(pair) for pair in zip((row, lengths, last), self.boundaries, strict=True))
+        rows, offsets, blocks = (
+            torch.cat(pair) for pair in zip((row, lengths, last), self.boundaries, strict=True)
+        )
         return rows, offsets, blocks
 
     @cached_property
     def fresh(self) -> torch.Tensor | None:
-        """[P] bool, prefills without an initial state; None if all have one."""
+        """Prefills without an initial state, [P] bool; None if all have one."""
         initial = self.has_initial_state
         assert initial is not None
-        return None if not initial.is_cuda and bool(initial.all()) else ~initial  # a GPU's host would wait to know
+        # A GPU's host would wait to know.
+        return None if not initial.is_cuda and bool(initial.all()) else ~initial
 
     @property
     def cu_seqlens(self) -> torch.Tensor:
-        """[D + 1] int64, first token of each decode."""
+        """First token of each decode, [D + 1] int64."""
         assert self.decode_rows is not None
         return self.decode_rows.starts
 
     @cached_property
     def window_targets(self) -> torch.Tensor:
-        """[D, 1 + K], blocks for the convolution inputs of the decodes as `causal_conv1d_update` takes them."""
-        own = self.state_indices[: self.num_decodes]
-        return own if own.shape[1] == self.max_query_len else own[:, :1].repeat(1, self.max_query_len)
+        """Blocks for the decodes' convolution inputs, [D, 1 + K] for `causal_conv1d_update`."""
+        targets = self.state_indices[: self.num_decodes]
+        if targets.shape[1] == self.max_query_len:
+            return targets
+        return targets[:, :1].repeat(1, self.max_query_len)
+
+
+def _same(built: MambaMetadata) -> MambaMetadata:
+    return built
 
 
 class MambaMetadataBuilder:
     """Builds the metadata of one Mamba group, in buffers that a captured graph may keep reading.
 
-    Buffers have one entry per *request*, never per token: with drafts there are more tokens than requests
-    (vllm!41233).
+    Buffers have one entry per *request*, never per token: with drafts there are more tokens than
+    requests (vllm!41233).
 
     Args:
         spec: the group's.
@@ -132,16 +149,22 @@ class MambaMetadataBuilder:
         rollback: the group's scheme.
     """
 
-    def __init__(self, spec: MambaSpec, max_num_seqs: int, device: torch.device, launches: bool) -> None:
+    def __init__(
+        self, spec: MambaSpec, max_num_seqs: int, device: torch.device, launches: bool
+    ) -> None:
         self.spec = spec
         self.launches = launches
         self._chunk_size = CHUNK_BYTES // spec.parts[0].dtype.itemsize
         self._offsets = np.arange(1 + spec.num_speculative_blocks)
         self.window_rows = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         # Window and source of each row, and where its states go.
-        self.blocks = torch.zeros(max_num_seqs * (2 + len(self._offsets)), dtype=torch.int64, device=device)
+        self.blocks = torch.zeros(
+            max_num_seqs * (2 + len(self._offsets)), dtype=torch.int64, device=device
+        )
         self._built: tuple[tuple[object, ...], MambaMetadata] | None = None
-        self.rollback: Rollback = SCHEMES[spec.rollback.scheme](spec, max_num_seqs, device, launches)
+        self.rollback: Rollback = SCHEMES[spec.rollback.scheme](
+            spec, max_num_seqs, device, launches
+        )
 
     def build(
         self,
@@ -150,51 +173,58 @@ class MambaMetadataBuilder:
         current_blocks: Ints,
         prev_step: Ints,
         window_rows: Ints,
-        rollback: Staged[RollbackStep] = ((), lambda: NO_DECODES),
+        rollback: Staged[RollbackStep] = STAGED_NO_DECODES,
         num_gathers: int | None = None,
     ) -> Staged[MambaMetadata]:
-        """Metadata of one step; that of the step before where nothing of it would differ, as in most steps of decodes.
+        """Stage the metadata of one step.
+
+        It is that of the step before where nothing of it would differ, as in most steps of decodes.
 
         Args:
-            block_table: [num_reqs_padded, width] int32, contiguous, read on the device; padding rows hold the null
-                block.
-            current_blocks, prev_step: [num_reqs_padded], the current state blocks of this step and of the previous
-                one.
+            block_table: [num_reqs_padded, width] int32, contiguous, read on the device; padding
+                rows hold the null block.
+            current_blocks, prev_step: [num_reqs_padded], the current state blocks of this step and
+                of the previous one.
             window_rows: [num_reqs_padded], where the window begins there; 0 for padding.
             rollback: what the scheme's `prepare` gave.
-            num_gathers: changes whenever `block_table` may (`BlockTables.num_gathers`); None: it may have.
+            num_gathers: changes whenever `block_table` may (`BlockTables.num_gathers`); None: it
+                may have.
         """
-        num_rows, split = common.num_reqs_padded, common.num_decodes
+        num_rows = common.num_reqs_padded
+        split = common.num_decodes
         key: tuple[object, ...] | None = None
         if num_gathers is not None and not rollback[0] and not common.num_prefills:
             known = common.query_lens, current_blocks, prev_step, window_rows
             key = num_gathers, *(values.tobytes() for values in known)
             if self._built is not None and self._built[0] == key:
-                same = self._built[1]
-                return (), lambda: same
+                return (), partial(_same, self._built[1])
         # A prefill has one state to write, whatever its length.
         num_states = np.where(np.arange(num_rows) < split, common.query_lens, 1)
         has_state = common.num_computed_tokens[split:] > 0
         row = block_idx = offset = num_states[:0]
         if common.num_prefills and self.spec.mode.keeps_inside:
-            found = boundaries_inside(self.spec, common.num_computed_tokens[split:], current_blocks[split:])
-            row, block_idx, offset = found
-        # Where the blocks stand in the table, all rows back to back: the device gathers them at once.
+            row, block_idx, offset = boundaries_inside(
+                self.spec, common.num_computed_tokens[split:], current_blocks[split:]
+            )
+        # Where the blocks stand in the table, all rows back to back: the device gathers them at
+        # once.
         starts = np.arange(num_rows) * block_table.shape[1]
         sources = self.rollback.source_logical_blocks(prev_step, window_rows)
         owned = self._offsets < num_states[:, None]
         targets = np.where(owned, current_blocks[:, None] + self._offsets, 0)
-        places = np.concatenate([starts + prev_step, starts + sources, (starts[:, None] + targets).ravel()])
+        places = np.concatenate(
+            [starts + prev_step, starts + sources, (starts[:, None] + targets).ravel()]
+        )
         is_block = np.concatenate([np.ones(2 * num_rows, dtype=np.int64), owned.ravel()])
         inside = starts[row + split] + block_idx
-        own = move(window_rows, places, is_block, has_state, row, inside, offset)
+        indices = move(window_rows, places, is_block, has_state, row, inside, offset)
         cuts: Sequence[Array] = ()
         if common.num_prefills and self.launches:
             cuts = Spans.cuts(common.query_lens[split:], row, offset, self._chunk_size)
-        arrays, parts = together(own, move(*cuts), rollback)
+        arrays, make_all = together(indices, move(*cuts), rollback)
 
         def make(*moved: torch.Tensor) -> MambaMetadata:
-            built = self._make(common, block_table, *parts(*moved))
+            built = self._make(common, block_table, *make_all(*moved))
             self._built = (key, built) if key is not None else None
             return built
 
@@ -204,19 +234,22 @@ class MambaMetadataBuilder:
         self,
         common: CommonAttentionMetadata,
         block_table: torch.Tensor,
-        own: Sequence[torch.Tensor],
+        indices: Sequence[torch.Tensor],
         cuts: Sequence[torch.Tensor],
         rollback: RollbackStep,
     ) -> MambaMetadata:
-        """What `build` stages, on the device."""
-        num_rows, split = common.num_reqs_padded, common.num_decodes
-        window_rows, places, is_block, initial, row, inside, offset = own
+        """Make the metadata of what `build` staged, on the device."""
+        num_rows = common.num_reqs_padded
+        split = common.num_decodes
+        window_rows, places, is_block, initial, row, inside, offset = indices
         skipped = self.window_rows[:num_rows]
         skipped.copy_(window_rows)
         table = block_table.view(-1)
         # Times 0 is the null block, where a row has no token.
         blocks = torch.mul(table.index_select(0, places), is_block, out=self.blocks[: len(places)])
-        windows, sources, states = blocks[:num_rows], blocks[num_rows : 2 * num_rows], blocks[2 * num_rows :]
+        windows = blocks[:num_rows]
+        sources = blocks[num_rows : 2 * num_rows]
+        states = blocks[2 * num_rows :]
         states = states.view(num_rows, len(self._offsets))
 
         boundaries = spans = None
@@ -243,13 +276,17 @@ class MambaMetadataBuilder:
 
 
 def last_scheduled_block_idx(spec: MambaSpec, num_computed_tokens: Ints, query_lens: Ints) -> Ints:
-    """The current state block of steps that run `query_lens` tokens after `num_computed_tokens`."""
+    """Return the current state blocks of steps of `query_lens` more tokens."""
     return spec.mode.current_block(num_computed_tokens + query_lens - 1, spec.block_size)
 
 
-def boundaries_inside(spec: MambaSpec, num_computed_tokens: Ints, current_blocks: Ints) -> tuple[Ints, Ints, Ints]:
-    """Block boundaries that prefills pass before their last token: row, logical block, and tokens of the row up to
-    there.
+def boundaries_inside(
+    spec: MambaSpec, num_computed_tokens: Ints, current_blocks: Ints
+) -> tuple[Ints, Ints, Ints]:
+    """Return the block boundaries that prefills pass before their last token.
+
+    Returns:
+        Row, logical block, and tokens of the row up to there, [n] each.
     """
     first = num_computed_tokens // spec.block_size
     counts = current_blocks - first
@@ -259,7 +296,7 @@ def boundaries_inside(spec: MambaSpec, num_computed_tokens: Ints, current_blocks
 
 
 class BoundaryCopies(NamedTuple):
-    """States that a verify step leaves in a draft's logical block though they belong to a block boundary.
+    """States at block boundaries that a verify step leaves in a draft's logical block.
 
     All [n] int64, arrays on the host or tensors on the device.
     """
@@ -273,7 +310,7 @@ class BoundaryCopies(NamedTuple):
 def boundary_copies(
     spec: MambaSpec | None, num_computed_tokens: Ints, query_lens: Ints, current_blocks: Ints
 ) -> BoundaryCopies:
-    """What `postprocess_mamba` must copy after the decodes of a step if it accepts all of their drafts.
+    """Return the copies of `postprocess_mamba` after a step's decodes if all drafts are accepted.
 
     A step of at most 1 + K <= `block_size` tokens passes at most one boundary, the end of block
     `num_computed_tokens // block_size`.
@@ -292,10 +329,10 @@ def boundary_copies(
 
 
 def due_copies(copies: BoundaryCopies, accepted: torch.Tensor) -> BoundaryCopies:
-    """The same on the device, once it is known there how many drafts of each decode are accepted.
+    """Return the copies that are due on the device, where the accepted drafts are known.
 
-    The state of a rejected one must never reach a block that will be published: the block of its boundary is copied to
-    itself.
+    The state of a rejected one must never reach a block that will be published: the block of its
+    boundary is copied to itself.
     """
     is_due = copies.drafts <= accepted[copies.rows]
     current_blocks = torch.where(is_due, copies.current_blocks, copies.logical_blocks)
@@ -323,11 +360,12 @@ def postprocess_mamba(
     window_from = block_table[rows, current_blocks].long()
     state_from = block_table[rows, current_blocks + drafts].long() if copies_states else None
     for parts in layers:
-        for part, kept in zip(spec.parts, parts, strict=True):
-            if part.role == "window":
+        for state, kept in zip(spec.parts, parts, strict=True):
+            if state.role == "window":
                 size = kept.shape[1] - spec.num_speculative_tokens
                 window_rows = drafts[:, None] + torch.arange(size, device=drafts.device)
-                # Row by row: rows `j …` of a window are no contiguous range in every layout (vllm!45682).
+                # Row by row: rows `j …` of a window are no contiguous range in every layout
+                # (vllm!45682).
                 kept[home, :size] = kept[window_from[:, None], window_rows]
             elif state_from is not None:
                 kept[home] = kept[state_from]

@@ -1,16 +1,18 @@
 """Metadata of paged attention, and the ways to compute it.
 
-A *compute* stores a step's K and V and attends over the cache. All of them are called alike, part by part of a step:
+A *compute* stores a step's K and V and attends over the cache. All of them are called alike, part
+by part of a step:
 
-| compute | where | what it launches for a layer and part |
+| compute | where | launches for a layer and part |
 |---|---|---|
 | `torch` | everywhere | two gathers and `scaled_dot_product_attention` |
 | `triton` | GPU | `kernels.paged_attention.paged_attention_varlen` |
-| `flash_attn` | GPU with vllm, whose FlashAttention takes pages of 16 tokens | `flash_attn_varlen_func` |
-| `flashinfer` | GPU with the package flashinfer-python >= 0.2 | `BatchPrefillWithPagedKVCacheWrapper` |
+| `flash_attn` | GPU with vllm, whose pages hold 16 tokens | `flash_attn_varlen_func` |
+| `flashinfer` | GPU, flashinfer-python >= 0.2 | `BatchPrefillWithPagedKVCacheWrapper` |
 
-`AttentionBackend.get_compute` names the one that a backend runs on a device, `compute_of` finds it. The last two are
-adapters written against those packages' signatures and tested against stand-ins; they never ran on a GPU.
+`AttentionBackend.get_compute` names the one that a backend runs on a device, `compute_of` finds it.
+The last two are adapters written against those packages' signatures and tested against stand-ins;
+they never ran on a GPU.
 """
 
 from __future__ import annotations
@@ -45,13 +47,17 @@ FLASHINFER_WORKSPACE_BYTES = 128 << 20  # what its documentation recommends
 
 
 class Compute(Protocol):
-    """Stores K and V, and attends."""
+    """A way to store K and V, and to attend."""
 
-    def store(self, key: torch.Tensor, value: torch.Tensor, caches: Caches, slot_mapping: SlotMapping) -> None:
-        """K and V [num_tokens, num_kv_heads, head_size] into their slots; -1 stores nothing."""
+    def store(
+        self, key: torch.Tensor, value: torch.Tensor, caches: Caches, slot_mapping: SlotMapping
+    ) -> None:
+        """Store K and V [num_tokens, num_kv_heads, head_size] in their slots; -1 stores nothing."""
 
-    def attend(self, query: torch.Tensor, caches: Caches, part: AttentionPart, scale: float) -> torch.Tensor:
-        """Causal attention of a part's queries over every earlier token of their rows and their own.
+    def attend(
+        self, query: torch.Tensor, caches: Caches, part: AttentionPart, scale: float
+    ) -> torch.Tensor:
+        """Attend causally from a part's queries to the tokens of their rows, up to the query's own.
 
         Args:
             query: [num_tokens, num_heads, head_size], of the part.
@@ -62,18 +68,27 @@ class Compute(Protocol):
 
 
 class TorchCompute:
-    """Gathers each row's keys, padded to the longest row's, for `scaled_dot_product_attention`."""
+    """Gathers of each row's keys, padded to the longest, for `scaled_dot_product_attention`."""
 
-    def store(self, key: torch.Tensor, value: torch.Tensor, caches: Caches, slot_mapping: SlotMapping) -> None:
+    def store(
+        self, key: torch.Tensor, value: torch.Tensor, caches: Caches, slot_mapping: SlotMapping
+    ) -> None:
         write_kv(key, value, *caches, slot_mapping.cells(caches[0].shape[1]))
 
     def attend(
-        self, query: torch.Tensor, caches: Caches, part: AttentionPart, scale: float, grid: int | None = None
+        self,
+        query: torch.Tensor,
+        caches: Caches,
+        part: AttentionPart,
+        scale: float,
+        grid: int | None = None,
     ) -> torch.Tensor:
-        """See `Compute.attend`; tokens at multiples of a `grid` are hidden (`models.mtp`)."""
+        """Attend as `Compute.attend`; tokens at multiples of a `grid` are hidden (`models.mtp`)."""
         padded = part.rows.padded(query)
         shape = (len(padded), part.num_keys, *caches[0].shape[2:])
-        key, value = (gather_tokens(cache, part.token_index(cache, grid)).view(shape) for cache in caches)
+        key, value = (
+            gather_tokens(cache, part.token_index(cache, grid)).view(shape) for cache in caches
+        )
         mask = part.mask(query.shape[1] // key.shape[2], query.dtype, grid)
         out = attend_tokens(padded, key, value, mask, scale)
         if grid is not None:
@@ -82,9 +97,11 @@ class TorchCompute:
 
 
 class _Stores:
-    """K and V in one launch."""
+    """Storing K and V in one launch."""
 
-    def store(self, key: torch.Tensor, value: torch.Tensor, caches: Caches, slot_mapping: SlotMapping) -> None:
+    def store(
+        self, key: torch.Tensor, value: torch.Tensor, caches: Caches, slot_mapping: SlotMapping
+    ) -> None:
         store_kv(key, value, *caches, slot_mapping.slots)
 
 
@@ -92,14 +109,22 @@ class TritonCompute(_Stores):
     """One launch to store, one to attend; `grid` as `TorchCompute.attend` has it."""
 
     def attend(
-        self, query: torch.Tensor, caches: Caches, part: AttentionPart, scale: float, grid: int | None = None
+        self,
+        query: torch.Tensor,
+        caches: Caches,
+        part: AttentionPart,
+        scale: float,
+        grid: int | None = None,
     ) -> torch.Tensor:
         where = part.block_table, part.query_start_loc, part.seq_lens
         return paged_attention_varlen(query, *caches, *where, part.rows.max_len, scale, grid or 0)
 
 
 class FlashAttentionCompute(_Stores):
-    """`vllm.vllm_flash_attn.flash_attn_varlen_func` over a paged cache, its causal mask aligned to the last key.
+    """`vllm.vllm_flash_attn.flash_attn_varlen_func` over a paged cache.
+
+    Its causal mask is aligned to the last key. It is not that of the package flash-attn, whose
+    pages are multiples of 256 tokens.
 
     Not that of the package flash-attn: its pages are multiples of 256 tokens.
     """
@@ -107,7 +132,9 @@ class FlashAttentionCompute(_Stores):
     def __init__(self) -> None:
         self._attend = importlib.import_module("vllm.vllm_flash_attn").flash_attn_varlen_func
 
-    def attend(self, query: torch.Tensor, caches: Caches, part: AttentionPart, scale: float) -> torch.Tensor:
+    def attend(
+        self, query: torch.Tensor, caches: Caches, part: AttentionPart, scale: float
+    ) -> torch.Tensor:
         out: torch.Tensor = self._attend(
             query,
             *caches,
@@ -123,13 +150,15 @@ class FlashAttentionCompute(_Stores):
 
 
 class FlashInferCompute(_Stores):
-    """`flashinfer.BatchPrefillWithPagedKVCacheWrapper`, planned once for all layers of one geometry in a step."""
+    """`flashinfer.BatchPrefillWithPagedKVCacheWrapper`, planned once per geometry in a step."""
 
     def __init__(self) -> None:
         self._wrapper = importlib.import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
         self._workspaces: dict[torch.device, torch.Tensor] = {}
 
-    def attend(self, query: torch.Tensor, caches: Caches, part: AttentionPart, scale: float) -> torch.Tensor:
+    def attend(
+        self, query: torch.Tensor, caches: Caches, part: AttentionPart, scale: float
+    ) -> torch.Tensor:
         key_cache, _ = caches
         geometry = (query.shape[1:], key_cache.shape[2], scale, query.dtype, key_cache.dtype)
         if geometry not in part.plans:
@@ -137,10 +166,15 @@ class FlashInferCompute(_Stores):
         out: torch.Tensor = part.plans[geometry].run(query, caches)
         return out
 
-    def _plan(self, query: torch.Tensor, key_cache: torch.Tensor, part: AttentionPart, scale: float) -> Any:
-        device, page_size = query.device, key_cache.shape[1]
+    def _plan(
+        self, query: torch.Tensor, key_cache: torch.Tensor, part: AttentionPart, scale: float
+    ) -> Any:
+        device = query.device
+        page_size = key_cache.shape[1]
         if device not in self._workspaces:
-            self._workspaces[device] = torch.empty(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+            self._workspaces[device] = torch.empty(
+                FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device
+            )
         pages = (part.seq_lens + page_size - 1) // page_size
         used = torch.arange(part.block_table.shape[1], device=device) < pages[:, None]
         wrapper = self._wrapper(self._workspaces[device], "NHD")
@@ -171,7 +205,7 @@ _COMPUTES: dict[str, type[Compute]] = {
 
 @cache
 def compute_of(name: str) -> Compute:
-    """The compute called `name`, see `AttentionBackend.get_compute`.
+    """Return the compute called `name`, see `AttentionBackend.get_compute`.
 
     Raises:
         ConfigError: its package is missing.
@@ -179,27 +213,32 @@ def compute_of(name: str) -> Compute:
     try:
         return _COMPUTES[name]()
     except ImportError as error:
-        raise ConfigError(f"attention with {name} needs a package that is missing ({error}); use TORCH") from None
+        raise ConfigError(
+            f"attention with {name} needs a package that is missing ({error}); use TORCH"
+        ) from None
 
 
-TORCH, TRITON = TorchCompute(), TritonCompute()
+TORCH = TorchCompute()
+TRITON = TritonCompute()
 
 
 class Rotary(Protocol):
-    """A rotary embedding, hashable by what it computes (`models.rope.Rope`)."""
+    """A rotary embedding, hashable by its parameters (`models.rope.Rope`)."""
 
-    def rotation(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def rotation(
+        self, positions: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class SlotMapping:
-    """Slots of a step's tokens [num_tokens] int64, and what a kernel block size makes of them, computed once."""
+    """Slots of a step's tokens [num_tokens] int64, and their cells for each kernel block size."""
 
     def __init__(self, slots: torch.Tensor) -> None:
         self.slots = slots
         self._cells: dict[int, SlotCells] = {}
 
     def cells(self, block_size: int) -> SlotCells:
-        """See `kernels.paged_attention.slot_cells`."""
+        """Return `kernels.paged_attention.slot_cells` of the slots, computed once."""
         if block_size not in self._cells:
             self._cells[block_size] = slot_cells(self.slots, block_size)
         return self._cells[block_size]
@@ -207,7 +246,7 @@ class SlotMapping:
 
 @dataclass(frozen=True)
 class AttentionPart:
-    """The decodes or the prefills of a step. What several layers need of it is computed once."""
+    """The decodes or the prefills of a step, with values that several layers share."""
 
     start: int  # first token
     num_tokens: int
@@ -216,7 +255,8 @@ class AttentionPart:
     block_table: torch.Tensor  # [num_rows, used kernel blocks] int32
     num_keys: int  # tokens of the longest row after this step
     compute: Compute = TORCH
-    plans: dict[Any, Any] = field(default_factory=dict, compare=False)  # what layers of one geometry share
+    # What layers of one geometry share.
+    plans: dict[Any, Any] = field(default_factory=dict, compare=False)
 
     @cached_property
     def last(self) -> torch.Tensor:
@@ -234,35 +274,47 @@ class AttentionPart:
         return self.rows.starts.int()
 
     def token_index(self, cache: torch.Tensor, grid: int | None = None) -> torch.Tensor:
-        """Of the first `num_keys` tokens of each row, see `kernels.paged_attention.token_index`."""
+        """Return the places of the first `num_keys` tokens of each row.
+
+        See `kernels.paged_attention.token_index`.
+        """
         key = *cache.stride()[:2], cache.shape[1], grid
         if key not in self.plans:
             self.plans[key] = token_index(cache, self.block_table, self.last, self.num_keys, grid)
-        found: torch.Tensor = self.plans[key]
-        return found
+        planned: torch.Tensor = self.plans[key]
+        return planned
 
-    def mask(self, per_kv_head: int, dtype: torch.dtype, grid: int | None = None) -> torch.Tensor | None:
-        """See `kernels.paged_attention.attention_mask`; None for a lone query, which sees every key up to its own."""
+    def mask(
+        self, per_kv_head: int, dtype: torch.dtype, grid: int | None = None
+    ) -> torch.Tensor | None:
+        """Return `kernels.paged_attention.attention_mask`.
+
+        It is None for a lone query, which sees every key up to its own.
+        """
         if grid is None and self.positions.numel() == 1:
             return None
         key = per_kv_head, dtype, grid
         if key not in self.plans:
-            self.plans[key] = attention_mask(self.positions, self.num_keys, per_kv_head, dtype, grid)
-        found: torch.Tensor = self.plans[key]
-        return found
+            self.plans[key] = attention_mask(
+                self.positions, self.num_keys, per_kv_head, dtype, grid
+            )
+        planned: torch.Tensor = self.plans[key]
+        return planned
 
 
 @dataclass(frozen=True)
 class PagedAttentionMetadata:
-    """Slots and positions of all tokens, [num_tokens_padded] int64, and what each part reads."""
+    """Slots and positions of all tokens, [num_tokens_padded] int64, and the parts of the step."""
 
     slot_mapping: SlotMapping
     parts: tuple[AttentionPart, ...]
     positions: torch.Tensor
-    rotations: dict[Any, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, compare=False)
+    rotations: dict[Any, tuple[torch.Tensor, torch.Tensor]] = field(
+        default_factory=dict, compare=False
+    )
 
     def rotation(self, rope: Rotary, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines at the positions, computed once for all layers of the step."""
+        """Return cosines and sines at the positions, computed once for all layers of the step."""
         if (rope, dtype) not in self.rotations:
             self.rotations[rope, dtype] = rope.rotation(self.positions, dtype)
         return self.rotations[rope, dtype]
@@ -293,6 +345,7 @@ def build_paged_attention_metadata(
             continue
         num_tokens = int(common.query_lens[first:last].sum())
         positions = rows.padded(common.positions[start : start + num_tokens])
-        table, num_keys = block_table[first:last, :used], int(totals[first:last].max())
+        table = block_table[first:last, :used]
+        num_keys = int(totals[first:last].max())
         parts.append(AttentionPart(start, num_tokens, rows, positions, table, num_keys, compute))
     return PagedAttentionMetadata(SlotMapping(slots), tuple(parts), common.positions)

@@ -1,25 +1,29 @@
-"""How a Mamba layer rolls back rejected drafts: one class for each `state_scheme`, which all other code queries.
+"""The ways to roll back rejected drafts in a Mamba layer: one class for each `state_scheme`.
 
-An attention layer overwrites what a rejected draft left in its slot. A recurrent state cannot be overwritten: it has
-seen the draft. Two schemes:
+All other code queries the class, and none compares its name.
 
-- `slots`: a verify step writes the state after every token into a block of its own; the next step starts from the one
-  after the last accepted token.
-- `recompute`: a request keeps one state and, in a ring, the inputs of the tokens since. A step lets its tokens see
-  both; the inputs of rejected tokens are overwritten. Now and then the oldest inputs are flushed into the state (see
-  `kernels.recompute`).
+An attention layer overwrites what a rejected draft left in its slot. A recurrent state cannot be
+overwritten: it has seen the draft. Two schemes:
 
-The interface. `memory` says what the scheme takes of the cache (a `RollbackSpec`; the cache does not know the scheme).
-An instance serves one group: `prepare` decides, once per step and before the layers run, what its decodes read and
-write, and returns it as indices (`RollbackStep`); layers read these and do the rest. `copies_states` says whether the
-states at block boundaries are copied to their own blocks after a verify step (`mamba.postprocess_mamba`) or only the
-windows; `flush` writes the state of a request that leaves, `flush_all` that of one that another engine goes on with.
+- `slots`: a verify step writes the state after every token into a block of its own; the next step
+  starts from the one after the last accepted token.
+- `recompute`: a request keeps one state and, in a ring, the inputs of the tokens since. A step lets
+  its tokens see both; the inputs of rejected tokens are overwritten. Now and then the oldest inputs
+  are flushed into the state (see `kernels.recompute`).
 
-A third scheme is a class and an entry in `SCHEMES`.
+The interface. `memory` says what the scheme takes of the cache (a `RollbackSpec`; the cache does
+not know the scheme). An instance serves one group: `prepare` decides, once per step and before the
+layers run, what its decodes read and write, and returns it as indices (`RollbackStep`); layers read
+these and do the rest. `copies_states` says whether the states at block boundaries are copied to
+their own blocks after a verify step (`mamba.postprocess_mamba`) or only the windows; `flush` writes
+the state of a request that leaves, `flush_all` that of one that another engine goes on with.
+
+A third scheme is a subclass of `Rollback` and an entry in `SCHEMES`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -28,7 +32,8 @@ from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec, RollbackSpec, StatePart
 from hybrid_kv.config import CacheConfig, ConfigError
 from hybrid_kv.kernels.common.integers import cdiv, default_ring_len, shortest_ring_len
 
-if TYPE_CHECKING:  # A plan reads `memory`, and needs neither: they are imported where tensors and arrays are.
+# A plan reads `memory`, and needs neither: they are imported where tensors and arrays are.
+if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     import torch
@@ -42,12 +47,13 @@ if TYPE_CHECKING:  # A plan reads `memory`, and needs neither: they are imported
 
 @dataclass(frozen=True)
 class RollbackStep:
-    """What the decodes of one step read and write, for all layers of a group.
+    """The reads and writes of one step's decodes, for all layers of a group.
 
     Attributes:
-        history: where their states and the inputs behind these lie, which tokens see both of, and what is flushed.
-            None: a decode reads the state at `MambaMetadata.source_indices` and writes those after its tokens to
-            `state_indices`. Such a step is the same whenever these are.
+        history: where their states and the inputs after these lie, which tokens see both of, and
+            what is flushed. None: a decode reads the state at `MambaMetadata.source_indices` and
+            writes those after its tokens to `state_indices`. Such a step is the same whenever these
+            are.
     """
 
     history: RecomputeStep | None = None
@@ -56,82 +62,152 @@ class RollbackStep:
 NO_DECODES = RollbackStep()
 
 
-class Rollback:
-    """A scheme, bound to one group of layers. This one is `slots`: 1 + K states are written, the next step picks one.
+def _no_decodes() -> RollbackStep:
+    return NO_DECODES
+
+
+STAGED_NO_DECODES: Staged[RollbackStep] = ((), _no_decodes)
+
+
+class Rollback(ABC):
+    """A scheme, bound to one group of layers.
 
     Attributes:
-        spec_type: of what `memory` returns.
+        copies_states: states at block boundaries are copied to their blocks after a verify step,
+            not only the windows.
+        spec_type: of the result of `memory`.
     """
 
-    copies_states: ClassVar[bool] = True
-    spec_type: ClassVar[type[RollbackSpec]] = RollbackSpec
+    copies_states: ClassVar[bool]
+    spec_type: ClassVar[type[RollbackSpec]]
 
-    def __init__(self, spec: MambaSpec, max_num_seqs: int, device: torch.device, launches: bool) -> None:
-        pass
+    @abstractmethod
+    def __init__(
+        self, spec: MambaSpec, max_num_seqs: int, device: torch.device, launches: bool
+    ) -> None: ...
 
     @staticmethod
+    @abstractmethod
     def memory(
-        cache: CacheConfig, num_speculative_tokens: int, is_async: bool, specs: Sequence[KVCacheSpec]
+        cache: CacheConfig,
+        num_speculative_tokens: int,
+        is_async: bool,
+        specs: Sequence[KVCacheSpec],
     ) -> RollbackSpec:
-        """What the scheme takes of the cache, as the user configured it.
+        """Return the memory that the scheme takes of the cache, as the user configured it.
 
         Raises:
             ConfigError: an option that is not the scheme's, or one that it cannot keep.
         """
-        if cache.recompute_ring_len is not None:
-            raise ConfigError(
-                f"recompute_ring_len={cache.recompute_ring_len} sizes the ring of state_scheme recompute, which is "
-                'off; add state_scheme="recompute"'
-            )
-        return RollbackSpec(num_speculative_tokens)
 
+    @abstractmethod
     def source_logical_blocks(self, current_blocks: Ints, window_rows: Ints) -> Ints:
-        """Logical blocks of the states to start from, of each row: the previous current state block, and the window's
-        row in it.
-        """
-        return current_blocks + window_rows
+        """Return the logical blocks of the states to start from, of each row.
 
+        Args:
+            current_blocks: of the previous step.
+            window_rows: the window's row in them.
+        """
+
+    @abstractmethod
     def prepare(
-        self, rows: Ints, new: Sequence[int], num_gained: Ints, common: CommonAttentionMetadata, table: torch.Tensor
+        self,
+        rows: Ints,
+        new: Sequence[int],
+        num_gained: Ints,
+        common: CommonAttentionMetadata,
+        table: torch.Tensor,
     ) -> Staged[RollbackStep]:
-        """What the decodes of a step do.
+        """Build the step of a batch's decodes.
 
         Args:
             rows: [num_reqs_padded], of the engine; -1 for padding.
             new: places in the batch of rows with a new owner.
-            num_gained: [num_reqs_padded], tokens that the request has gained since its last step began.
+            num_gained: [num_reqs_padded], tokens that the request has gained since its last step
+                began.
             table: [num_reqs_padded, width] int32.
         """
-        return (), lambda: NO_DECODES
 
+    @abstractmethod
     def flush(self, rows: Ints, num_gained: Ints, table: torch.Tensor) -> RollbackStep:
-        """What writes the states at the last boundary among the tokens of requests that run nothing.
+        """Build the step that writes the states at the last boundary of requests that run nothing.
+
+        The boundary is the last one among their tokens.
 
         Args:
             rows, num_gained: [n].
             table: [n, width] int32.
         """
-        return NO_DECODES
 
-    def flush_all(self, rows: Ints, num_gained: Ints, current_blocks: Ints, table: torch.Tensor) -> RollbackStep:
-        """What writes the states after all tokens of requests that leave, to the logical blocks of
-        `source_logical_blocks`.
+    @abstractmethod
+    def flush_all(
+        self, rows: Ints, num_gained: Ints, current_blocks: Ints, table: torch.Tensor
+    ) -> RollbackStep:
+        """Build the step that flushes the final state of departing requests.
+
+        The states go to the logical blocks of `source_logical_blocks`.
 
         No boundary lies between them and the states that are written: `flush` was there before.
 
         Args:
-            rows, num_gained, current state blocks: [n].
+            rows, num_gained, current_blocks: [n], the last one the current state blocks.
             table: [n, width] int32.
         """
+
+
+class Slots(Rollback):
+    """Scheme `slots`: 1 + K states are written, the next step picks one; nothing is due later."""
+
+    copies_states: ClassVar[bool] = True
+    spec_type: ClassVar[type[RollbackSpec]] = RollbackSpec
+
+    def __init__(
+        self, spec: MambaSpec, max_num_seqs: int, device: torch.device, launches: bool
+    ) -> None:
+        pass
+
+    @staticmethod
+    def memory(
+        cache: CacheConfig,
+        num_speculative_tokens: int,
+        is_async: bool,
+        specs: Sequence[KVCacheSpec],
+    ) -> RollbackSpec:
+        if cache.recompute_ring_len is not None:
+            raise ConfigError(
+                f"recompute_ring_len={cache.recompute_ring_len} sizes the ring of state_scheme "
+                'recompute, which is off; add state_scheme="recompute"'
+            )
+        return RollbackSpec(num_speculative_tokens)
+
+    def source_logical_blocks(self, current_blocks: Ints, window_rows: Ints) -> Ints:
+        return current_blocks + window_rows
+
+    def prepare(
+        self,
+        rows: Ints,
+        new: Sequence[int],
+        num_gained: Ints,
+        common: CommonAttentionMetadata,
+        table: torch.Tensor,
+    ) -> Staged[RollbackStep]:
+        return STAGED_NO_DECODES
+
+    def flush(self, rows: Ints, num_gained: Ints, table: torch.Tensor) -> RollbackStep:
+        return NO_DECODES
+
+    def flush_all(
+        self, rows: Ints, num_gained: Ints, current_blocks: Ints, table: torch.Tensor
+    ) -> RollbackStep:
         return NO_DECODES
 
 
 @dataclass(frozen=True)
 class RecomputeSpec(RollbackSpec):
-    """Scheme `recompute`: states are written now and then, the inputs of the tokens since are kept in a ring.
+    """Scheme `recompute`: states are written now and then; a ring keeps the inputs of later tokens.
 
-    `ring_len` tokens for each row of the engine. With asynchronous scheduling `num_uncertain_tokens` more of a step
-    in flight are not known when logical blocks are chosen.
+    `ring_len` tokens for each row of the engine. With asynchronous scheduling
+    `num_uncertain_tokens` more of a step in flight are not known when logical blocks are chosen.
     """
 
     ring_len: int = 0
@@ -150,32 +226,46 @@ class RecomputeSpec(RollbackSpec):
         return 0
 
     def most_logical_blocks_behind(self, block_size: int) -> int:
-        """The oldest logical block is that of the base, the state that the last step started from.
+        """Return how far back the base is: the state that the last step started from.
 
-        The tokens behind the base lie in the ring, and so will the step's, and a step that finds a boundary passed
-        flushes them up to there: the one before found less than a block behind the base, and left at most 1 + K more.
+        The tokens after the base lie in the ring, and so will the step's, and a step that finds a
+        boundary passed flushes them up to there: the one before found less than a block after the
+        base, and left at most 1 + K more.
+
+        The tokens behind the base lie in the ring, and so will the step's, and a step that finds a
+        boundary passed flushes them up to there: the one before found less than a block behind the
+        base, and left at most 1 + K more.
         """
-        span = min(self.ring_len, block_size - 1 + 2 * self.max_query_len) + self.num_uncertain_tokens
+        span = (
+            min(self.ring_len, block_size - 1 + 2 * self.max_query_len) + self.num_uncertain_tokens
+        )
         return cdiv(span, block_size)
 
     def bytes_per_row(self, inputs: Sequence[StatePart]) -> int:
         return self.ring_len * sum(part.nbytes for part in inputs)
 
     def stored(self, part: StatePart) -> StatePart:
-        """A float32 state is two int16 planes of the same bytes (`kernels.recompute.split_state`)."""
+        """Return a float32 state as two int16 planes of the same bytes, other parts as they are.
+
+        See `kernels.recompute.split_state`.
+        """
         import torch
 
         if part.role != "state" or part.dtype != torch.float32:
             return part
         return StatePart(part.name, (2, *part.shape), torch.int16)
 
-    def allocate(self, inputs: Sequence[StatePart], num_rows: int, device: torch.device) -> RecomputeRing | None:
+    def allocate(
+        self, inputs: Sequence[StatePart], num_rows: int, device: torch.device
+    ) -> RecomputeRing | None:
         from hybrid_kv.kernels.recompute import RecomputeRing
 
         if not inputs:
             return None  # a layer of windows alone
         x, B, dt = inputs
-        return RecomputeRing.allocate(num_rows, self.ring_len, x.shape, B.shape, x.dtype, device, dt.shape)
+        return RecomputeRing.allocate(
+            num_rows, self.ring_len, x.shape, B.shape, x.dtype, device, dt.shape
+        )
 
     def describe(self) -> dict[str, Any]:
         return {"ring_len": self.ring_len}
@@ -184,11 +274,20 @@ class RecomputeSpec(RollbackSpec):
         return progress.flushed
 
     def advance(
-        self, progress: StateProgress, start: int, num_tokens: int, computed: int, block_size: int | None
+        self,
+        progress: StateProgress,
+        start: int,
+        num_tokens: int,
+        computed: int,
+        block_size: int | None,
     ) -> None:
-        """The rule of `kernels.recompute` for `n_flush`, on the host: it follows from lengths alone."""
+        """Follow the rule of `kernels.recompute` for `n_flush` on the host.
+
+        It depends on lengths alone.
+        """
         progress.computed = computed
-        if block_size is not None and start >= (boundary := (progress.flushed // block_size + 1) * block_size):
+        boundary = None if block_size is None else (progress.flushed // block_size + 1) * block_size
+        if boundary is not None and start >= boundary:
             progress.flushed = boundary
         elif start - progress.flushed + num_tokens + self.max_query_len > self.ring_len:
             progress.flushed = start
@@ -198,63 +297,91 @@ class Recompute(Rollback):
     """Scheme `recompute`: one state and the inputs since, run again on demand.
 
     Attributes:
-        cursors: where the state and the history of each row of the engine are; the groups' are equal, but for the
-            blocks that they mean.
+        cursors: where the state and the history of each row of the engine are; the groups' are
+            equal, but for the blocks that they mean.
     """
 
     copies_states: ClassVar[bool] = False  # the state at a boundary is not written yet
     spec_type: ClassVar[type[RollbackSpec]] = RecomputeSpec
 
-    def __init__(self, spec: MambaSpec, max_num_seqs: int, device: torch.device, launches: bool) -> None:
+    def __init__(
+        self, spec: MambaSpec, max_num_seqs: int, device: torch.device, launches: bool
+    ) -> None:
         from hybrid_kv.kernels.recompute import RecomputeCursors, commit, commit_reference
 
         rollback = spec.rollback
         assert isinstance(rollback, RecomputeSpec)
         self._commit = commit if launches else commit_reference
         self._block_size = spec.block_size if spec.mode.keeps_states else None
-        self.cursors = RecomputeCursors.allocate(max_num_seqs, rollback.ring_len, rollback.max_query_len, device)
+        self.cursors = RecomputeCursors.allocate(
+            max_num_seqs, rollback.ring_len, rollback.max_query_len, device
+        )
 
     @staticmethod
     def memory(
-        cache: CacheConfig, num_speculative_tokens: int, is_async: bool, specs: Sequence[KVCacheSpec]
+        cache: CacheConfig,
+        num_speculative_tokens: int,
+        is_async: bool,
+        specs: Sequence[KVCacheSpec],
     ) -> RecomputeSpec:
         if not any(isinstance(spec, MambaSpec) for spec in specs):
             raise ConfigError('state_scheme="recompute": the model has no Mamba layer; use slots')
         longest = 1 + num_speculative_tokens
         ring_len = cache.recompute_ring_len or default_ring_len(longest)
-        if ring_len < (least := shortest_ring_len(longest)):
+        least = shortest_ring_len(longest)
+        if ring_len < least:
             raise ConfigError(
-                f"recompute_ring_len={ring_len} is too short for num_speculative_tokens={num_speculative_tokens}, "
+                f"recompute_ring_len={ring_len} is too short for "
+                f"num_speculative_tokens={num_speculative_tokens}, "
                 f"which needs {least}; raise it or leave it out"
             )
         return RecomputeSpec(num_speculative_tokens, ring_len, longest if is_async else 0)
 
     def source_logical_blocks(self, current_blocks: Ints, window_rows: Ints) -> Ints:
-        return current_blocks  # a prefill leaves its state beside its window
+        return current_blocks  # a prefill leaves its state with its window
 
     def prepare(
-        self, rows: Ints, new: Sequence[int], num_gained: Ints, common: CommonAttentionMetadata, table: torch.Tensor
+        self,
+        rows: Ints,
+        new: Sequence[int],
+        num_gained: Ints,
+        common: CommonAttentionMetadata,
+        table: torch.Tensor,
     ) -> Staged[RollbackStep]:
-        """Rows with a new owner have no history yet; prefills start anew behind their last token."""
+        """Build the step of the decodes, restart rows with a new owner, and restart prefills.
+
+        Rows with a new owner have no history yet; prefills start anew after their last token.
+        """
         from hybrid_kv.kernels.common.upload import together
 
-        computed, split, restart = common.num_computed_tokens, common.num_decodes, self.cursors.restart
-        parts: list[Staged[RollbackStep | None]] = [((rows[new], computed[new]), restart)] if new else []
+        computed = common.num_computed_tokens
+        split = common.num_decodes
+        restart = self.cursors.restart
+        parts: list[Staged[RollbackStep | None]] = (
+            [((rows[new], computed[new]), restart)] if new else []
+        )
         if split:
             parts.append(self._step(rows[:split], num_gained[:split], common, table[:split]))
         if common.num_prefills:
             parts.append(((rows[split:], (computed + common.query_lens)[split:]), restart))
-        arrays, make = together(*parts)
-        return arrays, lambda *moved: next((step for step in make(*moved) if step is not None), NO_DECODES)
+        arrays, make_all = together(*parts)
+
+        def make(*moved: torch.Tensor) -> RollbackStep:
+            return next((step for step in make_all(*moved) if step is not None), NO_DECODES)
+
+        return arrays, make
 
     def flush(self, rows: Ints, num_gained: Ints, table: torch.Tensor) -> RollbackStep:
         from hybrid_kv.kernels.common.upload import now
 
         return now(table.device, self._step(rows, num_gained, None, table))
 
-    def flush_all(self, rows: Ints, num_gained: Ints, current_blocks: Ints, table: torch.Tensor) -> RollbackStep:
-        """All of the history goes into the current state block, not into the state's own, which may be
-        published.
+    def flush_all(
+        self, rows: Ints, num_gained: Ints, current_blocks: Ints, table: torch.Tensor
+    ) -> RollbackStep:
+        """Flush all of the history into the current state block.
+
+        The state's own block may be published.
         """
         from hybrid_kv.kernels.common.upload import upload
         from hybrid_kv.kernels.recompute import RecomputeStep
@@ -264,31 +391,45 @@ class Recompute(Rollback):
         source = row.new_zeros(len(rows))
         if self._block_size is not None:
             source = (cursors.base_pos[row] - 1) // self._block_size
-        src, dst = (table.gather(1, block_idx[:, None])[:, 0].long() for block_idx in (source, target))
+        src, dst = (
+            table.gather(1, block_idx[:, None])[:, 0].long() for block_idx in (source, target)
+        )
         n_hist = cursors.n_hist[row] + gained.minimum(cursors.prev_t[row])
-        step = RecomputeStep(row, src, dst, cursors.ring_start[row], n_hist, n_hist, cursors.max_query_len)
+        step = RecomputeStep(
+            row, src, dst, cursors.ring_start[row], n_hist, n_hist, cursors.max_query_len
+        )
         return RollbackStep(step)
 
     def _step(
-        self, rows: Ints, num_gained: Ints, common: CommonAttentionMetadata | None, table: torch.Tensor
+        self,
+        rows: Ints,
+        num_gained: Ints,
+        common: CommonAttentionMetadata | None,
+        table: torch.Tensor,
     ) -> Staged[RollbackStep]:
-        """Decide what each decode flushes and recomputes, and move the cursors past it; None: rows run no tokens."""
+        """Decide what each decode flushes and recomputes, and move the cursors past it.
+
+        Args:
+            common: of the step; None: the rows run no tokens.
+        """
 
         def commit(row: torch.Tensor, gained: torch.Tensor) -> RollbackStep:
             decodes = common.decode_rows if common is not None else None
             cu_seqlens = row.new_zeros(len(row) + 1) if decodes is None else decodes.starts
-            return RollbackStep(self._commit(self.cursors, row, gained, cu_seqlens, table, self._block_size))
+            return RollbackStep(
+                self._commit(self.cursors, row, gained, cu_seqlens, table, self._block_size)
+            )
 
         return (rows, num_gained), commit
 
 
-SCHEMES: dict[str, type[Rollback]] = {"slots": Rollback, "recompute": Recompute}
+SCHEMES: dict[str, type[Rollback]] = {"slots": Slots, "recompute": Recompute}
 
 
 def rollback_spec(
     cache: CacheConfig, num_speculative_tokens: int, is_async: bool, specs: Sequence[KVCacheSpec]
 ) -> RollbackSpec:
-    """What the scheme that the user chose takes of the cache.
+    """Return the memory that the scheme chosen by the user takes of the cache.
 
     Raises:
         ConfigError: no such scheme, or its options contradict each other or the layers.
