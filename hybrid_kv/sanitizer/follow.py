@@ -1,4 +1,4 @@
-"""Follows one engine: what its parts report is compared with the requests' tokens."""
+"""The observer of one engine: its reports are compared with the requests' tokens."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ class Sanitizer(EngineObserver):
 
     Args:
         buffers: the raw memory; buffer i belongs to the i-th layer of every group.
-        private_tier: all that is loaded was published here. If others may have filed it, their bytes for the same
-            tokens differ rightly (padding, rows of drafts, rounding), so only other tokens' bytes are an error.
-        row_memory: of the rollback scheme, by layer; tensors [num_rows, …], poisoned whenever a row gets a new owner.
+        private_tier: all that is loaded was published here. If others may have filed it, their
+            bytes for the same tokens differ rightly (padding, rows of drafts, rounding), so only
+            other tokens' bytes are an error.
+        row_memory: of the rollback scheme, by layer; tensors [num_rows, …], poisoned whenever a row
+            gets a new owner.
         draft_layers: those of a drafting head, which writes in passes of its own.
 
     Raises (from every method):
@@ -53,8 +55,12 @@ class Sanitizer(EngineObserver):
         self.private_tier = private_tier
         self.shadows = [Shadow(group, pool.num_blocks, draft_layers) for group in groups]
         # Longer than the model allows, by the drafts of a step that passes its end.
-        self.ledger = Ledger(pool, self.shadows, buffers, limits.max_num_seqs, limits.max_model_len + 32)
-        self.rollback = [rollback_rules(self.ledger, shadow, limits.max_num_seqs) for shadow in self.shadows]
+        self.ledger = Ledger(
+            pool, self.shadows, buffers, limits.max_num_seqs, limits.max_model_len + 32
+        )
+        self.rollback = [
+            rollback_rules(self.ledger, shadow, limits.max_num_seqs) for shadow in self.shadows
+        ]
         self._row_memory = row_memory or {}
         self._published_bytes: dict[BlockKey, set[int]] = {}
         self._all_bytes: set[int] = set()  # of all keys
@@ -63,29 +69,41 @@ class Sanitizer(EngineObserver):
     # Blocks change hands.
 
     def on_hit(self, request_id: str, logical_blocks: Sequence[BlockIds]) -> None:
-        """Its blocks must be published, and unchanged since."""
-        ledger, owner = self.ledger, self.ledger.owner(request_id)
+        """Check that the blocks of a hit are published, and unchanged since."""
+        ledger = self.ledger
+        owner = self.ledger.owner(request_id)
         for shadow, row in zip(self.shadows, logical_blocks, strict=True):
             ids = row[row != NULL_BLOCK]
             ledger.log(ledger.step + 1, "hit", shadow, ids, request_id)
             for block_idx, block in zip(np.flatnonzero(row).tolist(), ids.tolist(), strict=True):
                 if not ledger.published[block]:
-                    ledger.fail("hit-unpublished", "taken as a hit and not published", owner, shadow, block)
+                    ledger.fail(
+                        "hit-unpublished", "taken as a hit and not published", owner, shadow, block
+                    )
                 if ledger.keys[block][1] not in (None, ledger.checksum(shadow, block)):
-                    ledger.fail("hit-overwritten", "its bytes changed after it was published", owner, shadow, block)
+                    ledger.fail(
+                        "hit-overwritten",
+                        "its bytes changed after it was published",
+                        owner,
+                        shadow,
+                        block,
+                    )
                 owner.restored.append((shadow, block_idx, block))
             ledger.references[ids] += 1
             ledger.held[owner.index, ids] = shadow.id + 1
 
     def on_allocate(self, request_id: str, logical_blocks: Sequence[BlockIds]) -> None:
-        """No other request may hold or find the new blocks; they hold nothing."""
+        """Check that no other request holds or finds the new blocks; they hold nothing."""
         owner = self.ledger.owner(request_id)
         for shadow, row in zip(self.shadows, logical_blocks, strict=True):
-            if len(ids := row[row != NULL_BLOCK]):
+            ids = row[row != NULL_BLOCK]
+            if len(ids):
                 self.ledger.take(owner, shadow, ids, "allocate")
 
-    def on_load(self, request_id: str, logical_blocks: Sequence[tuple[BlockKey, int]], ids: BlockIds) -> None:
-        """Fresh blocks are published and filled from elsewhere before the next step."""
+    def on_load(
+        self, request_id: str, logical_blocks: Sequence[tuple[BlockKey, int]], ids: BlockIds
+    ) -> None:
+        """Take fresh blocks that are published and filled from elsewhere before the next step."""
         owner = self.ledger.owner(request_id)
         for (key, block_idx), block in zip(logical_blocks, ids.tolist(), strict=False):
             shadow = self.shadows[key[0]]
@@ -94,39 +112,63 @@ class Sanitizer(EngineObserver):
             self.ledger.keys[block] = key, None
             owner.loaded.append((shadow, block_idx, block))
 
-    def on_publish(self, request_id: str, group: int, first: int, blocks: Sequence[tuple[BlockKey, int]]) -> None:
-        """What lookups find from now on must hold the request's tokens, all of them accepted."""
-        ledger, owner, shadow = self.ledger, self.ledger.owner(request_id), self.shadows[group]
-        accepted = min(owner.request.num_tokens if owner.request is not None else 0, owner.computed or 0)
+    def on_publish(
+        self, request_id: str, group: int, first: int, blocks: Sequence[tuple[BlockKey, int]]
+    ) -> None:
+        """Check that blocks which lookups find from now on hold the request's accepted tokens."""
+        ledger = self.ledger
+        owner = self.ledger.owner(request_id)
+        shadow = self.shadows[group]
+        accepted = min(
+            owner.request.num_tokens if owner.request is not None else 0, owner.computed or 0
+        )
         for block_idx, (key, block) in enumerate(blocks, first):
             ledger.log(ledger.step, "publish", shadow, np.array([block]), request_id)
             if ledger.held[owner.index, block] != group + 1:
-                ledger.fail("publish-unheld", "published by a request that does not hold it", owner, shadow, block)
-            if (end := (block_idx + 1) * shadow.block_size) > accepted:
-                what = f"published for {end} tokens, {accepted} of them are computed and accepted"
-                ledger.fail("publish-unaccepted", what, owner, shadow, block)
+                ledger.fail(
+                    "publish-unheld",
+                    "published by a request that does not hold it",
+                    owner,
+                    shadow,
+                    block,
+                )
+            end = (block_idx + 1) * shadow.block_size
+            if end > accepted:
+                problem = (
+                    f"published for {end} tokens, {accepted} of them are computed and accepted"
+                )
+                ledger.fail("publish-unaccepted", problem, owner, shadow, block)
             self.rollback[group].check_publish(owner, end, block)
             rule = "publish-state" if shadow.is_mamba else "publish-slots"
             ledger.check_prefix(rule, owner, shadow, block_idx, block)
             ledger.published[block] = True
-            ledger.keys[block] = key, (checksum := ledger.checksum(shadow, block))
+            checksum = ledger.checksum(shadow, block)
+            ledger.keys[block] = key, checksum
             # A key that went and came again would lack the bytes that a tier may still have.
             if key in self._published_bytes or len(self._published_bytes) < NUM_KEYS:
                 self._published_bytes.setdefault(key, set()).add(checksum)
                 self._all_bytes.add(checksum)
 
     def on_reset(self) -> None:
-        """Nothing is published any more."""
+        """Forget all that is published."""
         self.ledger.published[:] = False
         self.ledger.keys.clear()
 
     def on_free(self, request_id: str, ids: BlockIds, ended: bool = False) -> None:
-        """A request must hold what it frees; one that ended must free all."""
-        ledger, owner = self.ledger, self.ledger.owner(request_id)
+        """Check that a request holds what it frees, and frees all where it `ended`."""
+        ledger = self.ledger
+        owner = self.ledger.owner(request_id)
         ledger.log(ledger.step, "free", None, ids, request_id)
         # After a report the engine clears up, whatever state it is in.
-        if not ledger.has_failed and len(strange := ids[ledger.held[owner.index, ids] == 0]):
-            ledger.fail("free-unheld", "freed by a request that does not hold it", owner, None, int(strange[0]))
+        strange = ids[ledger.held[owner.index, ids] == 0]
+        if len(strange) and not ledger.has_failed:
+            ledger.fail(
+                "free-unheld",
+                "freed by a request that does not hold it",
+                owner,
+                None,
+                int(strange[0]),
+            )
         ledger.held[owner.index, ids] = 0
         ledger.references[ids] -= 1
         if ended:
@@ -136,14 +178,19 @@ class Sanitizer(EngineObserver):
 
     def _check_end(self, owner: Owner) -> None:
         ledger = self.ledger
-        computed = min(owner.computed or 0, 0 if owner.request is None else owner.request.num_computed_tokens)
+        computed = min(
+            owner.computed or 0, 0 if owner.request is None else owner.request.num_computed_tokens
+        )
         for rollback in self.rollback:
             rollback.check_end(owner, computed)
-        if len(left := np.flatnonzero(ledger.held[owner.index])):
-            ledger.fail("free-leak", "its request ended and did not free it", owner, None, int(left[0]))
+        left = np.flatnonzero(ledger.held[owner.index])
+        if len(left):
+            ledger.fail(
+                "free-leak", "its request ended and did not free it", owner, None, int(left[0])
+            )
 
     def on_failure(self) -> None:
-        """The engine clears up, whatever state it is in."""
+        """Let the engine clear up, whatever state it is in."""
         self.ledger.has_failed = True
 
     # Steps.
@@ -155,14 +202,18 @@ class Sanitizer(EngineObserver):
         positions: torch.Tensor,
         metadata: dict[str, Any],
     ) -> None:
-        """Hold tokens, positions and the metadata of every group against what the requests have."""
+        """Hold tokens, positions and the metadata of every group against the requests."""
         ledger = self.ledger
         ledger.step += 1
         ledger.has_failed = False
-        if len(lost := np.flatnonzero(ledger.pool.ref_count[1:] != ledger.references[1:])):
+        lost = np.flatnonzero(ledger.pool.ref_count[1:] != ledger.references[1:])
+        if len(lost):
             block = 1 + int(lost[0])
-            what = f"{ledger.references[block]} requests hold it, the pool counts {ledger.pool.ref_count[block]}"
-            ledger.fail("free-held", what, None, None, block)
+            problem = (
+                f"{ledger.references[block]} requests hold it, the pool counts "
+                f"{ledger.pool.ref_count[block]}"
+            )
+            ledger.fail("free-held", problem, None, None, block)
         owners = [ledger.owner(item.request.request_id) for item in batch]
         for owner, item in zip(owners, batch, strict=True):
             self._begin(owner, item)
@@ -173,42 +224,61 @@ class Sanitizer(EngineObserver):
         ledger.batch = step = Step(owners, batch, ledger.step)
         pairs = ("input-token", input_ids, step.tokens), ("position", positions, step.positions)
         for rule, given, expected in pairs:
-            actual, text = to_numpy(given)[: len(expected)], "position {}: the model gets {}, not {}"
-            ledger.require(actual == expected, rule, None, step.rows, None, text, step.positions, actual, expected)
+            actual = to_numpy(given)[: len(expected)]
+            template = "position {}: the model gets {}, not {}"
+            ledger.require(
+                actual == expected,
+                rule,
+                None,
+                step.rows,
+                None,
+                template,
+                step.positions,
+                actual,
+                expected,
+            )
         for shadow, rollback in zip(self.shadows, self.rollback, strict=True):
             parts = [metadata[shadow.group.layer_names[layer]] for layer in shadow.layers]
-            if any(part is not parts[0] for part in parts):
-                ledger.fail("layer-metadata", "layers of one group get different metadata", None, shadow)
+            if any(other is not parts[0] for other in parts):
+                ledger.fail(
+                    "layer-metadata", "layers of one group get different metadata", None, shadow
+                )
             if parts and shadow.is_mamba:
                 check_mamba(ledger, shadow, parts[0], step, rollback)
             elif parts:
                 check_attention(ledger, shadow, parts[0], step)
 
     def _begin(self, owner: Owner, item: ScheduledRequest) -> None:
-        """A request is in the step: new here, or where the last step left it."""
+        """Begin a step of a request: new here, or where the last step left it."""
         if owner.request is None:
             self._meet(owner, item.request, item.num_computed_tokens)
         elif owner.computed != item.num_computed_tokens:
-            what = f"it continues after {item.num_computed_tokens} tokens, but {owner.computed} are in the cache"
-            self.ledger.fail("position", what, owner)
+            problem = (
+                f"it continues after {item.num_computed_tokens} tokens, but {owner.computed} are "
+                "in the cache"
+            )
+            self.ledger.fail("position", problem, owner)
         self.ledger.learn(owner, item.drafts or ())
         self._restore(owner)
 
     def _meet(self, owner: Owner, request: Request, num_computed_tokens: int) -> None:
-        """A request starts in a row of its own."""
-        owner.request, owner.computed = request, num_computed_tokens
+        """Start a request in a row that is its alone."""
+        owner.request = request
+        owner.computed = num_computed_tokens
         salt = blake2b(request.params.cache_salt.encode(), digest_size=8).digest()
         owner.prefix[0] = int.from_bytes(salt, "little", signed=True)
         owner.known = self.ledger.learn(owner, request.token_ids)
         for rollback in self.rollback:
             rollback.restart(request.row)
-        parts = (part for memory in self._row_memory.values() for part in vars(memory).values())
-        for part in filter(torch.is_tensor, parts):
-            part[request.row].view(torch.int8).fill_(-1)
+        memories = self._row_memory.values()
+        fields = (value for memory in memories for value in vars(memory).values())
+        for tensor in filter(torch.is_tensor, fields):
+            tensor[request.row].view(torch.int8).fill_(-1)
 
     def on_arrival(self, request: Request, logical_blocks: Sequence[BlockIds]) -> None:
-        """What another engine computed is taken for what it should be."""
-        owner, computed = self.ledger.owner(request.request_id), request.num_computed_tokens
+        """Take for right what another engine computed."""
+        owner = self.ledger.owner(request.request_id)
+        computed = request.num_computed_tokens
         self._meet(owner, request, computed)
         owner.flushed = computed
         positions = np.arange(computed)
@@ -224,25 +294,28 @@ class Sanitizer(EngineObserver):
                 shadow.slots[row[positions // size] * size + positions % size] = entries
 
     def _restore(self, owner: Owner) -> None:
-        """What is loaded is taken for what it should be, unless its bytes are known."""
+        """Take loaded blocks for the tokens that they should hold, unless their bytes are known."""
         ledger = self.ledger
         for shadow, block_idx, block in owner.loaded:
-            tokens = np.arange(block_idx * shadow.block_size, (block_idx + 1) * shadow.block_size) + 1
+            tokens = (
+                np.arange(block_idx * shadow.block_size, (block_idx + 1) * shadow.block_size) + 1
+            )
             origin = np.full_like(tokens, (ledger.step << 32) + owner.serial)
             entries = np.stack([owner.prefix[tokens], tokens, origin], axis=1)
             shadow.state[block] = entries[-1]
             shadow.cells[block] = 0 if shadow.is_mamba else entries
             shadow.cells[block, 0] = entries[-1 if shadow.is_mamba else 0]
-            key, checksum = ledger.keys[block][0], ledger.checksum(shadow, block)
+            key = ledger.keys[block][0]
+            checksum = ledger.checksum(shadow, block)
             strange = checksum not in self._published_bytes.get(key, {checksum})
             if strange and (self.private_tier or checksum in self._all_bytes):
-                what = "loaded bytes that were never published for its tokens"
-                ledger.fail("load-bytes", what, owner, shadow, block)
+                problem = "loaded bytes that were never published for its tokens"
+                ledger.fail("load-bytes", problem, owner, shadow, block)
             ledger.keys[block] = key, checksum
         owner.loaded.clear()
 
     def on_flush(self, request: Request, group: int, step: RollbackStep) -> None:
-        """What is written must be what the request has, and due."""
+        """Check that a flushed state is the request's, and due."""
         owner = self.ledger.owner(request.request_id)
         self.rollback[group].check_flush(owner, request.num_computed_tokens, step)
 
@@ -254,24 +327,33 @@ class Sanitizer(EngineObserver):
         layers: Sequence[tuple[torch.Tensor, ...]],
         copies_states: bool,
     ) -> None:
-        """Remember what will be copied; `on_commit` checks what has become of it."""
-        check = expect_copy(self.ledger, self.shadows[group], copies, block_table, layers, copies_states)
+        """Remember copies; `on_commit` checks their outcome."""
+        check = expect_copy(
+            self.ledger, self.shadows[group], copies, block_table, layers, copies_states
+        )
         self._copies.append(check)
 
     def on_commit(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Right drafts must be accepted, all and only those; then the copies are checked."""
-        ledger, step = self.ledger, self.ledger.batch
-        for owner, drafts, end, new in zip(step.owners, step.drafts, step.ends.tolist(), tokens, strict=True):
+        """Check that the right drafts are accepted, all and only those; then the copies."""
+        ledger = self.ledger
+        step = self.ledger.batch
+        for owner, drafts, end, new in zip(
+            step.owners, step.drafts, step.ends.tolist(), tokens, strict=True
+        ):
             pairs = enumerate(zip(drafts, new, strict=False))
             count = next((j for j, (draft, token) in pairs if draft != token), len(drafts))
             if len(new) != 1 + count and (new or drafts):
-                ledger.fail("accept", f"the drafts {list(drafts)} became the tokens {list(new)}", owner)
+                ledger.fail(
+                    "accept", f"the drafts {list(drafts)} became the tokens {list(new)}", owner
+                )
             owner.computed = end - len(drafts) + count
             owner.known = ledger.learn(owner, new)
         for check in self._copies:
             check(step)
         self._copies.clear()
 
-    def on_draft(self, group: int, rows: Array, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """A head may write what is not computed yet, and the target's own slots."""
+    def on_draft(
+        self, group: int, rows: Array, positions: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Check the writes of a head: tokens not computed yet, and the target's own slots."""
         check_drafts(self.ledger, self.shadows[group], rows, positions, slots, self.ledger.batch)

@@ -1,4 +1,4 @@
-"""The rules of attention layers: which slots a step writes and reads, and where a drafting head writes."""
+"""The rules of attention layers: the slots that a step and a drafting head write and read."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from hybrid_kv.sanitizer.ledger import Ledger
 from hybrid_kv.sanitizer.shadow import HASH, Array, Shadow, Step, to_numpy
 
 
-def check_attention(ledger: Ledger, shadow: Shadow, metadata: PagedAttentionMetadata, step: Step) -> None:
-    """A step of an attention group; its tokens are written before they are read."""
-    size, kernel_size, rows = shadow.block_size, shadow.group.kernel_block_size, step.rows
+def check_attention(
+    ledger: Ledger, shadow: Shadow, metadata: PagedAttentionMetadata, step: Step
+) -> None:
+    """Check a step of an attention group; its tokens are written before they are read."""
+    size = shadow.block_size
+    kernel_size = shadow.group.kernel_block_size
+    rows = step.rows
     slots, padding = np.split(to_numpy(metadata.slot_mapping.slots), [len(rows)])
     if (padding >= 0).any():
         ledger.fail("pad-slot", f"padding has the slots {padding.tolist()}", None, shadow)
-    blocks, entries = slots // size, shadow.slots
+    blocks = slots // size
+    entries = shadow.slots
     ledger.check_range(shadow, rows, blocks)
     ledger.check_writes(shadow, rows, blocks, step)
     ledger.check_once(shadow, rows, blocks, entries, slots)
@@ -25,42 +30,68 @@ def check_attention(ledger: Ledger, shadow: Shadow, metadata: PagedAttentionMeta
     ledger.log_rows("write", shadow, rows, blocks)
 
     ledger.check_lengths(shadow, [part.rows.lengths for part in metadata.parts], step)
-    given = np.concatenate([to_numpy(part.rows.flat(part.positions)) for part in metadata.parts])[: len(rows)]
-    text = "attention is given position {} and not {}"
-    ledger.require(given == step.positions, "position", shadow, rows, blocks, text, given, step.positions)
+    given = np.concatenate([to_numpy(part.rows.flat(part.positions)) for part in metadata.parts])[
+        : len(rows)
+    ]
+    template = "attention is given position {} and not {}"
+    ledger.require(
+        given == step.positions, "position", shadow, rows, blocks, template, given, step.positions
+    )
     table = np.concatenate([to_numpy(part.block_table) for part in metadata.parts]).astype(np.int64)
     if table.shape[1] * kernel_size < step.ends.max():
-        what = f"{table.shape[1]} logical blocks of {kernel_size} tokens for a row of {step.ends.max()}"
-        ledger.fail("index-range", what, None, shadow)
+        problem = (
+            f"{table.shape[1]} logical blocks of {kernel_size} tokens for a row of "
+            f"{step.ends.max()}"
+        )
+        ledger.fail("index-range", problem, None, shadow)
     if ((table[len(step.owners) :] * kernel_size) // size != NULL_BLOCK).any():
         ledger.fail("pad-row", "a padding row of the block table has live blocks", None, shadow)
-    rows, positions = step.seen_rows, step.seen_positions
+    rows = step.seen_rows
+    positions = step.seen_positions
     slots = table[rows, positions // kernel_size] * kernel_size + positions % kernel_size
     blocks = slots // size
     ledger.check_range(shadow, rows, blocks)
-    text = "position {} is read from slot {}, which holds {}"
+    template = "position {} is read from slot {}, which holds {}"
     seen = entries[slots]
-    ledger.check_reads("read-slot", shadow, rows, blocks, seen, step.seen, text, positions, slots, seen)
+    ledger.check_reads(
+        "read-slot", shadow, rows, blocks, seen, step.seen, template, positions, slots, seen
+    )
 
 
 def check_drafts(
     ledger: Ledger, shadow: Shadow, rows: Array, at: torch.Tensor, slots: torch.Tensor, step: Step
 ) -> None:
-    """Where a drafting head writes; `rows` of the batch. The step's drafts are not verified yet."""
+    """Check the writes of a drafting head for `rows` of the batch; drafts are not verified yet."""
     places = to_numpy(slots)
     real = places >= 0
-    rows, positions, places = rows[real], to_numpy(at)[real], places[real]
+    rows = rows[real]
+    positions = to_numpy(at)[real]
+    places = places[real]
     blocks = places // shadow.block_size
     ledger.check_range(shadow, rows, blocks)
     ledger.check_writes(shadow, rows, blocks, step)
-    text = "a head writes position {} into slot {}, which holds {}"
+    template = "a head writes position {} into slot {}, which holds {}"
     same = places % shadow.block_size == positions % shadow.block_size
-    ledger.require(same, "draft-slot", shadow, rows, blocks, text, positions, places, shadow.slots[places])
+    ledger.require(
+        same, "draft-slot", shadow, rows, blocks, template, positions, places, shadow.slots[places]
+    )
     # Of tokens that the target has computed it is the target's slot.
     known = positions < step.ends[rows]
-    rows, positions, places = rows[known], positions[known], places[known]
+    rows = rows[known]
+    positions = positions[known]
+    places = places[known]
     pairs = zip(rows.tolist(), positions.tolist(), strict=True)
     expected = np.array([step.owners[row].prefix[position + 1] for row, position in pairs])
-    found = shadow.slots[places]
-    same = found[:, HASH] == expected
-    ledger.require(same, "draft-slot", shadow, rows, places // shadow.block_size, text, positions, places, found)
+    held = shadow.slots[places]
+    same = held[:, HASH] == expected
+    ledger.require(
+        same,
+        "draft-slot",
+        shadow,
+        rows,
+        places // shadow.block_size,
+        template,
+        positions,
+        places,
+        held,
+    )

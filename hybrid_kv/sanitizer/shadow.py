@@ -1,7 +1,8 @@
-"""What the sanitizer keeps in mind: requests, blocks, the step in flight.
+"""The memory of the sanitizer: requests, blocks, the step in flight.
 
-An *entry* is what one slot, window row or state holds: a hash of all tokens up to it, how many these are, and which
-step and request wrote it. An entry of zeros is nothing that a request could want.
+An *entry* is what one slot, window row or state holds: a hash of all tokens up to it, how many
+these are, and which step and request wrote it. An entry of zeros is nothing that a request could
+want.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ HASH, TOKENS, ORIGIN = range(3)  # of an entry
 
 
 def to_numpy(tensor: torch.Tensor) -> Array:
-    """A tensor of any device."""
+    """Copy a tensor of any device."""
     array: Array = tensor.cpu().numpy()
     return array
 
@@ -32,33 +33,40 @@ class Owner:
     """A request that holds blocks."""
 
     def __init__(self, name: str, index: int, serial: int, max_tokens: int) -> None:
-        self.name, self.index, self.serial = name, index, serial
+        self.name = name
+        self.index = index
+        self.serial = serial
         self.request: Request | None = None  # from its first step on
         self.known = 0  # tokens; behind them lie the step's drafts
         self.computed: int | None = None  # of them in the cache
         self.tokens = np.zeros(max_tokens, dtype=np.int64)
         self.prefix = np.zeros(max_tokens + 1, dtype=np.int64)  # [n]: hash of the first n tokens
         self.flushed = 0  # tokens that its last written states have seen
-        self.restored: list[
-            tuple[Shadow, int, int]
-        ] = []  # logical block, block: what the first step does not compute …
-        self.loaded: list[tuple[Shadow, int, int]] = []  # … because it was a hit, or came from elsewhere
+        # Logical block and block of what the first step does not compute: hits …
+        self.restored: list[tuple[Shadow, int, int]] = []
+        # … and what came from elsewhere.
+        self.loaded: list[tuple[Shadow, int, int]] = []
 
 
 class Shadow:
-    """What the blocks of one group hold.
+    """The content of the blocks of one group.
 
     Args:
         draft_layers: those of a drafting head; they follow no step.
     """
 
-    def __init__(self, group: AttentionGroup, num_blocks: int, draft_layers: Collection[str]) -> None:
+    def __init__(
+        self, group: AttentionGroup, num_blocks: int, draft_layers: Collection[str]
+    ) -> None:
         spec = group.spec
-        self.group, self.id, self.block_size = group, group.group_id, spec.block_size
+        self.group = group
+        self.id = group.group_id
+        self.block_size = spec.block_size
         self.layers = [i for i, name in enumerate(group.layer_names) if name not in draft_layers]
         self.is_mamba = isinstance(spec, MambaSpec)
         width = 1 + spec.num_speculative_tokens if isinstance(spec, MambaSpec) else spec.block_size
-        # [block, slot in the block]; of a Mamba group [block, row where a convolution window begins].
+        # [block, slot in the block]; of a Mamba group [block, row where a convolution window
+        # begins].
         self.cells = np.zeros((num_blocks, width, 3), dtype=np.int64)
         self.slots = self.cells.reshape(-1, 3)
         self.state = np.zeros((num_blocks, 3), dtype=np.int64)
@@ -66,10 +74,11 @@ class Shadow:
 
 
 class Step:
-    """A step's batch without padding, and what each of its tokens leaves in the cache."""
+    """A step's batch without padding, and the entries of its tokens."""
 
     def __init__(self, owners: list[Owner], batch: Sequence[ScheduledRequest], number: int) -> None:
-        self.owners, self.drafts = owners, [item.drafts or () for item in batch]
+        self.owners = owners
+        self.drafts = [item.drafts or () for item in batch]
         self.lengths = np.array([item.num_tokens for item in batch])
         self.computed = np.array([item.num_computed_tokens for item in batch])
         self.ends = self.computed + self.lengths
@@ -87,4 +96,6 @@ class Step:
         # Attention reads every position of a row.
         self.seen = np.concatenate([owner.prefix[1 : end + 1] for owner, _, end in spans])
         self.seen_rows = np.repeat(self.all_rows, self.ends)
-        self.seen_positions = np.arange(len(self.seen)) - np.repeat(np.cumsum(self.ends) - self.ends, self.ends)
+        self.seen_positions = np.arange(len(self.seen)) - np.repeat(
+            np.cumsum(self.ends) - self.ends, self.ends
+        )
