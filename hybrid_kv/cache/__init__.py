@@ -1,1 +1,1 @@
-"""The cache: one block pool, one raw memory, block tables per group. Knows no model and no kernel."""
+"""The cache: one block pool, one raw memory, block tables per group; it knows no model."""

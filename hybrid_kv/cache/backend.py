@@ -1,9 +1,10 @@
-"""What the cache must know about an attention backend, and nothing more.
+"""The contract between the cache and an attention backend, and nothing more.
 
-A backend defines how its K/V view of a page is laid out, which kernel block sizes it takes, which block size it
-prefers, and what computes it on a device (`attention.paged` does). A state-space backend returns True from `is_ssm()`
-and is never queried for a block size (vllm!37467). Several layouts run on the CPU with the same torch arithmetic,
-because `cache.layout` hands every backend a strided view of the same pages.
+A backend defines how its K/V view of a page is laid out, which kernel block sizes it takes, which
+block size it prefers, and what computes it on a device (`attention.paged` does). A state-space
+backend returns True from `is_ssm()` and is never queried for a block size (vllm!37467). Several
+layouts run on the CPU with the same torch arithmetic, because `cache.layout` hands every backend a
+strided view of the same pages.
 """
 
 from __future__ import annotations
@@ -34,20 +35,23 @@ class MultipleOf:
 
 @dataclass(frozen=True)
 class BackendContext:
-    """What the choices of a backend may depend on."""
+    """The facts on which the choices of a backend may depend."""
 
     platform: str
     float32_ssm_state: bool
 
     @classmethod
     def for_layers(cls, platform: str, layers: dict[str, KVCacheSpec]) -> BackendContext:
-        """The context of a model whose layers are `layers`."""
+        """Return the context of a model whose layers are `layers`."""
         states = [spec for spec in layers.values() if isinstance(spec, MambaSpec)]
         return cls(platform, any("torch.float32" in map(str, spec.cache_dtypes) for spec in states))
 
 
 class CUDAGraphSupport(enum.IntEnum):
-    """Which steps a metadata builder can recompute from a captured graph; larger includes smaller."""
+    """The steps that a metadata builder can recompute from a captured graph.
+
+    A larger member includes the smaller ones.
+    """
 
     NEVER = 0
     UNIFORM_SINGLE_TOKEN_DECODE = 1
@@ -55,7 +59,10 @@ class CUDAGraphSupport(enum.IntEnum):
 
 
 class AttentionBackend(ABC):
-    """The contract between the cache and one kind of attention kernel. All methods are class methods: no instances."""
+    """The contract between the cache and one kind of attention kernel.
+
+    All methods are class methods: no instances.
+    """
 
     name: str
     gpu_compute: str = "triton"
@@ -63,17 +70,22 @@ class AttentionBackend(ABC):
 
     @classmethod
     def is_ssm(cls) -> bool:
-        """Whether the cache holds one recurrent state per block instead of tokens."""
+        """Return True if the cache holds one recurrent state per block instead of tokens."""
         return False
 
     @classmethod
     @abstractmethod
-    def get_supported_kernel_block_sizes(cls, context: BackendContext) -> Sequence[int | MultipleOf]:
+    def get_supported_kernel_block_sizes(
+        cls, context: BackendContext
+    ) -> Sequence[int | MultipleOf]:
         """Kernel block sizes, in tokens."""
 
     @classmethod
     def get_preferred_block_size(cls, default: int, context: BackendContext) -> int:
-        """The manager block size to use when the user gave none: `default` if a kernel block divides it."""
+        """Return the manager block size to use when the user gave none.
+
+        It is `default` if a kernel block divides it.
+        """
         supported = cls.get_supported_kernel_block_sizes(context)
         if any(default % smallest(size) == 0 for size in supported):
             return default
@@ -81,15 +93,18 @@ class AttentionBackend(ABC):
 
     @classmethod
     @abstractmethod
-    def get_kv_cache_shape(cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
-        """The logical shape of one layer's K and V, in kernel blocks."""
+    def get_kv_cache_shape(
+        cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, ...]:
+        """Return the logical shape of one layer's K and V, in kernel blocks."""
 
     @classmethod
     def get_kv_cache_block_dim(cls, block_size: int, num_kv_heads: int, head_size: int) -> int:
         """Which dimension of the logical shape counts blocks.
 
-        It is the place of a number of blocks that no other dimension can have, so that two blocks need no special case
-        (vllm!37236: `(2, num_blocks, …)` and `(num_blocks, 2, …)` are the same shape when `num_blocks == 2`).
+        It is the place of a number of blocks that no other dimension can have, so that two blocks
+        need no special case (vllm!37236: `(2, num_blocks, …)` and `(num_blocks, 2, …)` are the same
+        shape when `num_blocks == 2`).
         """
         sentinel = 1 + 2 * block_size * num_kv_heads * head_size
         return cls.get_kv_cache_shape(sentinel, block_size, num_kv_heads, head_size).index(sentinel)
@@ -101,11 +116,11 @@ class AttentionBackend(ABC):
 
     @classmethod
     def get_compute(cls, device_type: str, kernels: str, dtypes: Collection[torch.dtype]) -> str:
-        """What computes attention in this layout, a name for `attention.paged.compute_of`.
+        """Return the compute of this layout, a name for `attention.paged.compute_of`.
 
         Args:
-            device_type: a CPU has no kernels but Triton's, in its interpreter. A GPU has `gpu_compute`, or Triton's
-                where the package of that is missing.
+            device_type: a CPU has no kernels but Triton's, in its interpreter. A GPU has
+                `gpu_compute`, or Triton's where the package of that is missing.
             kernels: the engine's, `torch` or `triton`.
             dtypes: of K and V; what no kernel takes is left to torch.
         """
@@ -120,7 +135,7 @@ class AttentionBackend(ABC):
 
 
 def smallest(size: int | MultipleOf) -> int:
-    """The smallest block size that an entry of the supported sizes allows."""
+    """Return the smallest block size that an entry of the supported sizes allows."""
     return size.base if isinstance(size, MultipleOf) else size
 
 
@@ -130,11 +145,15 @@ class TorchBackend(AttentionBackend):
     name = "TORCH"
 
     @classmethod
-    def get_supported_kernel_block_sizes(cls, context: BackendContext) -> Sequence[int | MultipleOf]:
+    def get_supported_kernel_block_sizes(
+        cls, context: BackendContext
+    ) -> Sequence[int | MultipleOf]:
         return [MultipleOf(1)]
 
     @classmethod
-    def get_kv_cache_shape(cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+    def get_kv_cache_shape(
+        cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, ...]:
         return (num_blocks, 2, block_size, num_kv_heads, head_size)
 
     @classmethod
@@ -149,22 +168,27 @@ class FlashInferBackend(TorchBackend):
     gpu_compute = "flashinfer"
 
     @classmethod
-    def get_supported_kernel_block_sizes(cls, context: BackendContext) -> Sequence[int | MultipleOf]:
+    def get_supported_kernel_block_sizes(
+        cls, context: BackendContext
+    ) -> Sequence[int | MultipleOf]:
         return [16, 32, 64]
 
 
 class FlashAttentionBackend(AttentionBackend):
     """FlashAttention's layout `(2, num_blocks, …)`.
 
-    With a float32 SSM state it takes only 16, 32 or 64 tokens, because other multiples of 16 let NaNs of unused page
-    bytes through (Dao-AILab/flash-attention#1974). On XPU it prefers 64 (vllm!37467).
+    With a float32 SSM state it takes only 16, 32 or 64 tokens, because other multiples of 16 let
+    NaNs of unused page bytes through (Dao-AILab/flash-attention#1974). On XPU it prefers 64
+    (vllm!37467).
     """
 
     name = "FLASH_ATTN"
     gpu_compute = "flash_attn"
 
     @classmethod
-    def get_supported_kernel_block_sizes(cls, context: BackendContext) -> Sequence[int | MultipleOf]:
+    def get_supported_kernel_block_sizes(
+        cls, context: BackendContext
+    ) -> Sequence[int | MultipleOf]:
         return [16, 32, 64] if context.float32_ssm_state else [MultipleOf(16)]
 
     @classmethod
@@ -174,7 +198,9 @@ class FlashAttentionBackend(AttentionBackend):
         return super().get_preferred_block_size(default, context)
 
     @classmethod
-    def get_kv_cache_shape(cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+    def get_kv_cache_shape(
+        cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, ...]:
         return (2, num_blocks, block_size, num_kv_heads, head_size)
 
     @classmethod
@@ -183,12 +209,17 @@ class FlashAttentionBackend(AttentionBackend):
 
 
 class CPUAttentionBackend(TorchBackend):
-    """The block sizes of vLLM's CPU attention (multiples of 16, 128 preferred) with the layout of `TorchBackend`."""
+    """The block sizes of vLLM's CPU attention with the layout of `TorchBackend`.
+
+    They are multiples of 16, 128 preferred.
+    """
 
     name = "CPU_ATTN"
 
     @classmethod
-    def get_supported_kernel_block_sizes(cls, context: BackendContext) -> Sequence[int | MultipleOf]:
+    def get_supported_kernel_block_sizes(
+        cls, context: BackendContext
+    ) -> Sequence[int | MultipleOf]:
         return [MultipleOf(16)]
 
     @classmethod
@@ -202,11 +233,17 @@ class _SSMBackend(AttentionBackend):
         return True
 
     @classmethod
-    def get_supported_kernel_block_sizes(cls, context: BackendContext) -> Sequence[int | MultipleOf]:
-        raise NotImplementedError(f"{cls.name} keeps one state per block; it has no kernel block size")
+    def get_supported_kernel_block_sizes(
+        cls, context: BackendContext
+    ) -> Sequence[int | MultipleOf]:
+        raise NotImplementedError(
+            f"{cls.name} keeps one state per block; it has no kernel block size"
+        )
 
     @classmethod
-    def get_kv_cache_shape(cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+    def get_kv_cache_shape(
+        cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, ...]:
         raise NotImplementedError(f"{cls.name} has no K/V; its views come from MambaSpec.parts")
 
 
@@ -253,7 +290,11 @@ _SSM_BY_TYPE = {
     "gdn_attention": GDNBackend,
     "short_conv": ShortConvBackend,
 }
-_DEFAULT_BY_PLATFORM = {"cuda": FlashAttentionBackend, "xpu": FlashAttentionBackend, "cpu": TorchBackend}
+_DEFAULT_BY_PLATFORM = {
+    "cuda": FlashAttentionBackend,
+    "xpu": FlashAttentionBackend,
+    "cpu": TorchBackend,
+}
 
 
 def register_backend(backend: type[AttentionBackend]) -> type[AttentionBackend]:
@@ -263,31 +304,37 @@ def register_backend(backend: type[AttentionBackend]) -> type[AttentionBackend]:
 
 
 def get_backend(name: str, platform: str) -> type[AttentionBackend]:
-    """The attention backend called `name`; `auto` takes the platform's default."""
+    """Return the attention backend called `name`; `auto` takes the platform's default."""
     if platform not in _DEFAULT_BY_PLATFORM:
-        raise ConfigError(f"platform={platform!r} is unknown; use one of {', '.join(_DEFAULT_BY_PLATFORM)}")
+        raise ConfigError(
+            f"platform={platform!r} is unknown; use one of {', '.join(_DEFAULT_BY_PLATFORM)}"
+        )
     if name == "auto":
         return _DEFAULT_BY_PLATFORM[platform]
     attention = {key: backend for key, backend in _BACKENDS.items() if not backend.is_ssm()}
     if name not in attention:
-        raise ConfigError(f"attention backend {name!r} is unknown; use one of auto, {', '.join(attention)}")
+        raise ConfigError(
+            f"attention backend {name!r} is unknown; use one of auto, {', '.join(attention)}"
+        )
     return attention[name]
 
 
 def backend_of(spec: KVCacheSpec, attention: type[AttentionBackend]) -> type[AttentionBackend]:
-    """The backend that reads a layer with this spec."""
+    """Return the backend that reads a layer with this spec."""
     if isinstance(spec, FullAttentionSpec):
         return attention
     if not isinstance(spec, MambaSpec) or spec.mamba_type not in _SSM_BY_TYPE:
         kind = spec.mamba_type if isinstance(spec, MambaSpec) else type(spec).__name__
-        raise ConfigError(f"no backend reads layers of type {kind!r}; use one of {', '.join(_SSM_BY_TYPE)}")
+        raise ConfigError(
+            f"no backend reads layers of type {kind!r}; use one of {', '.join(_SSM_BY_TYPE)}"
+        )
     return _SSM_BY_TYPE[spec.mamba_type]
 
 
 def select_kernel_block_size(
     block_size: int, backends: Sequence[type[AttentionBackend]], context: BackendContext
 ) -> int:
-    """The largest kernel block size that divides `block_size` and that every backend takes.
+    """Return the largest kernel block size that divides `block_size` and that every backend takes.
 
     Raises:
         ConfigError: no common size exists.
@@ -299,21 +346,27 @@ def select_kernel_block_size(
             for entry in backend.get_supported_kernel_block_sizes(context)
         )
 
-    fixed = {size for b in backends for size in b.get_supported_kernel_block_sizes(context) if isinstance(size, int)}
-    # If every backend takes multiples, a common divisor of the block is found only if the block itself fits all of
-    # them; otherwise it is one of the fixed sizes.
+    fixed = {
+        size
+        for b in backends
+        for size in b.get_supported_kernel_block_sizes(context)
+        if isinstance(size, int)
+    }
+    # If every backend takes multiples, a common divisor of the block is found only if the block
+    # itself fits all of them; otherwise it is one of the fixed sizes.
     for size in [block_size, *sorted(fixed, reverse=True)]:
         if block_size % size == 0 and all(accepts(backend, size) for backend in backends):
             return size
     names = ", ".join(backend.name for backend in backends)
     raise ConfigError(
-        f"no kernel block size of {names} divides the block size {block_size}; choose another --block-size"
+        f"no kernel block size of {names} divides the block size {block_size}; choose another "
+        "--block-size"
     )
 
 
 @dataclass(frozen=True)
 class AttentionGroup:
-    """The layers of one cache group that one backend reads, and the kernel block size it reads them with."""
+    """The layers of one cache group that one backend reads, and its kernel block size."""
 
     group_id: int
     layer_names: tuple[str, ...]
@@ -325,10 +378,11 @@ class AttentionGroup:
 def init_attn_backend(
     config: KVCacheConfig, attention: type[AttentionBackend], context: BackendContext
 ) -> list[AttentionGroup]:
-    """Find the attention groups of a cache: which backend reads which layers, at which kernel block size.
+    """Find the attention groups of a cache: the backend and kernel block size of each layer.
 
-    A list, not a generator: the layout pass and the metadata builders both iterate over it (review of vllm!38831).
-    A Mamba group's kernel block is its block: a state is never split. The layers of a group are of one type.
+    A list, not a generator: the layout pass and the metadata builders both iterate over it (review
+    of vllm!38831). A Mamba group's kernel block is its block: a state is never split. The layers of
+    a group are of one type.
     """
     groups = []
     for group_id, group in enumerate(config.groups):
@@ -341,5 +395,5 @@ def init_attn_backend(
 
 
 def get_attention_cg_support_info(groups: Sequence[AttentionGroup]) -> CUDAGraphSupport:
-    """The weakest captured-graph support of any group: what a step's padding may rely on."""
+    """Return the weakest captured-graph support of any group: a step's padding may rely on it."""
     return min(group.backend.cudagraph_support for group in groups)

@@ -1,10 +1,11 @@
 """Ref-counted blocks, one id space for all groups, and the contents that free blocks still hold.
 
-A block whose content is *published* under a key can be found again until it is evicted, also while no request
-references it. Blocks that lookups cannot find are handed out first; published ones follow, least recently used first.
+A block whose content is *published* under a key can be found again until it is evicted, also while
+no request references it. Blocks that lookups cannot find are handed out first; published ones
+follow, least recently used first.
 
-Of equal blocks of several requests lookups find one. The others are its *duplicates* while requests hold them: when it
-is evicted, one of them takes its place.
+Of equal blocks of several requests lookups find one. The others are its *duplicates* while requests
+hold them: when it is evicted, one of them takes its place.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ NULL_BLOCK = 0
 class _LRUQueue:
     """Free published blocks in the order of their release.
 
-    Entries are never removed from the middle: an entry counts only while `_position` of its block points at it, so that
-    a hit or a refresh is one indexed write. Stale entries are dropped when the array is full.
+    Entries are never removed from the middle: an entry counts only while `_position` of its block
+    points at it, so that a hit or a refresh is one indexed write. Stale entries are dropped when
+    the array is full.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -34,7 +36,7 @@ class _LRUQueue:
         self.size = 0
 
     def ids(self) -> BlockIds:
-        """Oldest first."""
+        """Return the blocks, the oldest first."""
         entries = self._ids[self._head : self._tail]
         return entries[self._position[entries] == np.arange(self._head, self._tail)]
 
@@ -44,7 +46,8 @@ class _LRUQueue:
             live = self.ids()
             self._ids[: len(live)] = live
             self._position[live] = np.arange(len(live))
-            self._head, self._tail = 0, len(live)
+            self._head = 0
+            self._tail = len(live)
         end = self._tail + len(ids)
         self._ids[self._tail : end] = ids
         self.size += int(np.count_nonzero(self._position[ids] < 0))
@@ -57,7 +60,7 @@ class _LRUQueue:
         self._position[ids] = -1
 
     def pop(self, count: int) -> BlockIds:
-        """The `count` oldest; there must be as many."""
+        """Take out the `count` oldest blocks; there must be as many."""
         window = count
         while True:
             end = min(self._head + window, self._tail)
@@ -74,15 +77,20 @@ class _LRUQueue:
 
 
 class BlockPool:
-    """Hands out block ids as int32 arrays.
+    """The blocks of all groups, handed out as int32 arrays of ids.
 
-    Block 0 is the null block: never handed out, never freed; padded rows and logical blocks without a block point at
-    it. Free blocks without a key live in a ring, so that taking or returning n of them is at most two slice copies.
+    Block 0 is the null block: never handed out, never freed; padded rows and logical blocks without
+    a block point at it. Free blocks without a key live in a ring, so that taking or returning n of
+    them is at most two slice copies.
     """
 
-    def __init__(self, num_blocks: int, on_unpublish: Callable[[Sequence[BlockKey]], None] | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, on_unpublish: Callable[[Sequence[BlockKey]], None] | None = None
+    ) -> None:
         if num_blocks < 2:
-            raise ValueError(f"a pool of {num_blocks} blocks has nothing to hand out beside the null block")
+            raise ValueError(
+                f"a pool of {num_blocks} blocks has nothing to hand out beside the null block"
+            )
         self.num_blocks = num_blocks
         self.ref_count = np.zeros(num_blocks, dtype=np.int32)
         self.ref_count[NULL_BLOCK] = 1
@@ -92,7 +100,8 @@ class BlockPool:
         self._num_unpublished = self._capacity
         self._lru = _LRUQueue(num_blocks)
         self._published = np.zeros(num_blocks, dtype=bool)
-        # Since it was handed out; then requests may share it, also when the cache has been reset meanwhile.
+        # Since it was handed out; then requests may share it, also when the cache has been reset
+        # meanwhile.
         self._was_published = np.zeros(num_blocks, dtype=bool)
         self._keys: dict[int, BlockKey] = {}
         self._blocks: dict[BlockKey, int] = {}
@@ -113,7 +122,11 @@ class BlockPool:
         return len(self._blocks)
 
     def allocate(self, count: int) -> BlockIds | None:
-        """`count` ids with reference count 1, or None if fewer are free (then nothing changed)."""
+        """Hand out `count` ids with reference count 1.
+
+        Returns:
+            None if fewer are free; then nothing changed.
+        """
         if count > self.num_free_blocks:
             return None
         plain = min(count, self._num_unpublished)
@@ -134,9 +147,13 @@ class BlockPool:
         return ids
 
     def free(self, ids: BlockIds) -> None:
-        """Drop one reference to each id (no duplicates); those without any left become free, in the given order."""
+        """Drop one reference to each id (no duplicates).
+
+        Blocks without any left become free, in the given order.
+        """
         counts = self.ref_count[ids] - 1
-        if (wrong := ids[(counts < 0) | (ids <= NULL_BLOCK)]).size:
+        wrong = ids[(counts < 0) | (ids <= NULL_BLOCK)]
+        if wrong.size:
             raise AssertionError(f"freed a block without references: {wrong.tolist()}")
         self.ref_count[ids] = counts
         released = ids[counts == 0]
@@ -156,7 +173,11 @@ class BlockPool:
         self._num_unpublished += len(ids)
 
     def publish(self, key: BlockKey, block: int) -> bool:
-        """Let lookups of `key` find a referenced block; False if they find another one, whose duplicate it becomes."""
+        """Let lookups of `key` find a referenced block.
+
+        Returns:
+            False if they find another block, whose duplicate this one becomes.
+        """
         if block in self._keys or block in self._duplicate_keys:
             return False
         if key in self._blocks:
@@ -171,23 +192,23 @@ class BlockPool:
         return True
 
     def lookup(self, key: BlockKey) -> int | None:
-        """The block published under `key`."""
+        """Return the block published under `key`."""
         return self._blocks.get(key)
 
     def key_of(self, block: int) -> BlockKey | None:
-        """The key under which a block is published."""
+        """Return the key under which a block is published."""
         return self._keys.get(block)
 
     def may_be_shared(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Which of the ids have been published since they were handed out."""
+        """Return, per id, whether it has been published since it was handed out."""
         return self._was_published[ids]
 
     def is_idle(self, ids: BlockIds) -> npt.NDArray[np.bool_]:
-        """Which of the ids are published and free: taking them uses up free blocks."""
+        """Return, per id, whether it is published and free: taking it uses up a free block."""
         return (self.ref_count[ids] == 0) & self._published[ids]
 
     def idle_blocks(self) -> BlockIds:
-        """Free published blocks, the next to be lost first."""
+        """Return free published blocks, the next to be lost first."""
         return self._lru.ids()
 
     def touch(self, ids: BlockIds) -> None:
@@ -197,7 +218,7 @@ class BlockPool:
         self.ref_count[ids] += 1
 
     def refresh(self, ids: BlockIds) -> None:
-        """Make those of the blocks that are free and published the most recently used, in the given order."""
+        """Make those that are free and published the most recently used, in the given order."""
         self._lru.push(ids[self.is_idle(ids)])
 
     def reset(self) -> None:
@@ -210,7 +231,7 @@ class BlockPool:
         self._push_unpublished(idle)
 
     def published_keys(self) -> list[BlockKey]:
-        """All keys that a lookup finds."""
+        """Return all keys that a lookup finds."""
         return list(self._blocks)
 
     def _unpublish(self, blocks: Iterable[int]) -> None:
@@ -219,7 +240,8 @@ class BlockPool:
             key = self._keys.pop(int(block))
             del self._blocks[key]
             self._published[block] = False
-            if duplicates := self._duplicates.get(key):
+            duplicates = self._duplicates.get(key)
+            if duplicates:
                 heir = next(iter(duplicates))
                 self._part(heir)
                 self.publish(key, heir)
@@ -236,22 +258,38 @@ class BlockPool:
             del self._duplicates[key]
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless free and referenced blocks partition the pool and keys name live blocks."""
+        """Raise AssertionError unless free and referenced blocks partition the pool.
+
+        Keys must name live blocks.
+        """
         positions = (self._head + np.arange(self._num_unpublished)) % self._capacity
-        plain, idle = self._ring[positions], self.idle_blocks()
+        plain = self._ring[positions]
+        idle = self.idle_blocks()
         free = np.concatenate([plain, idle])
-        assert len(idle) == self._lru.size, f"{len(idle)} published blocks are free, {self._lru.size} are counted"
+        assert len(idle) == self._lru.size, (
+            f"{len(idle)} published blocks are free, {self._lru.size} are counted"
+        )
         assert len(np.unique(free)) == len(free), "a block is free twice"
         assert (self.ref_count[free] == 0).all(), "a free block is referenced"
-        assert self._published[idle].all() and not self._published[plain].any(), "a free block is in the wrong queue"
+        assert self._published[idle].all() and not self._published[plain].any(), (
+            "a free block is in the wrong queue"
+        )
         assert self.ref_count[NULL_BLOCK] == 1, "the null block was handed out or freed"
         held = int(np.count_nonzero(self.ref_count[1:]))
-        assert held + len(free) == self._capacity, f"{held} held + {len(free)} free != {self._capacity}"
-        assert {block: key for key, block in self._blocks.items()} == self._keys, "keys and blocks disagree"
-        assert sorted(self._keys) == np.flatnonzero(self._published).tolist(), "published flags and keys disagree"
+        assert held + len(free) == self._capacity, (
+            f"{held} held + {len(free)} free != {self._capacity}"
+        )
+        assert {block: key for key, block in self._blocks.items()} == self._keys, (
+            "keys and blocks disagree"
+        )
+        assert sorted(self._keys) == np.flatnonzero(self._published).tolist(), (
+            "published flags and keys disagree"
+        )
         duplicates = sorted(self._duplicate_keys)
-        assert duplicates == np.flatnonzero(self._is_duplicate).tolist(), "duplicate flags and keys disagree"
-        assert {(key, block) for key, own in self._duplicates.items() for block in own} == {
+        assert duplicates == np.flatnonzero(self._is_duplicate).tolist(), (
+            "duplicate flags and keys disagree"
+        )
+        assert {(key, block) for key, blocks in self._duplicates.items() for block in blocks} == {
             (key, block) for block, key in self._duplicate_keys.items()
         }, "duplicates and their keys disagree"
         assert (self.ref_count[duplicates] > 0).all(), "a free block is a duplicate"

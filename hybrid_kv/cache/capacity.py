@@ -1,9 +1,10 @@
-"""How many requests of given lengths a pool holds at once: the blocks that the manager gives them, counted ahead.
+"""The number of requests of given lengths that a pool holds at once, counted ahead.
 
-A request of p prompt and n output tokens computes `p + n - 1`: the last token is sampled, never cached. It gets its
-first output token from the last chunk of its prompt, and one from each decode, which schedules K drafts beside it, as
-far as outputs are left; no draft is accepted, so that it runs as long as it can. Prompts share no prefix. Offload,
-asynchronous scheduling and a draft head's own layers are not counted.
+A request of p prompt and n output tokens computes `p + n - 1`: the last token is sampled, never
+cached. It gets its first output token from the last chunk of its prompt, and one from each decode,
+which schedules K drafts beside it, as far as outputs are left; no draft is accepted, so that it
+runs as long as it can. Prompts share no prefix. Offload, asynchronous scheduling and a draft head's
+own layers are not counted.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Capacity:
-    """Of requests that come one after the other, and again from the first when all have come.
+    """The capacity for requests that come one after the other, and then again from the first.
 
     Attributes:
-        num_refused: of the given requests, those that the engine rejects; they are left out of all else.
-        num_fit: how many, from the first on, fit at once when each holds the most that it ever will: none of so many is
-            preempted, whenever they started.
+        num_refused: of the given requests, those that the engine rejects; they are left out of all
+            else.
+        num_fit: how many, from the first on, fit at once when each holds the most that it ever
+            will: none of so many is preempted, whenever they started.
         most_blocks: what one of them holds then, on average.
         running_blocks: what one of them holds at a random moment, averaged over the steps of all.
     """
@@ -39,55 +41,73 @@ class Capacity:
     running_blocks: float
 
 
-def capacity(config: KVCacheConfig, prompts: Ints, outputs: Ints, max_model_len: int, num_drafts: int) -> Capacity:
-    """What fits of requests of these lengths into `config.num_blocks` blocks, one of them the null block.
+def capacity(
+    config: KVCacheConfig, prompts: Ints, outputs: Ints, max_model_len: int, num_drafts: int
+) -> Capacity:
+    """Return how many requests of these lengths fit into `config.num_blocks` blocks.
+
+    One of the blocks is the null block.
 
     Args:
         config: the groups as the manager counts (`CachePlan.counted`).
-        prompts, outputs: [N], tokens, each at least 1. An answer ends where the request has `max_model_len` tokens; a
-            prompt of so many is rejected, and so is a request that never fits.
+        prompts, outputs: [N], tokens, each at least 1. An answer ends where the request has
+            `max_model_len` tokens; a prompt of so many is rejected, and so is a request that never
+            fits.
         num_drafts: K.
 
     Raises:
         ConfigError: all are rejected.
     """
-    usable, num_given = config.num_blocks - 1, len(prompts)
+    usable = config.num_blocks - 1
+    num_given = len(prompts)
     short = prompts < max_model_len
-    prompts, outputs = prompts[short], np.minimum(outputs, max_model_len - prompts)[short]
+    outputs = np.minimum(outputs, max_model_len - prompts)[short]
+    prompts = prompts[short]
     most = most_blocks(config, prompts, outputs)
     fits = most <= usable
     if not fits.any():
         raise ConfigError(
-            f"none of {num_given} requests has a prompt below {max_model_len} tokens and fits in {usable} blocks; "
+            f"none of {num_given} requests has a prompt below {max_model_len} tokens and fits in "
+            f"{usable} blocks; "
             "raise --max-model-len or give the cache more memory"
         )
-    prompts, outputs, most = prompts[fits], outputs[fits], most[fits]
+    prompts = prompts[fits]
+    outputs = outputs[fits]
+    most = most[fits]
     ends = np.cumsum(most)
     rounds, left = divmod(usable, int(ends[-1]))
     return Capacity(
         num_refused=num_given - len(most),
         num_fit=rounds * len(most) + int(np.searchsorted(ends, left, side="right")),
         most_blocks=float(most.mean()),
-        running_blocks=int(block_steps(config, prompts, outputs, num_drafts).sum()) / int(outputs.sum()),
+        running_blocks=int(block_steps(config, prompts, outputs, num_drafts).sum())
+        / int(outputs.sum()),
     )
 
 
 def most_blocks(config: KVCacheConfig, prompts: Ints, outputs: Ints) -> Ints:
-    """[N], the most blocks that each request ever holds: by which the manager decides whether one can ever fit."""
+    """Return the most blocks that each request ever holds, [N].
+
+    By these the manager decides whether one can ever fit.
+    """
     lengths, places = np.unique(prompts + outputs - 1, return_inverse=True)
-    return np.array([config.max_blocks_per_request(length) for length in lengths.tolist()], dtype=np.int64)[places]
+    return np.array(
+        [config.max_blocks_per_request(length) for length in lengths.tolist()], dtype=np.int64
+    )[places]
 
 
 def block_steps(config: KVCacheConfig, prompts: Ints, outputs: Ints, num_drafts: int) -> Ints:
-    """[N], the blocks that each request holds, summed over the steps that give it its outputs.
+    """Return the blocks that each request holds, summed over the steps of its outputs, [N].
 
-    Exact but for scheme `recompute` in mode `align`: when a state is written there depends on the accepted drafts, so
-    its logical blocks are counted as freed at the latest possible step.
+    Exact but for scheme `recompute` in mode `align`: when a state is written there depends on the
+    accepted drafts, so its logical blocks are counted as freed at the latest possible step.
     """
     specs = [group.layer_specs[0] for group in config.groups]
     unit = lcm(*(spec.block_size for spec in specs))
     starts, places = np.unique(prompts, return_inverse=True)
-    in_prefill = [sum(_held_in_prefill(spec, start, unit) for spec in specs) for start in starts.tolist()]
+    in_prefill = [
+        sum(_held_in_prefill(spec, start, unit) for spec in specs) for start in starts.tolist()
+    ]
     total = np.array(in_prefill, dtype=np.int64)[places]
     for spec in specs:
         total += _held_in_decodes(spec, prompts, outputs - 1, num_drafts)
@@ -95,10 +115,14 @@ def block_steps(config: KVCacheConfig, prompts: Ints, outputs: Ints, num_drafts:
 
 
 def _held_in_prefill(spec: KVCacheSpec, num_tokens: int, unit: int) -> int:
-    """In the last chunk of a prompt, which begins at the last boundary that a hit of the same prompt could reach."""
+    """Return the blocks held in the last chunk of a prompt.
+
+    It begins at the last boundary that a hit of the same prompt could reach.
+    """
     if not isinstance(spec, MambaSpec):
         return cdiv(num_tokens, spec.block_size)
-    mode, block_size = spec.mode, spec.block_size
+    mode = spec.mode
+    block_size = spec.block_size
     logical_blocks = mode.num_logical_blocks(num_tokens, block_size)
     if not mode.keeps_states:
         return logical_blocks + spec.num_speculative_blocks
@@ -109,9 +133,12 @@ def _held_in_prefill(spec: KVCacheSpec, num_tokens: int, unit: int) -> int:
 
 
 def _held_in_decodes(spec: KVCacheSpec, prompts: Ints, decodes: Ints, num_drafts: int) -> Ints:
-    """[N], summed over `decodes` steps behind each prompt: the one behind c tokens ends at `min(c + 1 + K, last)`.
+    """Return the blocks held, summed over `decodes` steps after each prompt, [N].
 
-    What a step holds depends on c and its end alone, so that a sum over steps is a difference of sums over lengths.
+    The step after c tokens ends at `min(c + 1 + K, last)`.
+
+    What a step holds depends on c and its end alone, so that a sum over steps is a difference of
+    sums over lengths.
     """
     last = prompts + decodes
     lengths = np.arange(int(last.max()) + 1)
@@ -121,7 +148,9 @@ def _held_in_decodes(spec: KVCacheSpec, prompts: Ints, decodes: Ints, num_drafts
     total += np.minimum(num_drafts, decodes) * logical_blocks[last]
     if isinstance(spec, MambaSpec):
         given_back = np.cumsum(_given_back(spec, lengths))
-        total += spec.num_speculative_blocks * decodes - given_back[last - 1] + given_back[prompts - 1]
+        total += (
+            spec.num_speculative_blocks * decodes - given_back[last - 1] + given_back[prompts - 1]
+        )
     return total
 
 
@@ -132,8 +161,10 @@ def _logical_blocks(spec: KVCacheSpec, lengths: Ints) -> Ints:
 
 
 def _given_back(spec: MambaSpec, computed: Ints) -> Ints:
-    """Logical blocks that a decode behind `computed` tokens has freed."""
-    mode, rollback, block_size = spec.mode, spec.rollback, spec.block_size
+    """Return the logical blocks that a decode after `computed` tokens has freed."""
+    mode = spec.mode
+    rollback = spec.rollback
+    block_size = spec.block_size
     if mode.gives_back and rollback.writes_late:
         behind = rollback.most_logical_blocks_behind(block_size)
         return np.maximum(mode.num_logical_blocks(computed + 1, block_size) - 1 - behind, 0)

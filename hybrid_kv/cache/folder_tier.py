@@ -28,14 +28,17 @@ LOGGER = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 MAGIC = b"hybridkv"
-# Magic, format version, fingerprint, group, digest, payload bytes; the checksum of these and the payload follows.
+# Magic, format version, fingerprint, group, digest, payload bytes; the checksum of these and the
+# payload follows.
 HEADER = struct.Struct(f"<8sI{DIGEST_SIZE}sI{DIGEST_SIZE}sQ")
 # Nothing that is named otherwise is touched, nor anything that is a link.
 HEX = rf"[0-9a-f]{{{2 * DIGEST_SIZE}}}"
-FOLDER_NAME, FILE_NAME = re.compile(rf"hybrid-kv-{HEX}"), re.compile(rf"\d+-{HEX}\.kv")
+FOLDER_NAME = re.compile(rf"hybrid-kv-{HEX}")
+FILE_NAME = re.compile(rf"\d+-{HEX}\.kv")
 TEMPORARY_NAME = re.compile(r"(?P<host>.+)\.(?P<pid>\d+)\.[0-9a-f]+\.tmp")
 TEMPORARY_SECONDS = 24 * 3600.0
-# What other processes do in a folder is looked up this often; less often where looking takes more than 2 % of the time.
+# What other processes do in a folder is looked up this often; less often where looking takes more
+# than 2 % of the time.
 REFRESH_SECONDS = 1.0  # which blocks there are
 SCAN_SECONDS = 30.0  # and their bytes and times of use
 SHARE = 0.02
@@ -43,7 +46,10 @@ SHARE = 0.02
 
 @dataclass
 class OffloadStats:
-    """Counts since construction. Stored: device to host; loaded: host to device; hits: of fetches that succeeded."""
+    """Counts since construction.
+
+    Stored: device to host; loaded: host to device; hits: of fetches that succeeded.
+    """
 
     stored_blocks: int = 0
     stored_bytes: int = 0
@@ -71,7 +77,7 @@ def _file_name(key: BlockKey) -> str:
 
 
 def _is_folder(path: str | Path) -> bool:
-    """A folder itself, not a link to one."""
+    """Return True for a folder itself, not for a link to one."""
     try:
         return stat.S_ISDIR(os.lstat(path).st_mode)
     except OSError:
@@ -79,7 +85,7 @@ def _is_folder(path: str | Path) -> bool:
 
 
 def _is_file(path: str | Path) -> bool:
-    """A regular file itself, not a link to one."""
+    """Return True for a regular file itself, not for a link to one."""
     try:
         return stat.S_ISREG(os.lstat(path).st_mode)
     except OSError:
@@ -87,7 +93,10 @@ def _is_file(path: str | Path) -> bool:
 
 
 def _is_strange(path: str | Path) -> bool:
-    """Something else than a regular file. One look: a file that another process deletes meanwhile is nothing."""
+    """Return True for something else than a regular file.
+
+    There is one look: a file that another process deletes meanwhile is nothing.
+    """
     try:
         return not stat.S_ISREG(os.lstat(path).st_mode)
     except FileNotFoundError:
@@ -109,49 +118,61 @@ def _alive(pid: int) -> bool:
 
 
 class FolderTier:
-    """One file per block in `root/hybrid-kv-<fingerprint>`; other processes may write and delete there as well.
+    """A tier of one file per block in `root/hybrid-kv-<fingerprint>`.
 
-    A file appears whole or not at all, and one that is not exactly what was written under its key is a miss, one
-    warning and gone. No write fails the caller: a full or read-only folder takes no more blocks, with one warning.
-    `limit` bounds the bytes of all such sub-folders of `root`, headers included; the least recently used files go.
-    Links are not followed, and what has a block's name but is not a regular file is not read, replaced or deleted.
+    Other processes may write and delete there as well.
 
-    Which blocks there are and their bytes are kept in memory and listed anew now and then (`REFRESH_SECONDS`,
-    `SCAN_SECONDS`), not at every miss and store. So another process's block may be found late, and the limit is
-    exceeded by what others have written since; a block that is reported is there.
+    A file appears whole or not at all, and one that is not exactly what was written under its key
+    is a miss, one warning and gone. No write fails the caller: a full or read-only folder takes no
+    more blocks, with one warning. `limit` bounds the bytes of all such sub-folders of `root`,
+    headers included; the least recently used files go. Links are not followed, and what has a
+    block's name but is not a regular file is not read, replaced or deleted.
+
+    Which blocks there are and their bytes are kept in memory and listed anew now and then
+    (`REFRESH_SECONDS`, `SCAN_SECONDS`), not at every miss and store. So another process's block may
+    be found late, and the limit is exceeded by what others have written since; a block that is
+    reported is there.
     """
 
     def __init__(self, root: Path, identity: bytes, limit: int | None, stats: OffloadStats) -> None:
         if os.path.exists(root) and not os.path.isdir(root):
             raise ConfigError(f"offload folder {root} is a file; name a folder")
-        self.root, self.limit, self.stats = root, limit, stats
+        self.root = root
+        self.limit = limit
+        self.stats = stats
         self._identity = identity
         self._folder = root / f"hybrid-kv-{identity.hex()}"
         self._host = socket.gethostname()
         self._warned = False
         self._undeletable: set[BlockKey] = set()
-        self._known: set[str]  # names that may be there; all else is not, or others wrote it a moment ago
+        # Names that may be there; all else is not, or others wrote it a moment ago.
+        self._known: set[str]
         self._refresh()
-        self._files: OrderedDict[str, tuple[int, int]] = OrderedDict()  # path -> bytes, last use; least recent first
+        # Path -> bytes, last use; least recent first.
+        self._files: OrderedDict[str, tuple[int, int]] = OrderedDict()
         self._used: int  # their bytes; from the first scan on
         self._scan_at = -math.inf
         with suppress(OSError):
             self._remove_abandoned()
 
     def path(self, key: BlockKey) -> Path:
-        """The file of `key`."""
+        """Return the file of `key`."""
         return self._folder / _file_name(key)
 
     def contains(self, key: BlockKey) -> bool:
-        """Whether there is a file, good or bad. A miss costs no system call, and may be a file of the last second."""
-        if (name := _file_name(key)) not in self._known:
+        """Return whether there is a file, good or bad.
+
+        A miss costs no system call, and may be a file of the last second.
+        """
+        name = _file_name(key)
+        if name not in self._known:
             if time.monotonic() < self._refresh_at:
                 return False
             self._refresh()
         return name in self._known and self.exists(key)
 
     def exists(self, key: BlockKey) -> bool:
-        """`contains` by a look at the file system."""
+        """Do `contains` by a look at the file system."""
         if key not in self._undeletable and _is_folder(self._folder) and _is_file(self.path(key)):
             self._known.add(_file_name(key))
             return True
@@ -159,10 +180,15 @@ class FolderTier:
         return False
 
     def read(self, key: BlockKey, data: torch.Tensor) -> bool:
-        """Fill `data` (`[bytes of the block]` uint8, host) from the file of `key`; if False, its contents are void."""
+        """Fill `data` (`[bytes of the block]` uint8, host) from the file of `key`.
+
+        Returns:
+            False if the contents are void.
+        """
         try:
             with open(self.path(key), "rb", opener=_open_no_link) as file:
-                header, checksum = file.read(HEADER.size), file.read(DIGEST_SIZE)
+                header = file.read(HEADER.size)
+                checksum = file.read(DIGEST_SIZE)
                 count = file.readinto(data.numpy())
                 whole = count == data.numel()
                 fault = self._fault(key, data, header, checksum, whole, bool(file.read(1)))
@@ -174,7 +200,11 @@ class FolderTier:
         if fault:
             name = f"{fault}_files"
             setattr(self.stats, name, getattr(self.stats, name) + 1)
-            LOGGER.warning("offload file %s is %s; it is deleted and its block computed again", self.path(key), fault)
+            LOGGER.warning(
+                "offload file %s is %s; it is deleted and its block computed again",
+                self.path(key),
+                fault,
+            )
             try:
                 self.path(key).unlink(missing_ok=True)
                 self._forget(str(self.path(key)))
@@ -183,12 +213,13 @@ class FolderTier:
             return False
         with suppress(OSError):
             os.utime(self.path(key), follow_symlinks=False)  # files leave in the order of use
-        if known := self._files.pop(str(self.path(key)), None):
+        known = self._files.pop(str(self.path(key)), None)
+        if known:
             self._files[str(self.path(key))] = known[0], time.time_ns()
         return True
 
     def write(self, blocks: Sequence[tuple[BlockKey, torch.Tensor]]) -> None:
-        """Write blocks (`[bytes]` uint8 each, host), all or as many as go before the first failure."""
+        """Write blocks (`[bytes]` uint8 each, host), as many as go before the first failure."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             if not _is_folder(self._folder):
@@ -216,7 +247,8 @@ class FolderTier:
             path, (freed, last_use) = next(iter(self._files.items()))
             with suppress(FileNotFoundError):  # another process was first
                 if _is_file(path) and _is_folder(os.path.dirname(path)):
-                    if (touched := os.lstat(path).st_mtime_ns) > last_use:
+                    touched = os.lstat(path).st_mtime_ns
+                    if touched > last_use:
                         # Another process has used it since; its place is not worth a scan.
                         self._files[path] = freed, touched
                         self._files.move_to_end(path)
@@ -226,14 +258,16 @@ class FolderTier:
             self._forget(path)
 
     def _forget(self, path: str) -> None:
-        if known := self._files.pop(path, None):
+        known = self._files.pop(path, None)
+        if known:
             self._used -= known[0]
 
     def _write_file(self, key: BlockKey, data: torch.Tensor) -> None:
         header = self._header(key, data)
         temporary = self._folder / f"{self._host}.{os.getpid()}.{secrets.token_hex(8)}.tmp"
         try:
-            # Without fsync: a killed process leaves a *.tmp at most, and what a power cut leaves fails the checksum.
+            # Without fsync: a killed process leaves a *.tmp at most, and what a power cut leaves
+            # fails the checksum.
             with open(temporary, "xb") as file:
                 file.write(header + _checksum(header, data))
                 file.write(data.numpy())
@@ -250,9 +284,18 @@ class FolderTier:
         return HEADER.pack(MAGIC, FORMAT_VERSION, self._identity, *key, data.numel())
 
     def _fault(
-        self, key: BlockKey, data: torch.Tensor, header: bytes, checksum: bytes, whole: bool, more: bool
+        self,
+        key: BlockKey,
+        data: torch.Tensor,
+        header: bytes,
+        checksum: bytes,
+        whole: bool,
+        more: bool,
     ) -> str | None:
-        """What is wrong with a file: `truncated`, `foreign` (format, version or model), `corrupt` or nothing."""
+        """Return the fault of a file: `truncated`, `foreign`, `corrupt` or None.
+
+        A foreign file has another format, version or model.
+        """
         if len(header) < HEADER.size:
             return "truncated"
         if HEADER.unpack(header)[:3] != (MAGIC, FORMAT_VERSION, self._identity):
@@ -265,7 +308,9 @@ class FolderTier:
 
     def _warn_once(self, message: str) -> None:
         if not self._warned:
-            LOGGER.warning("offload folder %s %s; going on without it (reported once)", self.root, message)
+            LOGGER.warning(
+                "offload folder %s %s; going on without it (reported once)", self.root, message
+            )
         self._warned = True
 
     def _refresh(self) -> None:
@@ -286,7 +331,9 @@ class FolderTier:
             with suppress(FileNotFoundError):
                 status = entry.stat(follow_symlinks=False)
                 blocks.append((status.st_mtime_ns, entry.path, status.st_size))
-        self._files = OrderedDict((path, (size, last_use)) for last_use, path, size in sorted(blocks))
+        self._files = OrderedDict(
+            (path, (size, last_use)) for last_use, path, size in sorted(blocks)
+        )
         self._used = sum(size for _, _, size in blocks)
         end = time.monotonic()
         self._scan_at = end + max(SCAN_SECONDS, (end - begin) / SHARE)
@@ -294,18 +341,22 @@ class FolderTier:
     def _remove_abandoned(self) -> None:
         """Delete temporary files whose writer is dead.
 
-        A process id means nothing for another host and may be reused on this one, so age decides as well. A living
-        writer whose file is taken by mistake has nothing to rename and loses that one block.
+        A process id means nothing for another host and may be reused on this one, so age decides as
+        well. A living writer whose file is taken by mistake has nothing to rename and loses that
+        one block.
         """
         for entry in self._entries(TEMPORARY_NAME):
             name = TEMPORARY_NAME.fullmatch(entry.name)
             dead = name is not None and name["host"] == self._host and not _alive(int(name["pid"]))
             with suppress(OSError):
-                if dead or entry.stat(follow_symlinks=False).st_mtime < time.time() - TEMPORARY_SECONDS:
+                if (
+                    dead
+                    or entry.stat(follow_symlinks=False).st_mtime < time.time() - TEMPORARY_SECONDS
+                ):
                     os.unlink(entry.path)
 
     def _entries(self, name: re.Pattern[str]) -> Iterator[os.DirEntry[str]]:
-        """The regular files of that name in the folders of all models."""
+        """Yield the regular files of that name in the folders of all models."""
         for folder in self.root.glob("hybrid-kv-*"):
             if FOLDER_NAME.fullmatch(folder.name) and _is_folder(folder):
                 with suppress(OSError), os.scandir(folder) as entries:

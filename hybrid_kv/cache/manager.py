@@ -1,21 +1,25 @@
-"""Which blocks each request holds, in every group, and which prefixes can be found again.
+"""The blocks that each request holds, in every group, and the prefixes that can be found again.
 
-Contract. A request's blocks are *logical blocks*: logical block i of an attention group holds the tokens of block i;
-logical block i of a Mamba group in modes `align` and `all` is for the state after block i, or, while the request is
-inside that block, for its running state (see `attention.mamba`). A logical block without a block holds the null block.
+Contract. A request's blocks are *logical blocks*: logical block i of an attention group holds the
+tokens of block i; logical block i of a Mamba group in modes `align` and `all` is for the state
+after block i, or, while the request is inside that block, for its running state (see
+`attention.mamba`). A logical block without a block holds the null block.
 
 - Mode `none`: one state and K for drafts, however long the request.
-- Mode `align`: chunks end on block boundaries. Logical blocks before that of the last computed token are freed, those
-  that a chunk jumps over never get a block: a request holds at most 2 + K.
-- Mode `all`: a state at every boundary, all kept until the request ends: `ceil(tokens / block_size) + K`.
+- Mode `align`: chunks end on block boundaries. Logical blocks before that of the last computed
+  token are freed, those that a chunk jumps over never get a block: a request holds at most 2 + K.
+- Mode `all`: a state at every boundary, all kept until the request ends: `ceil(tokens / block_size)
+  + K`.
 
-A rollback scheme may write states some tokens late (`StateProgress`): only then is that of a logical block published,
-and are the logical blocks before it freed.
+A rollback scheme may write states some tokens late (`StateProgress`): only then is that of a
+logical block published, and are the logical blocks before it freed.
 
-A block is *published* under the hash of all tokens up to its end once it holds exactly their K/V or the state after
-them: after the step that computed them, never when it is scheduled (vllm!56525), and only as far as tokens are known
-(accepted). A *hit* is the longest prefix that every group can restore: attention needs all of its blocks, Mamba only
-the state at the end. The last token of a request is never taken from the cache: its logits are needed.
+A block is *published* under the hash of all tokens up to its end once it holds exactly their K/V or
+the state after
+them: after the step that computed them, never when it is scheduled (vllm!56525), and only as far as
+tokens are known (accepted). A *hit* is the longest prefix that every group can restore: attention
+needs all of its blocks, Mamba only the state at the end. The last token of a request is never taken
+from the cache: its logits are needed.
 """
 
 from __future__ import annotations
@@ -50,13 +54,16 @@ class HitLostError(Exception):
 
 
 class KVCacheManager:
-    """Allocates a request's blocks in all groups together, or in none; finds and publishes prefixes.
+    """The manager of all groups' blocks: allocates them together, finds and publishes prefixes.
 
     Args:
-        enable_prefix_caching: publish blocks and look for hits; needs Mamba groups in mode `align` or `all`.
-        num_lookahead_tokens: positions behind the scheduled tokens that a step may write (a drafting head's K/V).
+        enable_prefix_caching: publish blocks and look for hits; needs Mamba groups in mode `align`
+            or `all`.
+        num_lookahead_tokens: positions behind the scheduled tokens that a step may write (a
+            drafting head's K/V).
         max_model_len: no position from here on is ever written.
-        num_uncertain_tokens: drafts of the step in flight that may count when the next one is scheduled.
+        num_uncertain_tokens: drafts of the step in flight that may count when the next one is
+            scheduled.
         observers: notified when blocks change hands; more may join later.
 
     Attributes:
@@ -97,72 +104,102 @@ class KVCacheManager:
                 needed += num_uncertain_tokens
             if mode.keeps_states and spec.block_size < needed:
                 raise ConfigError(
-                    f"num_speculative_tokens={spec.num_speculative_tokens} needs Mamba blocks of at least {needed} "
+                    f"num_speculative_tokens={spec.num_speculative_tokens} needs Mamba blocks of "
+                    f"at least {needed} "
                     f"tokens, not {spec.block_size}; raise block_size"
                 )
         self.hit_granularity = lcm(*(spec.block_size for spec in self._specs))
         self._groups = [LogicalBlockRules(spec) for spec in self._specs]
-        self._giving_back = [i for i, g in enumerate(self._groups) if g.mode is not None and g.mode.gives_back]
+        self._giving_back = [
+            i for i, g in enumerate(self._groups) if g.mode is not None and g.mode.gives_back
+        ]
         # All groups of states have one mode, and one block size.
         self._states = next((spec for spec in self._specs if isinstance(spec, MambaSpec)), None)
         self._nothing = NewBlocks(NO_IDS, array("i", [0] * len(self._specs)))
         self._refusal: Refusal | None = None
         self._held: dict[str, list[RequestBlocks]] = {}
-        self._covered: dict[str, int] = {}  # tokens that a decode may reach before it needs a logical block more
-        # Published blocks, the ends of their logical blocks, and their keys: a block that was evicted since is
-        # another's.
+        # Tokens that a decode may reach before it needs a logical block more.
+        self._covered: dict[str, int] = {}
+        # Published blocks, the ends of their logical blocks, and their keys: a block that was
+        # evicted since is another's.
         self._given_back: dict[str, dict[int, tuple[int, BlockKey]]] = {}
 
     def can_ever_fit(self, num_tokens: int) -> bool:
-        """Whether a request of `num_tokens` cached tokens fits in the pool when it is alone."""
+        """Return whether a request of `num_tokens` cached tokens fits in an empty pool."""
         longest = self._with_lookahead(num_tokens)
-        return sum(spec.max_blocks_per_request(longest) for spec in self._specs) <= self.pool.num_blocks - 1
+        return (
+            sum(spec.max_blocks_per_request(longest) for spec in self._specs)
+            <= self.pool.num_blocks - 1
+        )
 
     def _with_lookahead(self, num_tokens: int) -> int:
         return min(num_tokens + self.num_lookahead_tokens, self.max_model_len or num_tokens)
 
     @property
     def rollback(self) -> RollbackSpec:
-        """How the groups of states roll back rejected drafts."""
+        """The scheme by which the groups of states roll back rejected drafts."""
         return self._states.rollback if self._states is not None else RollbackSpec()
 
     @property
     def states_block_size(self) -> int | None:
         """Tokens between the states that are kept; None if none are."""
-        return self._states.block_size if self._states is not None and self._states.mode.keeps_states else None
+        return (
+            self._states.block_size
+            if self._states is not None and self._states.mode.keeps_states
+            else None
+        )
 
     @property
     def keeps_inside(self) -> bool:
-        """Whether a prefill leaves something to hit at each boundary that it passes, not only at its end."""
+        """True if a prefill leaves something to hit at each boundary that it passes."""
         return self._states is None or self._states.mode.keeps_inside
 
     def chunk_end(self, start: int, end: int, num_tokens: int) -> int:
-        """Where a chunk from `start` that can reach `end` should end, in a request of `num_tokens` known tokens."""
+        """Return where a chunk from `start` that can reach `end` should end.
+
+        Args:
+            num_tokens: known tokens of the request.
+        """
         states = self._states
         if states is None:
             return end
-        return states.mode.chunk_end(start, end, num_tokens, states.block_size, self.hit_granularity)
+        return states.mode.chunk_end(
+            start, end, num_tokens, states.block_size, self.hit_granularity
+        )
 
-    def find_longest_cache_hit(self, hashes: BlockHashes, token_ids: Sequence[int], use_offload: bool) -> PrefixHit:
-        """The longest prefix of a request that every group can restore; nothing is read or taken yet."""
+    def find_longest_cache_hit(
+        self, hashes: BlockHashes, token_ids: Sequence[int], use_offload: bool
+    ) -> PrefixHit:
+        """Return the longest prefix of a request that every group can restore.
+
+        Nothing is read or taken yet.
+        """
         if not self.enable_prefix_caching:
             return NO_HIT
         offload = self.offload if use_offload else None
         return longest_hit(self._specs, self.hit_granularity, self.pool, offload, hashes, token_ids)
 
     def shared_tokens(
-        self, hashes: BlockHashes, token_ids: Sequence[int], other: BlockHashes, other_ids: Sequence[int], end: int
+        self,
+        hashes: BlockHashes,
+        token_ids: Sequence[int],
+        other: BlockHashes,
+        other_ids: Sequence[int],
+        end: int,
     ) -> int:
-        """How many tokens a request could take from the first `end` of another one, if all of them were cached."""
+        """Return how many tokens a request could take from the first `end` of another one.
+
+        All of those are taken to be cached.
+        """
         texts = (hashes, token_ids), (other, other_ids)
         return shared_tokens(self._specs[0].block_size, self.hit_granularity, *texts, end)
 
     def may_fit(self, request_id: str) -> bool:
-        """Whether retrying a rejected request could succeed now.
+        """Return whether retrying a rejected request could succeed now.
 
-        A look costs as much as the request is long, and a request may wait for thousands of steps. So it takes the room
-        that was needed, or one of its own blocks published meanwhile. A request that could do with less for another
-        reason (its hit was evicted, the budget leaves a shorter chunk) waits on, at most until no other request runs.
+        A lookup is linear in the prompt, so retry only after enough blocks are free or one of its
+        keys was published. A request that could do with less for another reason (its hit was
+        evicted, the budget leaves a shorter chunk) waits on, at most until no other request runs.
         """
         refusal = self._refusal
         if refusal is None or refusal.request_id != request_id:
@@ -180,18 +217,21 @@ class KVCacheManager:
     ) -> NewBlocks | None:
         """Make room for `num_new_tokens` tokens behind `num_computed_tokens`.
 
-        Returns the *new* logical blocks, or None if the pool is too full; a hit is taken with them or not at all. What
-        the offload tier has of it is read only when there is room.
+        Returns the *new* logical blocks, or None if the pool is too full; a hit is taken with them
+        or not at all. What the offload tier has of it is read only when there is room.
 
         Args:
-            num_computed_tokens: confirmed ones; drafts that may still be rejected do not count (vllm!33997).
-            is_decode: the step verifies drafts (possibly none), so it needs logical blocks for 1 + K states.
+            num_computed_tokens: confirmed ones; drafts that may still be rejected do not count
+                (vllm!33997).
+            is_decode: the step verifies drafts (possibly none), so it needs logical blocks for 1 +
+                K states.
             hit: of a request that starts; then `num_computed_tokens` is its length.
-            num_seen_tokens: by the state that the next step reads (`RollbackSpec.num_seen`); of a request that starts,
-                any.
+            num_seen_tokens: by the state that the next step reads (`RollbackSpec.num_seen`); of a
+                request that starts, any.
 
         Raises:
-            HitLostError: what the hit needs of the offload tier is not there any more; look again without the tier.
+            HitLostError: what the hit needs of the offload tier is not there any more; look again
+                without the tier.
         """
         end = num_computed_tokens + num_new_tokens
         ahead = self._with_lookahead(end)
@@ -215,15 +255,18 @@ class KVCacheManager:
             observer.on_allocate(request_id, new.per_group())
         return new
 
-    def _take_hit(self, request_id: str, end: int, ahead: int, is_decode: bool, hit: PrefixHit) -> NewBlocks | None:
-        """`allocate_slots` for a request that holds nothing yet: its hit, and room behind that."""
+    def _take_hit(  # noqa: C901, PLR0912, PLR0915 - a hit and its allocation are to be taken apart
+        self, request_id: str, end: int, ahead: int, is_decode: bool, hit: PrefixHit
+    ) -> NewBlocks | None:
+        """Allocate for a request that holds nothing yet: its hit, and room after that."""
         rows = [RequestBlocks() for _ in self._groups]
         taken: list[int] = []
         absent: list[BlockKey] = []
         places: list[tuple[RequestBlocks, int]] = []  # where the absent ones go
         for index, (group, row) in enumerate(zip(self._groups, rows, strict=True)):
             count = hit.num_tokens // group.block_size
-            every, ids = range(count), np.zeros(count, dtype=np.int32)
+            every = range(count)
+            ids = np.zeros(count, dtype=np.int32)
             # All blocks of attention, the last state of Mamba.
             for block_idx in every if group.mode is None else every[-1:]:
                 key = index, hit.chains[index][block_idx]
@@ -249,12 +292,13 @@ class KVCacheManager:
             raise HitLostError(f"request {request_id}: {len(absent)} blocks of its hit are lost")
         self._refusal = None
         self.pool.touch(hit_ids)
-        own = self.pool.allocate(needed)
-        assert own is not None
+        new_ids = self.pool.allocate(needed)
+        assert new_ids is not None
         # From here on all of it is the request's: whatever is raised, `free` finds it.
         self._held[request_id] = rows
         restored = [row.all().copy() for row in rows] if self.observers else []
-        loaded, fresh = own[: len(absent)], own[len(absent) :]
+        loaded = new_ids[: len(absent)]
+        fresh = new_ids[len(absent) :]
         for (row, block_idx), block in zip(places, loaded.tolist(), strict=True):
             row.set(block_idx, block)
         new = self._append(rows, counts, fresh, is_decode)
@@ -264,7 +308,9 @@ class KVCacheManager:
                     observer.on_hit(request_id, restored)
                 observer.on_allocate(request_id, new.per_group())
                 if absent:
-                    logical_blocks = [(key, block_idx) for key, (_, block_idx) in zip(absent, places, strict=True)]
+                    logical_blocks = [
+                        (key, block_idx) for key, (_, block_idx) in zip(absent, places, strict=True)
+                    ]
                     observer.on_load(request_id, logical_blocks, loaded)
             if absent:
                 assert self.offload is not None
@@ -280,7 +326,8 @@ class KVCacheManager:
     def adopt(self, request_id: str, num_computed_tokens: int) -> NewBlocks | None:
         """Make room for a decode of a request whose first tokens were computed elsewhere.
 
-        Of states there is one, after the last of them: logical blocks before it stay null, and are never published.
+        Of states there is one, after the last of them: logical blocks before it stay null, and are
+        never published.
 
         Returns:
             All logical blocks, for the caller to fill; None if the pool is too full.
@@ -292,7 +339,8 @@ class KVCacheManager:
                 row.extend(np.zeros(row.published, dtype=np.int32))
         end = num_computed_tokens + 1
         counts, needed = self._count_missing(rows, end, self._with_lookahead(end), is_decode=True)
-        if (ids := self.pool.allocate(needed)) is None:
+        ids = self.pool.allocate(needed)
+        if ids is None:
             return None
         self._held[request_id] = rows
         new = self._append(rows, counts, ids, is_decode=True)
@@ -303,12 +351,15 @@ class KVCacheManager:
     def _count_missing(
         self, rows: Sequence[RequestBlocks], end: int, ahead: int, is_decode: bool
     ) -> tuple[list[int], int]:
-        """Logical blocks that each group lacks until token `end`, or `ahead` where steps write beyond it; blocks for
-        them.
+        """Return the logical blocks that each group lacks, and the blocks for them.
+
+        They are missing until token `end`, or `ahead` where steps write beyond it.
         """
-        counts, needed = [], 0
+        counts = []
+        needed = 0
         for group, row in zip(self._groups, rows, strict=True):
-            mode, block_size = group.mode, group.block_size
+            mode = group.mode
+            block_size = group.block_size
             if mode is None:
                 count = num_blocks = max(0, cdiv(ahead, block_size) - row.length)
             else:
@@ -320,7 +371,10 @@ class KVCacheManager:
         return counts, needed
 
     def _num_covered(self, rows: Sequence[RequestBlocks]) -> int:
-        """How far a decode of a request with these logical blocks may reach: most steps need no more than this look."""
+        """Return how far a decode of a request with these logical blocks may reach.
+
+        Most steps need no more than this look.
+        """
         return min(
             row.length * group.block_size
             if group.mode is None
@@ -331,8 +385,9 @@ class KVCacheManager:
     def _append(
         self, rows: Sequence[RequestBlocks], counts: Sequence[int], ids: BlockIds, is_decode: bool
     ) -> NewBlocks:
-        """Give each row as many logical blocks more; the blocks are for all of them, or for the last one of an align
-        chunk.
+        """Give each row as many logical blocks more.
+
+        The blocks are for all of them, or for the last one of an align chunk.
         """
         flat = ids if len(ids) == sum(counts) else np.zeros(sum(counts), dtype=np.int32)
         begin = used = 0
@@ -348,10 +403,14 @@ class KVCacheManager:
         return NewBlocks(flat, array("i", counts))
 
     def _give_back(self, request_id: str, rows: Sequence[RequestBlocks], num_seen: int) -> None:
-        """What a state that has seen `num_seen` tokens makes needless. All at once: the pool's cost is per call."""
+        """Free the blocks that a state which has seen `num_seen` tokens makes needless.
+
+        All go at once: the pool's cost is per call.
+        """
         depths: dict[int, int] = {}
         for index in self._giving_back:
-            group, row = self._groups[index], rows[index]
+            group = self._groups[index]
+            row = rows[index]
             assert group.mode is not None
             first = group.mode.first_needed(num_seen, group.block_size)
             if first > row.first:
@@ -368,7 +427,7 @@ class KVCacheManager:
         given_back.update({block: (depth, key) for block, depth, key in keys if key is not None})
 
     def completes_blocks(self, request_id: str, progress: StateProgress) -> bool:
-        """Whether `cache_blocks` has anything to do."""
+        """Return whether `cache_blocks` has anything to do."""
         return self.enable_prefix_caching and any(
             row.published < group.num_complete(progress)
             for group, row in zip(self._groups, self._held[request_id], strict=True)
@@ -382,7 +441,7 @@ class KVCacheManager:
         progress: StateProgress,
         is_decode: bool,
     ) -> None:
-        """Publish what a step has completed.
+        """Publish the blocks that a step has completed.
 
         Args:
             token_ids: of the request, at least the computed ones.
@@ -391,9 +450,13 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return
         published: list[tuple[BlockKey, int]] = []
-        for index, (group, row) in enumerate(zip(self._groups, self._held[request_id], strict=True)):
-            block_size, mode = group.block_size, group.mode
-            first, end = row.published, group.num_complete(progress)
+        for index, (group, row) in enumerate(
+            zip(self._groups, self._held[request_id], strict=True)
+        ):
+            block_size = group.block_size
+            mode = group.mode
+            first = row.published
+            end = group.num_complete(progress)
             if first >= end:
                 continue
             chain = hashes.chain(block_size, token_ids, progress.computed)
@@ -404,35 +467,47 @@ class KVCacheManager:
             for observer in self.observers:
                 observer.on_publish(request_id, index, first, keys)
             row.published = end
-        if self._refusal is not None and not self._refusal.keys.isdisjoint(key for key, _ in published):
+        if self._refusal is not None and not self._refusal.keys.isdisjoint(
+            key for key, _ in published
+        ):
             self._refusal = None
         if published and self.offload is not None:
             self.offload.store(published)
 
     def block_ids(self, request_id: str) -> list[BlockIds]:
-        """All ids that the request holds, per group, in table order."""
+        """Return all ids that the request holds, per group, in table order."""
         rows = self._held.get(request_id)
         return [NO_IDS for _ in self._specs] if rows is None else [row.held() for row in rows]
 
     def free(self, request_id: str) -> None:
         """Return everything the request holds.
 
-        The deepest blocks of all groups go first, so that they are evicted first and together: a prefix needs each of
-        its attention blocks and the states behind them, in no group is a block worth more than its neighbours there.
+        The deepest blocks of all groups go first, so that they are evicted first and together: a
+        prefix needs each of its attention blocks and the states behind them, in no group is a block
+        worth more than its neighbours there.
         """
         rows = self._held.pop(request_id, None)
         if rows is None:
             return
         self._covered.pop(request_id, None)
         ids = np.concatenate([row.held() for row in rows])
-        ends = np.concatenate([row.ends(spec.block_size) for spec, row in zip(self._specs, rows, strict=True)])
+        ends = np.concatenate(
+            [row.ends(spec.block_size) for spec, row in zip(self._specs, rows, strict=True)]
+        )
         for observer in self.observers:
             observer.on_free(request_id, ids, ended=True)
         self.pool.free(ids[np.argsort(-ends, kind="stable")])
-        if given_back := self._given_back.pop(request_id, None):
-            depths = {block: end for block, (end, key) in given_back.items() if self.pool.key_of(block) == key}
+        given_back = self._given_back.pop(request_id, None)
+        if given_back:
+            depths = {
+                block: end
+                for block, (end, key) in given_back.items()
+                if self.pool.key_of(block) == key
+            }
             depths.update(zip(ids.tolist(), ends.tolist(), strict=True))
-            self.pool.refresh(np.array(sorted(depths, key=depths.__getitem__, reverse=True), dtype=np.int32))
+            self.pool.refresh(
+                np.array(sorted(depths, key=depths.__getitem__, reverse=True), dtype=np.int32)
+            )
 
     def reset_prefix_cache(self) -> None:
         """Forget all published blocks; running requests keep theirs."""
@@ -446,17 +521,24 @@ class KVCacheManager:
             observer.on_unpublish(keys)
 
     def check_integrity(self, running: Sequence[str] = ()) -> None:
-        """Raise AssertionError unless pool and tier are whole, references have owners, and only `running` hold any."""
+        """Raise AssertionError unless pool and tier are whole and references have owners.
+
+        Only `running` requests may hold any.
+        """
         self.pool.check_integrity()
         if self.offload is not None:
             self.offload.check_integrity()
         strangers = sorted((self._held.keys() | self._given_back.keys()) - set(running))
         assert not strangers, f"requests that do not run hold blocks: {strangers}"
-        owned = np.concatenate([NO_IDS, *(ids for request in self._held for ids in self.block_ids(request))])
+        owned = np.concatenate(
+            [NO_IDS, *(ids for request in self._held for ids in self.block_ids(request))]
+        )
         counts = np.bincount(owned, minlength=self.pool.num_blocks)
         counts[NULL_BLOCK] = 1
         wrong = np.flatnonzero(counts != self.pool.ref_count)
         assert not len(wrong), f"blocks {wrong.tolist()} have other reference counts than owners"
         shared = np.flatnonzero(counts > 1)
         unpublished = shared[~self.pool.may_be_shared(shared)]
-        assert not len(unpublished), f"blocks {unpublished.tolist()} have two owners but were never published"
+        assert not len(unpublished), (
+            f"blocks {unpublished.tolist()} have two owners but were never published"
+        )

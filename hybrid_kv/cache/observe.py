@@ -1,8 +1,8 @@
 """Notifications of blocks that change hands.
 
-The manager calls each of its observers at the moment named here. An observer may look at the pool and raise; it changes
-nothing that it is given, and may keep it: new ids never change. Subclasses override what they want to hear of: by
-default nothing happens.
+The manager calls each of its observers at the moment named here. An observer may look at the pool
+and raise; it changes nothing that it is given, and may keep it: new ids never change. Subclasses
+override what they want to hear of: by default nothing happens.
 """
 
 from __future__ import annotations
@@ -13,31 +13,44 @@ from hybrid_kv.cache.block_pool import BlockIds, BlockKey
 
 
 class CacheObserver:
-    """An observer of `KVCacheManager`. Logical blocks come group by group, as int32 block ids; 0, the null block, is a
-    gap.
+    """An observer of `KVCacheManager`.
+
+    Logical blocks come group by group, as int32 block ids; 0, the null block, is a gap.
     """
 
     def on_hit(self, request_id: str, logical_blocks: Sequence[BlockIds]) -> None:
-        """A new request took published blocks: all logical blocks of its hit, null where it needs none."""
+        """Hear that a new request took published blocks.
 
-    def on_allocate(self, request_id: str, logical_blocks: Sequence[BlockIds]) -> None:
-        """A request got fresh blocks: its new logical blocks, null where it needs none."""
-
-    def on_load(self, request_id: str, logical_blocks: Sequence[tuple[BlockKey, int]], ids: BlockIds) -> None:
-        """A request got fresh blocks `ids`, one for each key and logical block; the offload tier fills them from here
-        on.
+        They are all logical blocks of its hit, null where it needs none.
         """
 
-    def on_publish(self, request_id: str, group: int, first: int, blocks: Sequence[tuple[BlockKey, int]]) -> None:
-        """Lookups find the keys and blocks of a request's logical blocks from `first` on, where no other block came
-        first.
+    def on_allocate(self, request_id: str, logical_blocks: Sequence[BlockIds]) -> None:
+        """Hear that a request got fresh blocks: new logical blocks, null where it needs none."""
+
+    def on_load(
+        self, request_id: str, logical_blocks: Sequence[tuple[BlockKey, int]], ids: BlockIds
+    ) -> None:
+        """Hear that a request got fresh blocks `ids`, one for each key and logical block.
+
+        The offload tier fills them from here on.
+        """
+
+    def on_publish(
+        self, request_id: str, group: int, first: int, blocks: Sequence[tuple[BlockKey, int]]
+    ) -> None:
+        """Hear that lookups find the keys and blocks of a request's logical blocks from `first` on.
+
+        Where another block came first they find that one.
         """
 
     def on_unpublish(self, keys: Sequence[BlockKey]) -> None:
-        """Lookups do not find these keys any more: their blocks are handed out, or the cache is reset."""
+        """Hear that lookups do not find these keys any more.
+
+        Their blocks are handed out, or the cache is reset.
+        """
 
     def on_free(self, request_id: str, ids: BlockIds, ended: bool = False) -> None:
-        """A request is about to give blocks back; all that it holds if it `ended`."""
+        """Hear that a request is about to give blocks back; all that it holds if it `ended`."""
 
     def on_reset(self) -> None:
-        """Nothing is published any more."""
+        """Hear that nothing is published any more."""

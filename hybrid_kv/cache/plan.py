@@ -1,9 +1,10 @@
 """The only place that decides block sizes.
 
 The order is platform, then model and cache configuration, then the attention backend, then
-`update_block_size_for_backend`: (1) the backend's preferred block size, unless the user gave one; (2) for a hybrid
-model, the alignment that makes one attention page hold one Mamba state. Running (2) before (1) is vllm!37467's bug: a
-page aligned for 16-token blocks is not divisible by the 64-token blocks that an XPU then chose.
+`update_block_size_for_backend`: (1) the backend's preferred block size, unless the user gave one;
+(2) for a hybrid model, the alignment that makes one attention page hold one Mamba state. Running
+(2) before (1) is vllm!37467's bug: a page aligned for 16-token blocks is not divisible by the
+64-token blocks that an XPU then chose.
 """
 
 from __future__ import annotations
@@ -24,18 +25,29 @@ from hybrid_kv.cache.backend import (
 )
 from hybrid_kv.cache.modes import MODES
 from hybrid_kv.cache.ranks import of_stage, over_context
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec, group_layers, with_block_size
+from hybrid_kv.cache.spec import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    group_layers,
+    with_block_size,
+)
 from hybrid_kv.config import CacheConfig, ConfigError
 from hybrid_kv.kernels.common.integers import cdiv
 
-MUCH_PADDING = 1.0  # of a Mamba state, relative to its bytes; beyond it half of the memory of states holds nothing
+# Of a Mamba state, relative to its bytes; beyond it half of the memory of states holds nothing.
+MUCH_PADDING = 1.0
 
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """The decided sizes. Tokens, except `page_size_bytes`; `mamba_block_size` is None without Mamba layers.
+    """The decided sizes.
 
-    Without Mamba layers a page may be smaller than `page_size_bytes`, which is that of the widest layer.
+    They are in tokens, except `page_size_bytes`; `mamba_block_size` is None without Mamba layers.
+
+    Without Mamba layers a page may be smaller than `page_size_bytes`, which is that of the widest
+    layer.
     """
 
     block_size: int
@@ -52,14 +64,20 @@ class BlockSizes:
 def _attention_token_bytes(layers: dict[str, KVCacheSpec]) -> int:
     """Bytes per token of the widest attention layers.
 
-    Beside Mamba layers narrower ones have more tokens in a page of the same bytes; without, smaller pages.
+    Beside Mamba layers narrower ones have more tokens in a page of the same bytes; without, smaller
+    pages.
     """
-    sizes = {with_block_size(s, 1).page_size_bytes for s in layers.values() if isinstance(s, FullAttentionSpec)}
+    sizes = {
+        with_block_size(s, 1).page_size_bytes
+        for s in layers.values()
+        if isinstance(s, FullAttentionSpec)
+    }
     widest = max(sizes, default=0)
     has_states = any(isinstance(spec, MambaSpec) for spec in layers.values())
     if has_states and any(widest % size for size in sizes):
         raise ConfigError(
-            f"attention layers with {sorted(sizes)} bytes per token cannot share one pool with Mamba layers: no "
+            f"attention layers with {sorted(sizes)} bytes per token cannot share one pool with "
+            "Mamba layers: no "
             "multiple fits the other"
         )
     return widest
@@ -73,11 +91,14 @@ def update_block_size_for_backend(
     max_model_len: int,
     mamba_chunk_size: int | None = None,
 ) -> BlockSizes:
-    """Decide the block sizes of a model whose layers are `layers` (their own block sizes are ignored).
+    """Decide the block sizes of a model whose layers are `layers`.
 
-    Formulas (vLLM 0.22, `platforms/interface.py`): with `A = max(smallest kernel block, block size)`, `t` attention
-    bytes per token and `m` Mamba state bytes, modes `none` and `align` take `A * ceil(m / (A * t))` tokens; mode `all`
-    the smallest multiple of `lcm(Mamba block or chunk size, A)` that covers `ceil(m / t)` tokens.
+    Their own block sizes are ignored.
+
+    Formulas (vLLM 0.22, `platforms/interface.py`): with `A = max(smallest kernel block, block
+    size)`, `t` attention bytes per token and `m` Mamba state bytes, modes `none` and `align` take
+    `A * ceil(m / (A * t))` tokens; mode `all` the smallest multiple of `lcm(Mamba block or chunk
+    size, A)` that covers `ceil(m / t)` tokens.
 
     Raises:
         ConfigError: a size that no kernel block divides, or a Mamba block size that cannot be kept.
@@ -87,28 +108,42 @@ def update_block_size_for_backend(
     mamba = [spec for spec in layers.values() if isinstance(spec, MambaSpec)]
     token_bytes = _attention_token_bytes(layers)
     if not mamba and cache.mamba_block_size is not None:
-        raise ConfigError(f"--mamba-block-size {cache.mamba_block_size}: the model has no Mamba layer; drop the flag")
+        raise ConfigError(
+            f"--mamba-block-size {cache.mamba_block_size}: the model has no Mamba layer; drop the "
+            "flag"
+        )
     if not token_bytes:
         if cache.block_size is not None:
             raise ConfigError(
-                f"--block-size {cache.block_size}: the model has no attention layer; use --mamba-block-size"
+                f"--block-size {cache.block_size}: the model has no attention layer; use "
+                "--mamba-block-size"
             )
-        # Without an attention backend a state fills the page, and in mode `none` a block stands for the whole request.
+        # Without an attention backend a state fills the page, and in mode `none` a block stands for
+        # the whole request.
         mode = MODES[cache.mamba_cache_mode]
         block_size = mode.lone_block_size(cache.mamba_block_size, mamba_chunk_size, max_model_len)
         if block_size is None:
-            raise ConfigError("a model without a chunk size needs --mamba-block-size in this cache mode")
+            raise ConfigError(
+                "a model without a chunk size needs --mamba-block-size in this cache mode"
+            )
         state_bytes = max(spec.state_bytes for spec in mamba)
         return BlockSizes(block_size, block_size, state_bytes, state_bytes)
 
     supported = backend.get_supported_kernel_block_sizes(context)
     block_size = cache.block_size or backend.get_preferred_block_size(DEFAULT_BLOCK_SIZE, context)
     if not any(block_size % smallest(size) == 0 for size in supported):
-        allowed = ", ".join(f"multiples of {s.base}" if not isinstance(s, int) else str(s) for s in supported)
-        raise ConfigError(f"block size {block_size} does not fit {backend.name}, whose kernel blocks are {allowed}")
+        allowed = ", ".join(
+            f"multiples of {s.base}" if not isinstance(s, int) else str(s) for s in supported
+        )
+        raise ConfigError(
+            f"block size {block_size} does not fit {backend.name}, whose kernel blocks are "
+            f"{allowed}"
+        )
     if not mamba:
         return BlockSizes(block_size, None, block_size * token_bytes, 0)
-    return _align_hybrid(mamba, cache, backend, context, block_size, token_bytes, max_model_len, mamba_chunk_size)
+    return _align_hybrid(
+        mamba, cache, backend, context, block_size, token_bytes, max_model_len, mamba_chunk_size
+    )
 
 
 def _align_hybrid(
@@ -123,30 +158,39 @@ def _align_hybrid(
 ) -> BlockSizes:
     mode = MODES[cache.mamba_cache_mode]
     state_bytes = max(spec.state_bytes for spec in mamba)
-    alignment = max(min(map(smallest, backend.get_supported_kernel_block_sizes(context))), block_size)
+    alignment = max(
+        min(map(smallest, backend.get_supported_kernel_block_sizes(context))), block_size
+    )
     if context.platform == "xpu" and any(backend_of(spec, backend) is GDNBackend for spec in mamba):
         alignment = lcm(alignment, 64)
     base = cache.mamba_block_size or mamba_chunk_size
     if base is None and mode.needs_unit:
         raise ConfigError(
-            f"mode {mode.name} needs a chunk size in config.json or --mamba-block-size; or use mode align"
+            f"mode {mode.name} needs a chunk size in config.json or --mamba-block-size; or use "
+            "mode align"
         )
     unit = mode.unit(alignment, base)
     aligned = unit * cdiv(cdiv(state_bytes, token_bytes), unit)
     block_size = max(block_size, aligned)
     mamba_block_size = mode.block_size(cache.mamba_block_size, aligned, block_size, max_model_len)
-    if cache.mamba_block_size is not None and not mode.may_replace(cache.mamba_block_size, mamba_block_size):
+    if cache.mamba_block_size is not None and not mode.may_replace(
+        cache.mamba_block_size, mamba_block_size
+    ):
         raise ConfigError(
-            f"--mamba-block-size {cache.mamba_block_size} cannot be kept: mode {mode.name} needs the attention block "
+            f"--mamba-block-size {cache.mamba_block_size} cannot be kept: mode {mode.name} needs "
+            "the attention block "
             f"size {block_size}; drop the flag or use mode all"
         )
     return BlockSizes(block_size, mamba_block_size, block_size * token_bytes, state_bytes)
 
 
-def apply_block_sizes(layers: dict[str, KVCacheSpec], sizes: BlockSizes, mode: str) -> dict[str, KVCacheSpec]:
-    """The same layers with the decided block sizes and the padded Mamba page.
+def apply_block_sizes(
+    layers: dict[str, KVCacheSpec], sizes: BlockSizes, mode: str
+) -> dict[str, KVCacheSpec]:
+    """Return the layers with the decided block sizes and the padded Mamba page.
 
-    Attention layers alone share their blocks with no state: they all have the same block size, whatever that takes.
+    Attention layers alone share their blocks with no state: they all have the same block size,
+    whatever that takes.
     """
     result: dict[str, KVCacheSpec] = {}
     for name, spec in layers.items():
@@ -170,8 +214,8 @@ def apply_block_sizes(layers: dict[str, KVCacheSpec], sizes: BlockSizes, mode: s
 class CachePlan:
     """A whole plan, before anything is allocated. Counts exclude the null block.
 
-    `config` has the layers of all pipeline stages, with one tensor and context parallel rank's pages; `stages` has what
-    each of them keeps.
+    `config` has the layers of all pipeline stages, with one tensor and context parallel rank's
+    pages; `stages` has what each of them keeps.
     """
 
     sizes: BlockSizes
@@ -189,12 +233,16 @@ class CachePlan:
 
     @property
     def fullest(self) -> KVCacheConfig:
-        """What the stage keeps that needs most memory."""
-        return max(self.stages, key=lambda stage: stage.total_bytes + self.max_num_seqs * stage.bytes_per_row)
+        """The stage that needs most memory."""
+
+        def bytes_of(stage: KVCacheConfig) -> int:
+            return stage.total_bytes + self.max_num_seqs * stage.bytes_per_row
+
+        return max(self.stages, key=bytes_of)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes that the rollback scheme keeps for all rows of the fullest stage, beside the blocks."""
+        """Bytes that the rollback scheme keeps for all rows of the fullest stage."""
         return self.max_num_seqs * self.fullest.bytes_per_row
 
     @property
@@ -209,13 +257,15 @@ class CachePlan:
 
     @property
     def max_concurrency(self) -> float:
-        """How many requests of `max_model_len` tokens fit at once."""
+        """The number of requests of `max_model_len` tokens that fit at once."""
         return self.usable_blocks / self.blocks_per_request
 
     @property
     def longest_request(self) -> int:
         """Tokens of the longest request that fits alone, at most `max_model_len`."""
-        low, high, counted = 0, self.max_model_len, self.counted
+        low = 0
+        high = self.max_model_len
+        counted = self.counted
         while low < high:
             middle = (low + high + 1) // 2
             if counted.max_blocks_per_request(middle) <= self.usable_blocks:
@@ -250,86 +300,121 @@ def plan_cache(
     """Plan the pool: block sizes, groups, number of blocks.
 
     Args:
-        layers: of all pipeline stages, with one tensor parallel rank's heads; what rolling back drafts takes is in them
-            already (`cache.spec.with_rollback`).
-        max_num_seqs: rows of the engine; `memory_bytes` pays for what the rollback scheme keeps for them.
-        stages: the names of each pipeline stage's layers; default: one stage. `memory_bytes` is that of one rank.
+        layers: of all pipeline stages, with one tensor parallel rank's heads; what rolling back
+            drafts takes is in them already (`cache.spec.with_rollback`).
+        max_num_seqs: rows of the engine; `memory_bytes` pays for what the rollback scheme keeps for
+            them.
+        stages: the names of each pipeline stage's layers; default: one stage. `memory_bytes` is
+            that of one rank.
         context_parallel: ranks that the tokens of an attention block lie on.
 
     Raises:
-        ConfigError: the memory holds no whole request; the message names both sizes and a flag that helps.
+        ConfigError: the memory holds no whole request; the message names both sizes and a flag that
+            helps.
     """
-    if context_parallel > 1 and not any(isinstance(spec, FullAttentionSpec) for spec in layers.values()):
+    if context_parallel > 1 and not any(
+        isinstance(spec, FullAttentionSpec) for spec in layers.values()
+    ):
         raise ConfigError(
-            f"--decode-context-parallel-size {context_parallel}: the model has no attention; drop the flag"
+            f"--decode-context-parallel-size {context_parallel}: the model has no attention; drop "
+            "the flag"
         )
-    sizes = update_block_size_for_backend(layers, cache, backend, context, max_model_len, mamba_chunk_size)
+    sizes = update_block_size_for_backend(
+        layers, cache, backend, context, max_model_len, mamba_chunk_size
+    )
     specs = apply_block_sizes(layers, sizes, cache.mamba_cache_mode)
     groups = group_layers(specs)
     whole = KVCacheConfig(0, groups)
     parts = (whole,) if stages is None else tuple(of_stage(whole, names) for names in stages)
-    num_blocks = min(_num_blocks(part, cache, max_num_seqs) for part in parts if part.block_bytes)
+    num_blocks = min(
+        _num_blocks(stage, cache, max_num_seqs) for stage in parts if stage.block_bytes
+    )
     config = replace(whole, num_blocks=num_blocks)
-    kernel_sizes = tuple(group.kernel_block_size for group in init_attn_backend(config, backend, context))
-    parts = tuple(replace(part, num_blocks=num_blocks) for part in parts)
+    kernel_sizes = tuple(
+        group.kernel_block_size for group in init_attn_backend(config, backend, context)
+    )
+    parts = tuple(replace(stage, num_blocks=num_blocks) for stage in parts)
     plan = CachePlan(
-        sizes, config, kernel_sizes, max_model_len, max_num_seqs, stages=parts, context_parallel=context_parallel
+        sizes,
+        config,
+        kernel_sizes,
+        max_model_len,
+        max_num_seqs,
+        stages=parts,
+        context_parallel=context_parallel,
     )
     needed = plan.counted.max_blocks_per_request(1)
     if plan.usable_blocks < needed:
-        block_bytes = max(part.block_bytes for part in parts)
-        memory = max((needed + 1) * part.block_bytes + max_num_seqs * part.bytes_per_row for part in parts)
+        block_bytes = max(stage.block_bytes for stage in parts)
+        memory = max(
+            (needed + 1) * stage.block_bytes + max_num_seqs * stage.bytes_per_row for stage in parts
+        )
         way_out = f"{memory} B of memory" if cache.num_blocks is None else f"{needed + 1} blocks"
         raise ConfigError(
-            f"the cache has {num_blocks} blocks of {block_bytes} B, one of them the null block, but a request of "
+            f"the cache has {num_blocks} blocks of {block_bytes} B, one of them the null block, "
+            "but a request of "
             f"one token needs {needed}: give it at least {way_out}"
         )
 
     def sizes_in(mode: str) -> BlockSizes:
         other = replace(cache, mamba_cache_mode=mode, mamba_block_size=None)
-        return update_block_size_for_backend(layers, other, backend, context, max_model_len, mamba_chunk_size)
+        return update_block_size_for_backend(
+            layers, other, backend, context, max_model_len, mamba_chunk_size
+        )
 
     caching = [mode for mode, policy in MODES.items() if policy.keeps_states]
-    possible = [mode for mode in caching if mamba_chunk_size is not None or not MODES[mode].needs_unit]
-    return replace(plan, notes=(*_notes(plan, cache), *_padding_notes(sizes, cache, specs, possible, sizes_in)))
+    possible = [
+        mode for mode in caching if mamba_chunk_size is not None or not MODES[mode].needs_unit
+    ]
+    return replace(
+        plan, notes=(*_notes(plan, cache), *_padding_notes(sizes, cache, specs, possible, sizes_in))
+    )
 
 
 def _num_blocks(rank: KVCacheConfig, cache: CacheConfig, max_num_seqs: int) -> int:
-    """The blocks that a rank can afford."""
+    """Return the blocks that a rank can afford."""
     if cache.num_blocks is not None:
         return cache.num_blocks
     if cache.memory_bytes is None:
-        raise ConfigError("the pool has no size: give --num-blocks or --gpu-memory (num_blocks or memory_bytes)")
+        raise ConfigError(
+            "the pool has no size: give --num-blocks or --gpu-memory (num_blocks or memory_bytes)"
+        )
     return max(0, cache.memory_bytes - max_num_seqs * rank.bytes_per_row) // rank.block_bytes
 
 
 def _notes(plan: CachePlan, cache: CacheConfig) -> list[str]:
-    """What a user would not expect from the flags alone."""
-    sizes, notes = plan.sizes, []
+    """Return notes on what a user would not expect from the flags alone."""
+    sizes = plan.sizes
+    notes = []
     if cache.block_size not in (None, sizes.block_size):
         notes.append(
-            f"--block-size {cache.block_size} was raised to {sizes.block_size}: an attention page must hold one Mamba "
+            f"--block-size {cache.block_size} was raised to {sizes.block_size}: an attention page "
+            "must hold one Mamba "
             f"state ({sizes.mamba_state_bytes} B)"
         )
     mode = MODES[cache.mamba_cache_mode]
     if cache.mamba_block_size is not None and not mode.keeps_states:
         notes.append(
-            f"--mamba-block-size {cache.mamba_block_size} changes nothing in mode {mode.name}: a request has one state"
+            f"--mamba-block-size {cache.mamba_block_size} changes nothing in mode {mode.name}: a "
+            "request has one state"
         )
     elif cache.mamba_block_size not in (None, sizes.mamba_block_size):
         notes.append(
-            f"--mamba-block-size {cache.mamba_block_size} was raised to its multiple {sizes.mamba_block_size}, so that "
+            f"--mamba-block-size {cache.mamba_block_size} was raised to its multiple "
+            f"{sizes.mamba_block_size}, so that "
             "one attention page holds one state"
         )
     if plan.unused_layer_slots:
         slots = plan.config.num_buffers * len(plan.config.groups)
         notes.append(
-            f"{plan.unused_layer_slots} of {slots} layer slots are unused, because the layers do not divide into "
+            f"{plan.unused_layer_slots} of {slots} layer slots are unused, because the layers do "
+            "not divide into "
             f"groups of {plan.config.num_buffers}"
         )
     if plan.longest_request < plan.max_model_len:
         notes.append(
-            f"no request longer than {plan.longest_request} tokens fits; lower --max-model-len {plan.max_model_len} or "
+            f"no request longer than {plan.longest_request} tokens fits; lower --max-model-len "
+            f"{plan.max_model_len} or "
             "give the cache more memory"
         )
     return notes
@@ -342,24 +427,34 @@ def _padding_notes(
     possible: Sequence[str],
     sizes_in: Callable[[str], BlockSizes],
 ) -> list[str]:
-    """Where most of a Mamba page is padding, the `possible` mode that also caches prefixes and pads least."""
+    """Return, where most of a Mamba page is padding, a note on a better mode.
+
+    It is that of `possible` which also caches prefixes and pads least.
+    """
     if sizes.padding <= MUCH_PADDING or not MODES[cache.mamba_cache_mode].keeps_states:
         return []
     note = (
         f"mode {cache.mamba_cache_mode} pads each Mamba state of {sizes.mamba_state_bytes} B by "
-        f"{100 * sizes.padding:.0f} %, to the {sizes.page_size_bytes} B of {sizes.block_size} tokens in attention"
+        f"{100 * sizes.padding:.0f} %, to the {sizes.page_size_bytes} B of {sizes.block_size} "
+        "tokens in attention"
     )
     others = {mode: sizes_in(mode).padding for mode in possible}
     best = min(others, key=others.__getitem__)
     if others[best] < sizes.padding:
-        note += f"; --mamba-cache-mode {best} caches prefixes too and pads by {100 * others[best]:.0f} %"
-    if any(isinstance(spec, MambaSpec) and spec.mamba_type == "gdn_attention" for spec in specs.values()):
+        note += (
+            f"; --mamba-cache-mode {best} caches prefixes too and pads by {100 * others[best]:.0f} "
+            "%"
+        )
+    if any(
+        isinstance(spec, MambaSpec) and spec.mamba_type == "gdn_attention"
+        for spec in specs.values()
+    ):
         note += " (vLLM 0.22 falls back to mode align for gated delta net layers)"
     return [note]
 
 
 def _describe_rows(plan: CachePlan) -> dict[str, Any]:
-    """What the rollback scheme keeps beside the blocks, if it keeps anything."""
+    """Return the rollback scheme's memory outside of blocks, if it has any."""
     if not plan.config.bytes_per_row:
         return {}
     specs = (spec for group in plan.config.groups for spec in group.layer_specs)
@@ -373,7 +468,7 @@ def _describe_rows(plan: CachePlan) -> dict[str, Any]:
 
 
 def describe(plan: CachePlan) -> dict[str, Any]:
-    """The plan in JSON types."""
+    """Return the plan in JSON types."""
     groups = [
         {
             "kind": group.spec.mamba_type if isinstance(group.spec, MambaSpec) else "attention",

@@ -1,14 +1,17 @@
-"""How a deployment of several GPUs divides a model's cache: the rules of vLLM 0.32.
+"""The division of a model's cache over several GPUs: the rules of vLLM 0.32.
 
-- Tensor parallel ranks divide the heads and channels of every layer (`models.specs`, where these have names). What is
-  fewer than the ranks is repeated: a KV head, a group of Mamba-2, MLA's one vector.
-- Pipeline stages divide the layers. One scheduler hands out the same block ids on every rank, so groups are those of
-  the whole model, each stage keeps its own layers of them, and the pool has the blocks of the stage that affords least
-  (`get_kv_cache_configs`).
-- Context parallel ranks divide the tokens. They are tensor parallel ranks that would repeat a KV head: a block of n
-  tokens on each of them stands for n tokens times their number. A state has no tokens to divide.
+- Tensor parallel ranks divide the heads and channels of every layer (`models.specs`, where these
+  have names). What is fewer than the ranks is repeated: a KV head, a group of Mamba-2, MLA's one
+  vector.
+- Pipeline stages divide the layers. One scheduler hands out the same block ids on every rank, so
+  groups are those of the whole model, each stage keeps its own layers of them, and the pool has the
+  blocks of the stage that affords least (`get_kv_cache_configs`).
+- Context parallel ranks divide the tokens. They are tensor parallel ranks that would repeat a KV
+  head: a block of n tokens on each of them stands for n tokens times their number. A state has no
+  tokens to divide.
 
-Expert parallelism divides weights alone, and on which node a rank runs changes nothing that it keeps.
+Expert parallelism divides weights alone, and on which node a rank runs changes nothing that it
+keeps.
 """
 
 from __future__ import annotations
@@ -31,7 +34,10 @@ from hybrid_kv.config import ConfigError
 
 @dataclass(frozen=True)
 class Ranks:
-    """How a model is divided over GPUs; the decode context parallel ranks are among the tensor parallel ones."""
+    """The division of a model over GPUs.
+
+    The decode context parallel ranks are among the tensor parallel ones.
+    """
 
     tensor_parallel_size: Annotated[int, "GPUs that divide the heads of every layer."] = 1
     pipeline_parallel_size: Annotated[int, "Stages that divide the layers."] = 1
@@ -41,7 +47,8 @@ class Ranks:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if (value := getattr(self, field.name)) < 1:
+            value = getattr(self, field.name)
+            if value < 1:
                 raise ConfigError(f"{field.name}={value} must be an integer >= 1")
         if self.tensor_parallel_size % self.decode_context_parallel_size:
             raise ConfigError(
@@ -54,9 +61,10 @@ class Ranks:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def stages(self, num_layers: int) -> list[range]:
-        """The layers of each pipeline stage (`get_pp_indices`).
+        """Return the layers of each pipeline stage (`get_pp_indices`).
 
-        What does not divide goes to the stages before the last, from the back: the last one has the logits to compute.
+        What does not divide goes to the stages before the last, from the back: the last one has the
+        logits to compute.
 
         Raises:
             ConfigError: fewer layers than stages.
@@ -64,7 +72,8 @@ class Ranks:
         each, left = divmod(num_layers, self.pipeline_parallel_size)
         if not each:
             raise ConfigError(
-                f"--pipeline-parallel-size {self.pipeline_parallel_size}: the model has {num_layers} layers; "
+                f"--pipeline-parallel-size {self.pipeline_parallel_size}: the model has "
+                f"{num_layers} layers; "
                 "use at most as many stages"
             )
         begins = [0]
@@ -74,21 +83,28 @@ class Ranks:
 
 
 def of_stage(config: KVCacheConfig, layer_names: Iterable[str]) -> KVCacheConfig:
-    """The same groups with those of their layers alone that a pipeline stage has; a group may have none there."""
-    own = set(layer_names)
+    """Return the groups with those of their layers alone that a pipeline stage has.
+
+    A group may have none there.
+    """
+    present = set(layer_names)
     groups = (
-        KVCacheGroupSpec(tuple(name for name in group.layer_names if name in own), group.spec)
+        KVCacheGroupSpec(tuple(name for name in group.layer_names if name in present), group.spec)
         for group in config.groups
     )
     return KVCacheConfig(config.num_blocks, tuple(groups))
 
 
 def over_context(config: KVCacheConfig, context_parallel: int) -> KVCacheConfig:
-    """The groups as a block manager counts: an attention block's tokens on all context parallel ranks together.
+    """Return the groups as a block manager counts them.
+
+    An attention block's tokens are those on all context parallel ranks together.
 
     Its pages are not those of a rank: take bytes from the configuration of one.
     """
-    groups = (replace(group, spec=_over_context(group.spec, context_parallel)) for group in config.groups)
+    groups = (
+        replace(group, spec=_over_context(group.spec, context_parallel)) for group in config.groups
+    )
     return replace(config, groups=tuple(groups))
 
 

@@ -1,4 +1,4 @@
-"""What a request holds in one group: a row of block ids, some of them null; what the cache has of one, and lacks.
+"""Per-group block ids of a request, its prefix hit, and a rejected admission.
 
 `cache.manager` fills and empties logical blocks, `cache.block_table` stages the new ones.
 """
@@ -21,8 +21,9 @@ NO_IDS: BlockIds = np.empty(0, dtype=np.int32)
 
 
 class NewBlocks(NamedTuple):
-    """Logical blocks that a request just got: ids group by group, and how many each group got, as block tables stage
-    them.
+    """Logical blocks that a request just got.
+
+    They are ids group by group, and how many each group got, as block tables stage them.
     """
 
     ids: BlockIds
@@ -30,11 +31,16 @@ class NewBlocks(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[RequestBlocks]) -> NewBlocks:
-        """All logical blocks of a request that is new to the tables, a row for each group."""
-        return cls(np.concatenate([row.all() for row in rows]), array("i", [row.length for row in rows]))
+        """Return all logical blocks of a request that is new to the tables.
+
+        There is a row for each group.
+        """
+        return cls(
+            np.concatenate([row.all() for row in rows]), array("i", [row.length for row in rows])
+        )
 
     def per_group(self) -> list[BlockIds]:
-        """The ids of each group, as views."""
+        """Return the ids of each group, as views."""
         ends = list(accumulate(self.counts))
         return [self.ids[end - count : end] for end, count in zip(ends, self.counts, strict=True)]
 
@@ -44,11 +50,11 @@ NO_BLOCKS = NewBlocks(NO_IDS, array("i"))
 
 @dataclass(frozen=True)
 class PrefixHit:
-    """What the cache can restore of a request.
+    """The prefix of a request that the cache can restore.
 
-    `group_tokens` is what each group could have restored alone; `vetoed_by` is a group that could not restore the next
-    longer prefix though another one could, if there is one. `chains` are the request's hashes, group by group, needed
-    to take the hit; drop them before storing it.
+    `group_tokens` is what each group could have restored alone; `vetoed_by` is a group that could
+    not restore the next longer prefix though another one could, if there is one. `chains` are the
+    request's hashes, group by group, needed to take the hit; drop them before storing it.
     """
 
     num_tokens: int
@@ -61,7 +67,7 @@ NO_HIT = PrefixHit(0)
 
 
 class Refusal(NamedTuple):
-    """A request that did not get in, the room that it needed, and the blocks that might make it need less."""
+    """A rejected admission: the room that it needed, and blocks that might make it need less."""
 
     request_id: str
     num_needed: int
@@ -69,8 +75,9 @@ class Refusal(NamedTuple):
 
 
 class LogicalBlockRules:
-    """What decides a group's logical blocks, read off its spec once: a decode step reads them for every request and
-    group.
+    """The rules of a group's logical blocks, read off its spec once.
+
+    A decode step reads them for every request and group.
     """
 
     __slots__ = ("block_size", "drafts", "mode")
@@ -83,7 +90,7 @@ class LogicalBlockRules:
         self.drafts = spec.num_speculative_blocks if isinstance(spec, MambaSpec) else 0
 
     def num_complete(self, progress: StateProgress) -> int:
-        """How many logical blocks hold all that they stand for."""
+        """Return how many logical blocks hold all that they stand for."""
         return (progress.computed if self.mode is None else progress.flushed) // self.block_size
 
 
@@ -106,17 +113,17 @@ class RequestBlocks:
         self.length = end
 
     def held(self) -> BlockIds:
-        """Ids from `first` on, null logical blocks left out."""
+        """Return the ids from `first` on, null logical blocks left out."""
         ids = self._ids[self.first : self.length]
         return ids[ids != NULL_BLOCK]
 
     def ends(self, block_size: int) -> npt.NDArray[np.int64]:
-        """Where the logical blocks of `held()` end, in tokens."""
+        """Return the ends of the logical blocks of `held()`, in tokens."""
         ids = self._ids[self.first : self.length]
         return (self.first + np.flatnonzero(ids != NULL_BLOCK) + 1) * block_size
 
     def all(self) -> BlockIds:
-        """Ids of all logical blocks, null ones included."""
+        """Return the ids of all logical blocks, null ones included."""
         return self._ids[: self.length]
 
     def __getitem__(self, block_idx: int) -> int:
@@ -127,7 +134,11 @@ class RequestBlocks:
         self._ids[block_idx] = block
 
     def give_back(self, end: int) -> dict[int, int]:
-        """The blocks before logical block `end`, which are the request's no more, and their logical blocks."""
+        """Take the blocks before logical block `end` from the request.
+
+        Returns:
+            Their logical blocks.
+        """
         logical_blocks = enumerate(self._ids[self.first : end].tolist(), self.first)
         self._ids[self.first : end] = NULL_BLOCK
         self.first = end

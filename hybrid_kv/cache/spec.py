@@ -1,8 +1,8 @@
-"""What one layer keeps in the cache, and how many bytes of it one block holds.
+"""The cache of one layer, and how many bytes of it one block holds.
 
-A *page* is one manager block of one layer. In a hybrid pool all groups have the same `page_size_bytes`, so that any
-block id can serve an attention layer (`block_size` tokens of K and V) or a Mamba layer (one recurrent state).
-Names follow vLLM's `v1/kv_cache_interface.py`.
+A *page* is one manager block of one layer. In a hybrid pool all groups have the same
+`page_size_bytes`, so that any block id can serve an attention layer (`block_size` tokens of K and
+V) or a Mamba layer (one recurrent state). Names follow vLLM's `v1/kv_cache_interface.py`.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ class KVCacheSpec:
 
     @property
     def cache_dtypes(self) -> tuple[torch.dtype, ...]:
-        """Dtypes of what a page holds."""
+        """Dtypes of a page's contents."""
         raise NotImplementedError
 
     def max_blocks_per_request(self, max_model_len: int) -> int:
-        """The most blocks that one request of `max_model_len` tokens holds at any time."""
+        """Return the most blocks that one request of `max_model_len` tokens holds at any time."""
         raise NotImplementedError
 
     def block_table_width(self, max_model_len: int) -> int:
-        """Logical blocks that a request's row of the block table needs."""
+        """Return the logical blocks that a request's row of the block table needs."""
         return self.max_blocks_per_request(max_model_len)
 
     def max_memory_usage_bytes(self, max_model_len: int) -> int:
-        """Bytes that one request of `max_model_len` tokens can hold at once in this layer."""
+        """Return the bytes that one request of `max_model_len` tokens can hold in this layer."""
         return self.max_blocks_per_request(max_model_len) * self.page_size_bytes
 
 
@@ -71,7 +71,10 @@ class FullAttentionSpec(KVCacheSpec):
 
 @dataclass(frozen=True)
 class MLAAttentionSpec(FullAttentionSpec):
-    """One vector per token, from which all heads take K and V: `block_size * head_size` elements a page."""
+    """One vector per token, from which all heads take K and V.
+
+    A page has `block_size * head_size` elements.
+    """
 
     num_kv_heads: int = field(default=1, init=False)
 
@@ -82,11 +85,11 @@ class MLAAttentionSpec(FullAttentionSpec):
 
 @dataclass(frozen=True)
 class StatePart:
-    """One tensor of a layer's state in a block, or of what one token feeds to its recurrence.
+    """One tensor of a layer's state in a block, or of one token's inputs to its recurrence.
 
     Attributes:
-        role: `window`: rows of inputs, the oldest first; a rejected draft is rolled back by reading from an earlier
-            row. `state`: rolled back by the scheme (`RollbackSpec`).
+        role: `window`: rows of inputs, the oldest first; a rejected draft is rolled back by reading
+            from an earlier row. `state`: rolled back by the scheme (`RollbackSpec`).
     """
 
     name: str
@@ -100,15 +103,22 @@ class StatePart:
 
 
 def window_and_states(
-    window: tuple[tuple[int, ...], torch.dtype], state: tuple[tuple[int, ...], torch.dtype] | None = None
+    window: tuple[tuple[int, ...], torch.dtype],
+    state: tuple[tuple[int, ...], torch.dtype] | None = None,
 ) -> tuple[StatePart, ...]:
-    """The parts `conv` and, if there is one, `ssm` of a layer with a convolution, each from its shape and dtype."""
+    """Return the parts `conv` and, if there is one, `ssm` of a layer with a convolution.
+
+    Each is made from its shape and dtype.
+    """
     conv = StatePart("conv", *window, role="window")
     return (conv,) if state is None else (conv, StatePart("ssm", *state))
 
 
 class StateProgress:
-    """How far a request is: `computed` accepted tokens are in the cache, `flushed` of them in its states' blocks."""
+    """The progress of a request: `computed` accepted tokens are in the cache.
+
+    `flushed` of them are in its states' blocks.
+    """
 
     __slots__ = ("computed", "flushed")
 
@@ -119,14 +129,16 @@ class StateProgress:
 
 @dataclass(frozen=True)
 class RollbackSpec:
-    """What rolling back rejected drafts takes of the cache. `attention.rollback` has the schemes.
+    """The memory that rolling back rejected drafts takes of the cache, in scheme `slots`.
 
-    This one, scheme `slots`, takes blocks alone: one for the state after each draft.
+    `attention.rollback` has the schemes. This one takes blocks alone: one for the state after each
+    draft.
 
     Attributes:
         num_speculative_tokens: K.
         scheme: which one it is, a key of `attention.rollback.SCHEMES`.
-        needs_inputs: it keeps what tokens feed to the recurrence, so the layer must say what that is.
+        needs_inputs: it keeps the inputs of tokens to the recurrence, so the layer must describe
+            them.
         writes_late: states are written some tokens after those were computed (`StateProgress`).
     """
 
@@ -141,31 +153,39 @@ class RollbackSpec:
         return self.num_speculative_tokens
 
     def most_logical_blocks_behind(self, block_size: int) -> int:
-        """Mode align: how many logical blocks before that of the last scheduled token a request may hold."""
+        """Return how many logical blocks before the last scheduled token's a request may hold.
+
+        It matters in mode `align`.
+        """
         return 1
 
     def bytes_per_row(self, inputs: Sequence[StatePart]) -> int:
-        """Bytes beside the blocks, for each row of the engine in one layer."""
+        """Return the bytes outside of blocks, for each row of the engine in one layer."""
         return 0
 
     def stored(self, part: StatePart) -> StatePart:
-        """What a part looks like in its block; the bytes are the same."""
+        """Return a part as it is in its block; the bytes are the same."""
         return part
 
     def allocate(self, inputs: Sequence[StatePart], num_rows: int, device: torch.device) -> Any:
-        """The memory of `bytes_per_row`, for all rows; None if there is none."""
+        """Allocate the memory of `bytes_per_row`, for all rows; None if there is none."""
         return None
 
     def describe(self) -> dict[str, Any]:
-        """Its own sizes, for the plan, in JSON types."""
+        """Return the scheme's sizes, for the plan, in JSON types."""
         return {}
 
     def num_seen(self, progress: StateProgress, start: int) -> int:
-        """How many tokens the state has seen that a step from `start` on reads."""
+        """Return how many tokens the state has seen that a step from `start` on reads."""
         return start
 
     def advance(
-        self, progress: StateProgress, start: int, num_tokens: int, computed: int, block_size: int | None
+        self,
+        progress: StateProgress,
+        start: int,
+        num_tokens: int,
+        computed: int,
+        block_size: int | None,
     ) -> None:
         """Account for a decode, in place: a step does this for every request.
 
@@ -182,11 +202,11 @@ class RollbackSpec:
 class MambaSpec(KVCacheSpec):
     """One recurrent state a page: its parts, one after the other.
 
-    A window has `kernel - 1 + K` rows when K draft tokens are verified per step, so that a rejected draft can be
-    rolled back. `page_size_padded` is the attention page of the same pool.
+    A window has `kernel - 1 + K` rows when K draft tokens are verified per step, so that a rejected
+    draft can be rolled back. `page_size_padded` is the attention page of the same pool.
 
-    `inputs` are what a token feeds to the recurrence; a layer that does not say cannot be rolled back by running it
-    again.
+    `inputs` are what a token feeds to the recurrence; a layer that does not say cannot be rolled
+    back by running it again.
     """
 
     parts: tuple[StatePart, ...]
@@ -199,14 +219,16 @@ class MambaSpec(KVCacheSpec):
     def __post_init__(self) -> None:
         if self.page_size_padded is not None and self.page_size_padded < self.state_bytes:
             raise ConfigError(
-                f"the padded Mamba page ({self.page_size_padded} B) is smaller than the state ({self.state_bytes} B)"
+                f"the padded Mamba page ({self.page_size_padded} B) is smaller than the state "
+                f"({self.state_bytes} B)"
             )
         offset = 0
         for part in self.parts:
             size = part.dtype.itemsize
             if offset % size or (self.page_size_padded or 0) % size:
                 raise ConfigError(
-                    f"a {part.dtype} state part at byte {offset} of a {self.page_size_bytes} B page is not aligned to "
+                    f"a {part.dtype} state part at byte {offset} of a {self.page_size_bytes} B "
+                    "page is not aligned to "
                     f"{size} B; give all state parts one dtype"
                 )
             offset += part.nbytes
@@ -233,7 +255,7 @@ class MambaSpec(KVCacheSpec):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes that a row of the engine takes beside the pages."""
+        """Bytes that a row of the engine takes outside of pages."""
         return self.rollback.bytes_per_row(self.inputs)
 
     @property
@@ -245,9 +267,11 @@ class MambaSpec(KVCacheSpec):
         return self.page_size_padded or self.state_bytes
 
     def max_blocks_per_request(self, max_model_len: int) -> int:
-        """`none`: the running state. `align`: the running one and the last boundary's. `all`: one per boundary.
+        """Return how many blocks a request holds at most.
 
-        In each mode as many more as the rollback scheme has for drafts (vllm!41233 added them to mode `all`).
+        In mode `none` the running state, in `align` the running one and the last boundary's, in
+        `all` one per boundary; in each as many more as the rollback scheme has for drafts
+        (vllm!41233 added them to `all`).
         """
         logical_blocks = self.mode.num_logical_blocks(max_model_len, self.block_size)
         behind = self.rollback.most_logical_blocks_behind(self.block_size)
@@ -257,13 +281,22 @@ class MambaSpec(KVCacheSpec):
         return super().max_memory_usage_bytes(max_model_len) + self.row_bytes
 
     def block_table_width(self, max_model_len: int) -> int:
-        """`align` and `all` index the row by position, so freed boundaries keep their logical block."""
-        return self.mode.num_logical_blocks(max_model_len, self.block_size) + self.num_speculative_blocks
+        """Return the width of a row: `align` and `all` index it by position.
+
+        So freed boundaries keep their logical block.
+        """
+        return (
+            self.mode.num_logical_blocks(max_model_len, self.block_size)
+            + self.num_speculative_blocks
+        )
 
 
 @dataclass(frozen=True)
 class UniformTypeKVCacheSpecs(KVCacheSpec):
-    """Layers of one type and block size whose pages differ in bytes: one block table, a page size for each layer."""
+    """Layers of one type and block size whose pages differ in bytes.
+
+    They have one block table, and a page size for each layer.
+    """
 
     specs: tuple[tuple[str, KVCacheSpec], ...]
 
@@ -271,7 +304,10 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
         kinds = {type(spec) for _, spec in self.specs}
         sizes = {spec.block_size for _, spec in self.specs}
         if len(kinds) != 1 or sizes != {self.block_size}:
-            raise ConfigError(f"layers of {len(kinds)} types with block sizes {sorted(sizes)} cannot share one table")
+            raise ConfigError(
+                f"layers of {len(kinds)} types with block sizes {sorted(sizes)} cannot share one "
+                "table"
+            )
 
     @property
     def cache_dtypes(self) -> tuple[torch.dtype, ...]:
@@ -289,12 +325,15 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
 
 
 def layer_specs(layer_names: Sequence[str], spec: KVCacheSpec) -> tuple[KVCacheSpec, ...]:
-    """The spec of each layer of a group, in the order of its names."""
+    """Return the spec of each layer of a group, in the order of its names."""
     if not isinstance(spec, UniformTypeKVCacheSpecs):
         return (spec,) * len(layer_names)
     specs = dict(spec.specs)
-    if missing := [name for name in layer_names if name not in specs]:
-        raise ConfigError(f"layers {', '.join(missing)} have no spec in their group; list one for every layer")
+    missing = [name for name in layer_names if name not in specs]
+    if missing:
+        raise ConfigError(
+            f"layers {', '.join(missing)} have no spec in their group; list one for every layer"
+        )
     return tuple(specs[name] for name in layer_names)
 
 
@@ -313,14 +352,20 @@ class KVCacheGroupSpec:
 
 @dataclass(frozen=True)
 class KVCacheConfig:
-    """The allocated cache: `num_blocks` pages in each raw buffer; buffer i belongs to the i-th layer of every group."""
+    """The allocated cache: `num_blocks` pages in each raw buffer.
+
+    Buffer i belongs to the i-th layer of every group.
+    """
 
     num_blocks: int
     groups: tuple[KVCacheGroupSpec, ...]
 
     @property
     def page_size_bytes(self) -> int:
-        """Bytes of one page, the same in every buffer; of `UniformTypeKVCacheSpecs`, of one block of all its layers."""
+        """Bytes of one page, the same in every buffer.
+
+        Of `UniformTypeKVCacheSpecs`, of one block of all its layers.
+        """
         return self.groups[0].spec.page_size_bytes
 
     @property
@@ -332,28 +377,30 @@ class KVCacheConfig:
         """Bytes of one page of each raw buffer.
 
         Raises:
-            ConfigError: layers of one buffer whose pages differ, so that a block id would mean two places; or pages
-                that an element of a layer's cache does not divide.
+            ConfigError: layers of one buffer whose pages differ, so that a block id would mean two
+                places; or pages that an element of a layer's cache does not divide.
         """
         sizes: dict[int, int] = {}
         for group in self.groups:
             for i, spec in enumerate(group.layer_specs):
                 if sizes.setdefault(i, spec.page_size_bytes) != spec.page_size_bytes:
                     raise ConfigError(
-                        f"layer {i} of one group has pages of {sizes[i]} B and of another {spec.page_size_bytes} B, "
+                        f"layer {i} of one group has pages of {sizes[i]} B and of another "
+                        f"{spec.page_size_bytes} B, "
                         "in one buffer; layers that share a buffer need one page size"
                     )
                 for dtype in spec.cache_dtypes:
                     if spec.page_size_bytes % dtype.itemsize:
                         raise ConfigError(
-                            f"layer {i} of a group has {dtype} in pages of {spec.page_size_bytes} B, no multiple of "
+                            f"layer {i} of a group has {dtype} in pages of {spec.page_size_bytes} "
+                            "B, no multiple of "
                             f"{dtype.itemsize}; give all state parts one dtype"
                         )
         return tuple(sizes[i] for i in range(len(sizes)))
 
     @property
     def block_bytes(self) -> int:
-        """What one block takes in all buffers."""
+        """Bytes of one block in all buffers."""
         return sum(self.buffer_page_sizes)
 
     @property
@@ -362,24 +409,25 @@ class KVCacheConfig:
 
     @property
     def bytes_per_row(self) -> int:
-        """Bytes that the rollback scheme keeps for each row of the engine beside the blocks, over all layers."""
+        """Bytes that the rollback scheme keeps for each row of the engine, over all layers."""
         specs = (spec for group in self.groups for spec in group.layer_specs)
         return sum(spec.row_bytes for spec in specs if isinstance(spec, MambaSpec))
 
     def max_blocks_per_request(self, max_model_len: int) -> int:
-        """Blocks that one request of `max_model_len` tokens can hold at once, over all groups."""
+        """Return the blocks that one request of `max_model_len` tokens can hold."""
         return sum(group.spec.max_blocks_per_request(max_model_len) for group in self.groups)
 
 
 def group_layers(specs: dict[str, KVCacheSpec]) -> tuple[KVCacheGroupSpec, ...]:
     """Split layers into groups of one spec each and (nearly) equal length, in layer order.
 
-    Layers of one type and block size whose pages differ become one group, each with pages of its own size (vLLM's
-    `UniformTypeKVCacheSpecs`): no other group wants their blocks. All else needs pages of one size.
+    Layers of one type and block size whose pages differ become one group, each with pages of its
+    own size (vLLM's `UniformTypeKVCacheSpecs`): no other group wants their blocks. All else needs
+    pages of one size.
 
-    The group length is the smallest number of layers of any spec, or the largest when that is less than 1.5 times the
-    smallest (vLLM's rule: 12 + 13 layers are better padded to 13 + 13 than split into 12 + 12 + 1). Layers are dealt
-    round-robin, so a short group lacks its last layer.
+    The group length is the smallest number of layers of any spec, or the largest when that is less
+    than 1.5 times the smallest (vLLM's rule: 12 + 13 layers are better padded to 13 + 13 than split
+    into 12 + 12 + 1). Layers are dealt round-robin, so a short group lacks its last layer.
     """
     if not specs:
         raise ConfigError("the model has no layer that keeps anything in the cache")
@@ -387,9 +435,15 @@ def group_layers(specs: dict[str, KVCacheSpec]) -> tuple[KVCacheGroupSpec, ...]:
         kinds = {(type(spec), spec.block_size) for spec in specs.values()}
         if len(kinds) == 1:
             ((_, block_size),) = kinds
-            return (KVCacheGroupSpec(tuple(specs), UniformTypeKVCacheSpecs(block_size, tuple(specs.items()))),)
+            return (
+                KVCacheGroupSpec(
+                    tuple(specs), UniformTypeKVCacheSpecs(block_size, tuple(specs.items()))
+                ),
+            )
         sizes = sorted({spec.page_size_bytes for spec in specs.values()})
-        raise ConfigError(f"layers of one pool need one page size, got {sizes} bytes; plan the block sizes first")
+        raise ConfigError(
+            f"layers of one pool need one page size, got {sizes} bytes; plan the block sizes first"
+        )
     by_spec: dict[KVCacheSpec, list[str]] = {}
     for name, spec in specs.items():
         by_spec.setdefault(spec, []).append(name)
@@ -403,20 +457,26 @@ def group_layers(specs: dict[str, KVCacheSpec]) -> tuple[KVCacheGroupSpec, ...]:
 
 
 def with_block_size(spec: KVCacheSpec, block_size: int) -> KVCacheSpec:
-    """The same layer with another number of tokens per block."""
+    """Return the spec with another number of tokens per block."""
     return replace(spec, block_size=block_size)
 
 
 def with_rollback(spec: KVCacheSpec, rollback: RollbackSpec) -> KVCacheSpec:
-    """The same layer when drafts are rolled back so: as many rows more in each window as there are drafts.
+    """Return the spec with this rollback; each window grows by K rows.
 
     Raises:
         ConfigError: the scheme keeps inputs, and the layer does not say what they are.
     """
     if not isinstance(spec, MambaSpec):
         return spec
-    if rollback.needs_inputs and not spec.inputs and any(part.role == "state" for part in spec.parts):
-        raise ConfigError(f'state_scheme="{rollback.scheme}" is not for {spec.mamba_type} layers; use slots')
+    if (
+        rollback.needs_inputs
+        and not spec.inputs
+        and any(part.role == "state" for part in spec.parts)
+    ):
+        raise ConfigError(
+            f'state_scheme="{rollback.scheme}" is not for {spec.mamba_type} layers; use slots'
+        )
     more = rollback.num_speculative_tokens - spec.num_speculative_tokens
 
     def grown(part: StatePart) -> StatePart:
