@@ -1,13 +1,15 @@
-"""How long a kernel takes on a GPU, from the bytes that it moves: a floor, an L2 tier, and one bandwidth.
+"""The time of a kernel on a GPU, from the bytes that it moves: a floor, an L2 tier, one bandwidth.
 
-    time = launches * floor + serial * (tokens - 1) + bytes * (hits / L2 rate + (1 - hits) / bandwidth)
+    time = launches * floor + serial * (tokens - 1)
+         + bytes * (hits / L2 rate + (1 - hits) / bandwidth)
 
-`hits` is the share of bytes that the L2 cache still holds: all where less than `fits` of it was touched since, none
-beyond `spills`, a straight line between.
+`hits` is the share of bytes that the L2 cache still holds: all where less than `fits` of it was
+touched since, none beyond `spills`, a straight line between.
 
-Sources. `GPUS`: NVIDIA's data sheets. `CHIPS`: fitted by `python -m bench.predict --fit` to the decode and verify rows
-of one GPU each, `FITTED_ON`, in aiconfigurator-core 0.12.0 (Apache-2.0). Other GPUs take the constants of the chip that
-is closest in architecture, with their own bandwidth and cache; docs/predict.md has their errors.
+Sources. `GPUS`: NVIDIA's data sheets. `CHIPS`: fitted by `python -m bench.predict --fit` to the
+decode and verify rows of one GPU each, `FITTED_ON`, in aiconfigurator-core 0.12.0 (Apache-2.0).
+Other GPUs take the constants of the chip that is closest in architecture, with their own bandwidth
+and cache; docs/predict.md has their errors.
 """
 
 from __future__ import annotations
@@ -18,8 +20,11 @@ from typing import Any
 
 import numpy as np
 
-# Families of kernels. A convolution's window is kept channel last, as here, or width last, as in vLLM's GDN layers.
-UPDATE, CONVOLUTION, WIDTH_LAST = "update", "convolution", "width last"
+# Families of kernels. A convolution's window is kept channel last, as here, or width last, as in
+# vLLM's GDN layers.
+UPDATE = "update"
+CONVOLUTION = "convolution"
+WIDTH_LAST = "width last"
 BOUNDS = ("floor", "L2", "memory")
 
 
@@ -61,13 +66,28 @@ class GPU:
 
 CHIPS = {
     "hopper": Chip(
-        0.866, 0.497, 1.12, 0.805, 0.797, {CONVOLUTION: (3.58, 3.56), UPDATE: (4.12, 5.7), WIDTH_LAST: (1.73, 3.27)}
+        0.866,
+        0.497,
+        1.12,
+        0.805,
+        0.797,
+        {CONVOLUTION: (3.58, 3.56), UPDATE: (4.12, 5.7), WIDTH_LAST: (1.73, 3.27)},
     ),
     "blackwell": Chip(
-        0.727, 0.0674, 1.16, 1.64, 0.681, {CONVOLUTION: (3.94, 3.35), UPDATE: (4.12, 8.21), WIDTH_LAST: (1.96, 3.49)}
+        0.727,
+        0.0674,
+        1.16,
+        1.64,
+        0.681,
+        {CONVOLUTION: (3.94, 3.35), UPDATE: (4.12, 8.21), WIDTH_LAST: (1.96, 3.49)},
     ),
     "ada": Chip(
-        0.76, 0.771, 1.28, 1.27, 0.628, {CONVOLUTION: (3.95, 4.69), UPDATE: (3.39, 4.63), WIDTH_LAST: (1.58, 3.12)}
+        0.76,
+        0.771,
+        1.28,
+        1.27,
+        0.628,
+        {CONVOLUTION: (3.95, 4.69), UPDATE: (3.39, 4.63), WIDTH_LAST: (1.58, 3.12)},
     ),
 }
 FITTED_ON = {"hopper": "h100", "blackwell": "b200", "ada": "l40s"}
@@ -82,22 +102,31 @@ GPUS = {
     "l40s": GPU(0.864, 96, 362, "ada"),
     "rtx_pro_6000": GPU(1.597, 128, 468, "ada"),
 }
-# Measured over predicted, 5th and 95th percentile, by what bounds a kernel: rows of each fitted GPU with the constants
-# of the other two chips.
+# Measured over predicted, 5th and 95th percentile, by what bounds a kernel: rows of each fitted GPU
+# with the constants of the other two chips.
 INTERVALS = {"floor": (0.776, 1.27), "L2": (0.418, 1.22), "memory": (0.805, 1.33)}
-# µs of the host: a launch by Python (vllm!34838, GB200), one from a CUDA graph, and a wait (NVIDIA's "Getting Started
-# with CUDA Graphs", V100: 3.4 less 2.9 µs, 9.6 less 3.8 µs). No table here checks them.
-LAUNCH, GRAPH_NODE, WAIT = 8.68, 0.5, 5.8
+# µs of the host: a launch by Python (vllm!34838, GB200), one from a CUDA graph, and a wait
+# (NVIDIA's "Getting Started with CUDA Graphs", V100: 3.4 less 2.9 µs, 9.6 less 3.8 µs). No table
+# here checks them.
+LAUNCH = 8.68
+GRAPH_NODE = 0.5
+WAIT = 5.8
 
 
 def microseconds(
-    gpu: GPU, chip: Chip, family: str, launches: Any, num_bytes: Any, footprint: Any, tokens: Any = 1
+    gpu: GPU,
+    chip: Chip,
+    family: str,
+    launches: Any,
+    num_bytes: Any,
+    footprint: Any,
+    tokens: Any = 1,
 ) -> tuple[Any, Any, Any]:
-    """The parts of a kernel's time, in the order of `BOUNDS`; numbers, or arrays of one shape.
+    """Return the parts of a kernel's time in the order of `BOUNDS`, numbers or arrays.
 
     Args:
-        footprint: bytes that were touched since the kernel's own were: its own in a loop over one kernel, those of the
-            whole step in an engine.
+        footprint: bytes that were touched since the kernel's own were: its own in a loop over one
+            kernel, those of the whole step in an engine.
         tokens: of a request, that one launch computes one after the other.
     """
     floor, rate = chip.kernels[family]
@@ -113,7 +142,10 @@ def microseconds(
 
 
 def bound_of(floor: float, cached: float, memory: float) -> str:
-    """What bounds a kernel whose time has these parts; one that finds any of its bytes in the cache is bound by L2."""
+    """Return the bound of a kernel whose time has these parts.
+
+    One that finds any of its bytes in the cache is bound by L2.
+    """
     if floor >= cached + memory:
         return "floor"
     return "L2" if cached else "memory"

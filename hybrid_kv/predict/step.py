@@ -1,7 +1,9 @@
-"""One decode or verify step: what its kernels move and launch, counted from the layers of a plan, and what that costs.
+"""One decode or verify step: bytes and launches of its kernels, and their cost.
 
-No torch: specs with planned dtypes are enough. Bytes are those that a kernel must move at least; `bench.static.counts`
-holds the same formulas against what kernels access.
+They are counted from the layers of a plan.
+
+No torch: specs with planned dtypes are enough. Bytes are those that a kernel must move at least;
+`bench.static.counts` holds the same formulas against what kernels access.
 """
 
 from __future__ import annotations
@@ -14,7 +16,14 @@ from functools import cache
 from math import prod
 
 from hybrid_kv.attention.rollback import SCHEMES
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec, StatePart, StateProgress, with_block_size
+from hybrid_kv.cache.spec import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    StatePart,
+    StateProgress,
+    with_block_size,
+)
 from hybrid_kv.predict.gpu import (
     CHIPS,
     CONVOLUTION,
@@ -53,7 +62,10 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Priced:
-    """Predicted µs of a kernel or of a step, its 90 % interval, and what bounds it: `BOUNDS`, `compute` or `host`."""
+    """Predicted µs of a kernel or of a step, its 90 % interval, and its bound.
+
+    A bound is one of `BOUNDS`, `compute` or `host`.
+    """
 
     us: float
     low: float
@@ -62,47 +74,64 @@ class Priced:
 
 
 def priced(kernel: Kernel, gpu: GPU, footprint: float) -> Priced:
-    """All launches of a kind."""
+    """Price all launches of a kind."""
     chip = CHIPS[gpu.chip]
     sizes = kernel.launches, kernel.num_bytes, footprint, kernel.serial_tokens
-    parts = [float(part) for part in microseconds(gpu, chip, kernel.family, *sizes)]
-    us, compute = sum(parts), kernel.flops / (chip.matmul * gpu.tflops * 1e6)
+    parts = [float(share) for share in microseconds(gpu, chip, kernel.family, *sizes)]
+    us = sum(parts)
+    compute = kernel.flops / (chip.matmul * gpu.tflops * 1e6)
     bound = bound_of(*parts)
     low, high = INTERVALS[bound]
     if compute > us:
-        us, bound = compute, "compute"
+        us = compute
+        bound = "compute"
     return Priced(us, low * us, high * us, bound)
 
 
-def step_time(kernels: Sequence[Kernel], gpu: GPU, waits: int, eager: bool) -> tuple[Priced, list[Priced]]:
-    """A step and each of its kernels: the device or the launches, whichever takes longer, and each wait of the host."""
+def step_time(
+    kernels: Sequence[Kernel], gpu: GPU, waits: int, eager: bool
+) -> tuple[Priced, list[Priced]]:
+    """Price a step and each of its kernels.
+
+    The step takes as long as the device or the launches, whichever is longer, and each wait of the
+    host.
+    """
     # Between two launches of a kernel all others pass through the cache.
     footprint = sum(kernel.num_bytes for kernel in kernels)
-    found = [priced(kernel, gpu, footprint) for kernel in kernels]
+    prices = [priced(kernel, gpu, footprint) for kernel in kernels]
     launches = sum(kernel.launches for kernel in kernels) * (LAUNCH if eager else GRAPH_NODE)
-    us, low, high = (max(launches, sum(getattr(one, name) for one in found)) for name in ("us", "low", "high"))
-    waited, by_bound = waits * WAIT, defaultdict[str, float](float)
+    us, low, high = (
+        max(launches, sum(getattr(price, name) for price in prices))
+        for name in ("us", "low", "high")
+    )
+    waited = waits * WAIT
+    by_bound = defaultdict[str, float](float)
     by_bound["host"] = waited + (launches if launches == us else 0.0)
-    for one in found:
-        by_bound[one.bound] += one.us
-    return Priced(us + waited, low + waited, high + waited, max(by_bound, key=by_bound.__getitem__)), found
+    for price in prices:
+        by_bound[price.bound] += price.us
+    return Priced(
+        us + waited, low + waited, high + waited, max(by_bound, key=by_bound.__getitem__)
+    ), prices
 
 
-def cache_kernels(layers: Iterable[KVCacheSpec], batch: int, context: int, acceptance: float) -> list[Kernel]:
-    """The cache's kernels of a step of `batch` requests with `context` tokens behind them.
+def cache_kernels(
+    layers: Iterable[KVCacheSpec], batch: int, context: int, acceptance: float
+) -> list[Kernel]:
+    """Return the cache's kernels of a step of `batch` requests with `context` tokens each.
 
     Args:
         layers: with the block sizes of a plan, which decide what modes copy at boundaries.
         acceptance: the probability of a draft to be accepted if those before it are.
     """
-    tokens, found = 1, {"conv": [0, 0.0], "update": [0, 0.0], "attention": [0, 0.0]}
+    tokens = 1
+    totals = {"conv": [0, 0.0], "update": [0, 0.0], "attention": [0, 0.0]}
 
     def add(name: str, launches: int, num_bytes: float) -> None:
-        found[name] = [found[name][0] + launches, found[name][1] + batch * num_bytes]
+        totals[name] = [totals[name][0] + launches, totals[name][1] + batch * num_bytes]
 
     for spec in layers:
         if isinstance(spec, MambaSpec):
-            roles = {part.role for part in spec.parts}
+            roles = {state.role for state in spec.parts}
             tokens = 1 + spec.num_speculative_tokens
             add("conv", "window" in roles, window_bytes(spec))
             if "state" in roles:
@@ -111,12 +140,16 @@ def cache_kernels(layers: Iterable[KVCacheSpec], batch: int, context: int, accep
             # A launch of its own stores K and V.
             add("attention", 2, (context + 1) * with_block_size(spec, 1).page_size_bytes)
     families = {"conv": (CONVOLUTION, 1), "update": (UPDATE, tokens), "attention": (WIDTH_LAST, 1)}
-    kernels = [Kernel(name, int(n), moved, *families[name]) for name, (n, moved) in found.items() if n]
+    kernels = [
+        Kernel(name, int(n), moved, *families[name]) for name, (n, moved) in totals.items() if n
+    ]
     return [*kernels, Kernel("tables", 1, 0.0)]
 
 
 def other_kernels(num_layers: int, tokens: int, weight_bytes: float) -> list[Kernel]:
-    """What is not the cache's: bfloat16 weights that are all read once, and a norm and two products in each layer.
+    """Return the kernels that are not the cache's: bfloat16 weights that are all read once.
+
+    Each layer has a norm and two products.
 
     A Mamba layer has as many (`results/kernels.csv`, launches.mamba_layer).
     """
@@ -124,46 +157,63 @@ def other_kernels(num_layers: int, tokens: int, weight_bytes: float) -> list[Ker
 
 
 def window_bytes(spec: MambaSpec) -> float:
-    """Of one request in one layer's convolution: the window and the tokens are read, the outputs and the inputs that
-    a later step may start from are written.
+    """Return the bytes of one request in one layer's convolution.
+
+    The window and the tokens are read, the outputs and the inputs that a later step may start from
+    are written.
     """
     drafts = spec.num_speculative_tokens
-    parts = ((part, part.shape[0]) for part in spec.parts if part.role == "window")
-    return sum((2 * rows - drafts + 2 * (1 + drafts)) * part.nbytes / rows for part, rows in parts)
+    parts = ((window, window.shape[0]) for window in spec.parts if window.role == "window")
+    return sum(
+        (2 * rows - drafts + 2 * (1 + drafts)) * window.nbytes / rows for window, rows in parts
+    )
 
 
 def update_bytes(spec: MambaSpec, acceptance: float) -> float:
-    """Of one request in one layer's state update, averaged over many steps: states, the ring, inputs and outputs."""
+    """Return the bytes of one request in one layer's state update, averaged over many steps.
+
+    They are states, the ring, inputs and outputs.
+    """
     tokens = 1 + spec.num_speculative_tokens
     written, history, gained = _averages(spec, acceptance)
-    ring = sum(part.nbytes for part in spec.inputs) if spec.rollback.writes_late else 0
+    ring = sum(state.nbytes for state in spec.inputs) if spec.rollback.writes_late else 0
     moved = (history + tokens) * ring
-    for part in spec.parts:
-        if part.role == "state":
-            read = 1 - (1 - written) / 2 if _reads_half(spec, part) else 1.0
-            moved += (read + written * (1 + spec.rollback.num_blocks)) * part.nbytes
-            moved += tokens * prod(part.shape[:-1]) * spec.parts[0].dtype.itemsize  # outputs
-            if spec.mode.keeps_states and tokens > 1 and SCHEMES[spec.rollback.scheme].copies_states:
-                moved += 2 * part.nbytes * gained / spec.block_size  # copied to the block of a boundary
+    for state in spec.parts:
+        if state.role == "state":
+            read = 1 - (1 - written) / 2 if _reads_half(spec, state) else 1.0
+            moved += (read + written * (1 + spec.rollback.num_blocks)) * state.nbytes
+            moved += tokens * prod(state.shape[:-1]) * spec.parts[0].dtype.itemsize  # outputs
+            if (
+                spec.mode.keeps_states
+                and tokens > 1
+                and SCHEMES[spec.rollback.scheme].copies_states
+            ):
+                # Copied to the block of a boundary.
+                moved += 2 * state.nbytes * gained / spec.block_size
         else:
-            moved += tokens * part.nbytes / part.shape[0]
+            moved += tokens * state.nbytes / state.shape[0]
     return moved
 
 
 def _reads_half(spec: MambaSpec, part: StatePart) -> bool:
-    """Whether bfloat16 inputs let a step without a flush read the upper plane of a float32 state alone."""
-    dtypes = {str(one.dtype) for one in spec.inputs[:1]}
+    """Return whether a step without a flush reads the upper plane of a float32 state alone.
+
+    It does so with bfloat16 inputs.
+    """
+    dtypes = {str(inputs.dtype) for inputs in spec.inputs[:1]}
     return spec.rollback.writes_late and part.dtype.itemsize == 4 and dtypes == {"torch.bfloat16"}
 
 
 @cache
 def _averages(spec: MambaSpec, acceptance: float) -> tuple[float, float, float]:
-    """The share of steps that write states, the tokens of the ring that they read, and the tokens that they gain."""
-    drafts, rollback = spec.num_speculative_tokens, spec.rollback
+    """Return averages over steps: share that writes states, tokens read of the ring, and gained."""
+    drafts = spec.num_speculative_tokens
+    rollback = spec.rollback
     if not rollback.writes_late:
         return 1.0, 0.0, sum(acceptance**n for n in range(1 + drafts))
     block_size = spec.block_size if spec.mode.keeps_states else None
-    rng, progress = random.Random(0), StateProgress(1, 1)
+    rng = random.Random(0)
+    progress = StateProgress(1, 1)
     writes = history = 0
     for _ in range(STEPS):
         start = progress.computed

@@ -1,4 +1,4 @@
-"""What a step samples, and which draft tokens the target model itself would have produced."""
+"""The tokens that a step samples, and the drafts that the target model would have produced."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybrid_kv.sampling import Draws, SamplingParams, sample, stage_draws
 
 
 class Sampling(NamedTuple):
-    """What a step samples, known before the model runs.
+    """The sampling of a step, known before the model runs.
 
     Attributes:
         places: in the batch, of the requests that sample.
@@ -37,21 +37,32 @@ def stage_verify(
     seeds: Sequence[int],
     first_positions: Sequence[int],
 ) -> Staged[list[Any]]:
-    """What `verify` takes beside logits, whose row j of request r predicts the token at `first_positions[r] + j`."""
+    """Stage the arguments of `verify` other than logits.
+
+    Row j of request r in the logits predicts the token at `first_positions[r] + j`.
+    """
     if not any(draft_token_ids):
-        arrays, make = stage_draws(params, seeds, first_positions)
-        return arrays, lambda *moved: [make(*moved), ()]
+        arrays, make_draws = stage_draws(params, seeds, first_positions)
+
+        def make(*moved: torch.Tensor) -> list[Any]:
+            return [make_draws(*moved), ()]
+
+        return arrays, make
     counts = [1 + len(drafts) for drafts in draft_token_ids]
     draws = stage_draws(params, seeds, first_positions, counts)
-    longest, ends = max(counts), np.cumsum(counts)[:, None]
+    longest = max(counts)
+    ends = np.cumsum(counts)[:, None]
     padded = np.array([[*drafts, *[-1] * (longest - len(drafts))] for drafts in draft_token_ids])
     rows = np.minimum(np.arange(longest) + ends - np.array(counts)[:, None], ends - 1)
     return together(draws, move(padded, rows))
 
 
 def stage_sampling(batch: Sequence[ScheduledRequest]) -> Staged[Sampling]:
-    """What the requests of a batch that sample need, known before the model runs."""
-    places, first, read, end = list[int](), list[int](), list[int](), 0
+    """Stage the sampling of a batch's requests, known before the model runs."""
+    places = list[int]()
+    first = list[int]()
+    read = list[int]()
+    end = 0
     for i, item in enumerate(batch):
         end += item.num_tokens
         if item.samples:
@@ -60,40 +71,52 @@ def stage_sampling(batch: Sequence[ScheduledRequest]) -> Staged[Sampling]:
             read += range(end - 1 - item.num_drafts, end)
     items = [batch[i] for i in places]
     requests = [item.request for item in items]
-    params, seeds = [request.params for request in requests], [request.seed for request in requests]
-    arrays, make = stage_verify([item.drafts or () for item in items], params, seeds, first)
-    if len(read) == end:  # mostly decodes alone: then every token counts
-        return arrays, lambda *moved: Sampling(places, first, end, None, make(*moved))
-    rows = np.array(read, dtype=np.int64)
-    return [rows, *arrays], lambda rows, *moved: Sampling(places, first, len(read), rows, make(*moved))
+    params = [request.params for request in requests]
+    seeds = [request.seed for request in requests]
+    drafts = [item.drafts or () for item in items]
+    arrays, make_verification = stage_verify(drafts, params, seeds, first)
+    # Mostly decodes alone: then every token counts.
+    reads_all = len(read) == end
+
+    def make(*moved: torch.Tensor) -> Sampling:
+        rows, rest = (None, moved) if reads_all else (moved[0], moved[1:])
+        return Sampling(places, first, len(read), rows, make_verification(*rest))
+
+    return arrays if reads_all else [np.array(read, dtype=np.int64), *arrays], make
 
 
 def verify(
     logits: torch.Tensor, draws: Draws | None, drafts: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Which tokens the target draws, and how many drafts of each request it accepts; nothing is read by the host.
+    """Return the target's tokens, and how many drafts of each request it accepts.
 
-    At every position the target draws its own token `t` as if there were no draft (`sampling.sample`: the
-    argmax, or with a temperature the argmax of logits plus Gumbel noise, which is a pure function of seed and
-    position); a draft is accepted iff it equals `t`, and the first `t` that differs replaces it. So a request gets the
-    very tokens that it would get without drafts, whatever is proposed.
+    The host reads nothing.
 
-    It is also rejection sampling (Leviathan et al. 2023, Chen et al. 2023), which keeps the target's distribution `p`
-    (after temperature, top-k and top-p). That scheme accepts a draft `d` from a proposal distribution `q` with
-    probability `min(1, p(d) / q(d))`, and else draws from `max(p - q, 0)`, renormalised. Our proposers are
-    deterministic: `q` is 1 at `d`, so it accepts with probability `p(d)` and else draws from `p` without `d`. As
-    `t ~ p` is independent of `d` (no proposer sees the noise of a position to come), `P(t = d) = p(d)`, and given
-    `t != d`, `t` is distributed as `p` without `d`, renormalised: the same scheme, in one draw.
+    At every position the target draws its own token `t` as if there were no draft
+    (`sampling.sample`: the argmax, or with a temperature the argmax of logits plus Gumbel noise,
+    which is a pure function of seed and position); a draft is accepted iff it equals `t`, and the
+    first `t` that differs replaces it. So a request gets the very tokens that it would get without
+    drafts, whatever is proposed.
 
-    Logits behind a rejected draft are conditioned on a token that the request does not have, and are dropped. Nothing
-    depends on their draws, so that the same noise may serve those positions again in the next step.
+    It is also rejection sampling (Leviathan et al. 2023, Chen et al. 2023), which keeps the
+    target's distribution `p` (after temperature, top-k and top-p). That scheme accepts a draft `d`
+    from a proposal distribution `q` with probability `min(1, p(d) / q(d))`, and else draws from
+    `max(p - q, 0)`, renormalised. Our proposers are deterministic: `q` is 1 at `d`, so it accepts
+    with probability `p(d)` and else draws from `p` without `d`. As `t ~ p` is independent of `d`
+    (no proposer sees the noise of a position to come), `P(t = d) = p(d)`, and given `t != d`, `t`
+    is distributed as `p` without `d`, renormalised: the same scheme, in one draw.
+
+    Logits behind a rejected draft are conditioned on a token that the request does not have, and
+    are dropped. Nothing depends on their draws, so that the same noise may serve those positions
+    again in the next step.
 
     Args:
-        logits: [sum(1 + k_r), vocab_size], requests back to back; request r has k_r >= 0 drafts, for the positions from
-            the first one on that it has no token for.
+        logits: [sum(1 + k_r), vocab_size], requests back to back; request r has k_r >= 0 drafts,
+            for the positions from the first one on that it has no token for.
         draws: of these rows.
-        drafts: [num_requests, 1 + longest] int64 each: the drafts of each request, then -1; and where the logits for
-            their positions are, behind a request's own ones the last of them. Empty: there are none.
+        drafts: [num_requests, 1 + longest] int64 each: the drafts of each request, then -1; and
+            where the logits for their positions are, behind a request's own ones the last of them.
+            Empty: there are none.
 
     Returns:
         [sum(1 + k_r)] int64, and [num_requests] int64 or, without drafts, None.
@@ -106,16 +129,24 @@ def verify(
     return tokens, (tokens.take(rows) != ids).view(torch.uint8).argmax(1)
 
 
-def gained(tokens: Sequence[int] | None, accepted: Sequence[int] | None, num_drafts: Sequence[int]) -> list[list[int]]:
-    """The 1 to k_r + 1 tokens that each request gains from one step: its accepted drafts and one token more.
+def gained(
+    tokens: Sequence[int] | None, accepted: Sequence[int] | None, num_drafts: Sequence[int]
+) -> list[list[int]]:
+    """Return the 1 to k_r + 1 tokens that each request gains: accepted drafts and one token more.
 
     Args:
         tokens, accepted: what `verify` gave; None: there is nothing to verify.
         num_drafts: k_r of each request.
     """
     tokens = tokens or []
-    if (total := sum(num_drafts) + len(num_drafts)) != len(tokens):
-        raise ValueError(f"{len(tokens)} rows of logits for {total} tokens (drafts and one more per request)")
+    total = sum(num_drafts) + len(num_drafts)
+    if total != len(tokens):
+        raise ValueError(
+            f"{len(tokens)} rows of logits for {total} tokens (drafts and one more per request)"
+        )
     starts = accumulate((1 + count for count in num_drafts), initial=0)
     counts = accepted or [0] * len(num_drafts)
-    return [list(tokens[start : start + count + 1]) for start, count in zip(starts, counts, strict=False)]
+    return [
+        list(tokens[start : start + count + 1])
+        for start, count in zip(starts, counts, strict=False)
+    ]

@@ -1,1 +1,1 @@
-"""Many runs of this program, declared as one matrix, and endless random scenarios; on this machine or on Ray."""
+"""Many runs of this program, declared as one matrix, and endless random scenarios."""

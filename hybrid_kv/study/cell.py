@@ -1,4 +1,4 @@
-"""One cell, run: a process with a folder of its own, whose rows come back as bytes."""
+"""One cell's run: a process with a folder of its own, whose rows come back as bytes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Done:
     """The result of a cell.
 
     Attributes:
-        code: the exit code; -9 for a process that was ended because its time was up, None for one that was lost with
-            its machine.
+        code: the exit code; -9 for a process that was ended because its time was up, None for one
+            that was lost with its machine.
         files: the CSVs by name.
         said: the end of what it printed.
         host: where it ran.
@@ -41,7 +41,12 @@ class Done:
 
     @property
     def is_result(self) -> bool:
-        """Whether the cell ran to its end; a failed check is a result, and a void one."""
+        """True if the cell ran to its end.
+
+        A failed check is a result, and a void one.
+
+        A failed check is a result, and a void one.
+        """
         return self.code in (0, 1, VOID)
 
 
@@ -54,7 +59,7 @@ class Running:
         self._lock = threading.Lock()
 
     def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-        """A process with a group of its own.
+        """Start a process with a group of its own.
 
         Raises:
             CancelledError: all have been ended.
@@ -67,14 +72,14 @@ class Running:
         return process
 
     def end(self, process: subprocess.Popen[bytes]) -> None:
-        """End one, if it has not ended by itself, with all of its children."""
+        """End a process, if it has not ended by itself, with all of its children."""
         with self._lock:
             self._processes.discard(process)
         _kill(process)
         process.wait()
 
     def end_all(self) -> None:
-        """No other starts from here on."""
+        """End all processes, and let no other start from here on."""
         with self._lock:
             self._is_over = True
             for process in self._processes:
@@ -88,9 +93,12 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def run_cell(
-    command: Callable[[str], Sequence[str]], limit: float, threads: int, running: Running | None = None
+    command: Callable[[str], Sequence[str]],
+    limit: float,
+    threads: int,
+    running: Running | None = None,
 ) -> Done:
-    """Run a command, and end it with all of its children when `limit` seconds are over, or `running` is ended.
+    """Run a command; end it with all of its children after `limit` seconds, or with `running`.
 
     Args:
         command: the words, given the folder for the rows.
@@ -98,12 +106,13 @@ def run_cell(
     Raises:
         CancelledError: `running` was ended before.
     """
-    start, running = time.monotonic(), running or Running()
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as said:
+    start = time.monotonic()
+    running = running or Running()
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as output:
         process = running.start(
             command(folder),
             stdin=subprocess.DEVNULL,
-            stdout=said,
+            stdout=output,
             stderr=subprocess.STDOUT,
             env=child_environment(OMP_NUM_THREADS=str(threads)),
         )
@@ -114,7 +123,7 @@ def run_cell(
         finally:
             # Also at the end of this process: a cell without its study would run on for an hour.
             running.end(process)
-        said.seek(max(0, said.seek(0, os.SEEK_END) - 4 * TAIL))
-        text = said.read().decode(errors="replace")[-TAIL:]
+        output.seek(max(0, output.seek(0, os.SEEK_END) - 4 * TAIL))
+        tail = output.read().decode(errors="replace")[-TAIL:]
         files = {path.name: path.read_bytes() for path in Path(folder).glob("*.csv")}
-    return Done(code, files, text, time.monotonic() - start, os.uname().nodename)
+    return Done(code, files, tail, time.monotonic() - start, os.uname().nodename)

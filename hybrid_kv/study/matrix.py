@@ -6,13 +6,15 @@
     axes:
       model: [guard_model, guard_model_qwen3_5]
       mode: [none, align]
-      drafts: {none: "", ngram: --speculative-method ngram --num-speculative-tokens 3}   # words by level
+      drafts:                    # words by level
+        none: ""
+        ngram: --speculative-method ngram --num-speculative-tokens 3
     without:
       - {mode: none, drafts: ngram}
     gpus: 0                      # of one cell
 
-A run stands once for each combination of the axes that it names. Its cells are the same command on the same code, and
-so have the same name wherever they run.
+A run stands once for each combination of the axes that it names. Its cells are the same command on
+the same code, and so have the same name wherever they run.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from typing import Any
 from hybrid_kv.config import ConfigError
 from hybrid_kv.files import read_text
 
-# Programs that append rows: the module, the option for their place, and a file's name; empty for a folder.
+# Programs that append rows: the module, the option for their place, and a file's name; empty for a
+# folder.
 PROGRAMS = {
     "accuracy": (("hybrid_kv.cli", "accuracy"), "--results", ""),
     "bench": (("bench",), "--out", "microbench.csv"),
@@ -66,12 +69,12 @@ class Cell:
     gpus: float = 0
 
     def command(self, folder: str) -> list[str]:
-        """The process that appends its rows to CSVs in `folder`, with the Python of this process."""
+        """Return the command that appends its rows to CSVs in `folder`, with this Python."""
         return [sys.executable, *self.words, f"{folder}/{self.file}"]
 
 
 def read_study(file: Path) -> list[Cell]:
-    """The cells of a study, each once, in the order of its runs and axes.
+    """Read the cells of a study, each once, in the order of its runs and axes.
 
     Raises:
         ConfigError: the file cannot be read, or declares what cannot be run.
@@ -79,8 +82,8 @@ def read_study(file: Path) -> list[Cell]:
     import yaml
 
     try:
-        found = yaml.safe_load(read_text(file))
-        return _cells(found)
+        declared = yaml.safe_load(read_text(file))
+        return _cells(declared)
     except OSError as error:
         raise ConfigError(f"study {file} cannot be read: {error.strerror}") from None
     except yaml.YAMLError as error:
@@ -89,23 +92,34 @@ def read_study(file: Path) -> list[Cell]:
         raise ConfigError(f"study {file}: {' '.join(str(error).split())}") from None
 
 
-def _cells(found: Any) -> list[Cell]:
-    if not isinstance(found, dict) or (unknown := sorted(map(str, found.keys() - _KEYS))):
-        raise ValueError(f"it has {unknown[0]!r}" if isinstance(found, dict) else "it names no runs")
-    runs, gpus = found.get("runs"), found.get("gpus", 0)
+def _cells(study: Any) -> list[Cell]:
+    if not isinstance(study, dict):
+        raise ValueError("it names no runs")
+    unknown = sorted(map(str, study.keys() - _KEYS))
+    if unknown:
+        raise ValueError(f"it has {unknown[0]!r}")
+    runs = study.get("runs")
+    gpus = study.get("gpus", 0)
     if not isinstance(runs, list) or not runs or not all(isinstance(run, str) for run in runs):
-        raise ValueError("runs must be a list of commands, such as 'accuracy --limit 50 --model {model}'")
+        raise ValueError(
+            "runs must be a list of commands, such as 'accuracy --limit 50 --model {model}'"
+        )
     if isinstance(gpus, bool) or not isinstance(gpus, int | float) or not 0 <= gpus < 1000:
         raise ValueError(f"gpus={gpus!r} is not a number of GPUs")
-    if not isinstance(axes := found.get("axes") or {}, dict):
+    axes = study.get("axes") or {}
+    if not isinstance(axes, dict):
         raise ValueError("axes must be a table")
     words = {str(name): _levels(name, levels) for name, levels in axes.items()}
-    without = [{str(axis): _text(level) for axis, level in one.items()} for one in found.get("without") or ()]
-    for axis, level in (item for one in without for item in one.items()):
+    without = [
+        {str(axis): _text(level) for axis, level in levels.items()}
+        for levels in study.get("without") or ()
+    ]
+    for axis, level in (item for levels in without for item in levels.items()):
         if level not in words.get(axis, ()):
             raise ValueError(f"{axis}={level} is not a level of an axis")
     every = (cell for run in runs for cell in _cells_of(run, words, without, gpus))
-    if len(cells := list(islice(every, MAX_CELLS + 1))) > MAX_CELLS:
+    cells = list(islice(every, MAX_CELLS + 1))
+    if len(cells) > MAX_CELLS:
         raise ValueError(f"it has more than {MAX_CELLS:,} cells; make several studies of it")
     if not cells:
         raise ValueError("'without' leaves nothing to run")
@@ -113,25 +127,42 @@ def _cells(found: Any) -> list[Cell]:
 
 
 def _cells_of(
-    run: str, axes: Mapping[str, Mapping[str, str]], without: Sequence[Mapping[str, str]], gpus: float
+    run: str,
+    axes: Mapping[str, Mapping[str, str]],
+    without: Sequence[Mapping[str, str]],
+    gpus: float,
 ) -> Iterator[Cell]:
     names = [name for _, name, _, _ in Formatter().parse(run) if name is not None]
-    if unknown := [name for name in names if name not in axes]:
-        raise ValueError(f"{run!r} names {{{unknown[0]}}}, which is not an axis; there are {', '.join(axes) or 'none'}")
-    if formats := [f"{{{name}{spec and ':' + spec}}}" for _, name, spec, way in Formatter().parse(run) if spec or way]:
+    unknown = [name for name in names if name not in axes]
+    if unknown:
+        raise ValueError(
+            f"{run!r} names {{{unknown[0]}}}, which is not an axis; there are "
+            f"{', '.join(axes) or 'none'}"
+        )
+    formats = [
+        f"{{{name}{spec and ':' + spec}}}"
+        for _, name, spec, way in Formatter().parse(run)
+        if spec or way
+    ]
+    if formats:
         raise ValueError(f"{run!r} formats {formats[0]}; write the name of an axis alone in braces")
     used = [axis for axis in axes if axis in names]
-    if (count := prod(len(axes[axis]) for axis in used)) > MAX_CELLS:
-        raise ValueError(f"{run!r} stands for {count:,} cells, more than {MAX_CELLS:,}; shorten an axis")
+    count = prod(len(axes[axis]) for axis in used)
+    if count > MAX_CELLS:
+        raise ValueError(
+            f"{run!r} stands for {count:,} cells, more than {MAX_CELLS:,}; shorten an axis"
+        )
     for chosen in product(*(axes[axis] for axis in used)):
         levels = dict(zip(used, chosen, strict=True))
-        if not any(one.items() <= levels.items() for one in without):
-            text = " ".join(run.format_map({axis: axes[axis][level] for axis, level in levels.items()}).split())
-            yield Cell(_id(text), text, *_words(text), levels, gpus)
+        if not any(excluded.items() <= levels.items() for excluded in without):
+            command = " ".join(
+                run.format_map({axis: axes[axis][level] for axis, level in levels.items()}).split()
+            )
+            yield Cell(_id(command), command, *_words(command), levels, gpus)
 
 
 def _levels(name: Any, levels: Any) -> dict[str, str]:
-    """The words of each level; a list has those that are their own names."""
+    """Return the words of each level; a list has those that are their own names."""
     table = levels if isinstance(levels, dict) else {_text(level): level for level in levels or ()}
     if not table or isinstance(levels, str):
         raise ValueError(f"axis {name} must be a list of levels, or a table of words")
@@ -139,35 +170,41 @@ def _levels(name: Any, levels: Any) -> dict[str, str]:
 
 
 def _text(level: Any) -> str:
-    if isinstance(level, dict | list | set):  # whose text may have any length: aliases repeat their parts
+    # Whose text may have any length: aliases repeat their parts.
+    if isinstance(level, dict | list | set):
         raise ValueError("a level must be a text or a number, not a list or a table")
     # YAML reads on and off as true and false.
     return "on" if level is True else "off" if level is False else str(level)
 
 
-def _words(text: str) -> tuple[tuple[str, ...], str]:
-    name, *words = shlex.split(text) or [""]
+def _words(command: str) -> tuple[tuple[str, ...], str]:
+    name, *words = shlex.split(command) or [""]
     if name not in PROGRAMS:
-        raise ValueError(f"{text!r} does not begin with one of {', '.join(PROGRAMS)}")
-    if taken := [word for word in words if word.split("=")[0] in _OWN]:
+        raise ValueError(f"{command!r} does not begin with one of {', '.join(PROGRAMS)}")
+    taken = [word for word in words if word.split("=")[0] in _OWN]
+    if taken:
         raise ValueError(
-            f"{text!r} has {taken[0]}; a study sets the place of its rows itself, and keeps what is printed"
+            f"{command!r} has {taken[0]}; a study sets the place of its rows itself, and keeps "
+            "what "
+            "is printed"
         )
     module, option, file = PROGRAMS[name]
     return ("-m", *module, *words, option), file
 
 
-def _id(text: str) -> str:
-    return hashlib.sha256(f"{text}\n{code_digest()}".encode()).hexdigest()[:16]
+def _id(command: str) -> str:
+    return hashlib.sha256(f"{command}\n{code_digest()}".encode()).hexdigest()[:16]
 
 
 @cache
 def code_digest() -> str:
-    """Of this package's files and of the packages that decide what it computes."""
+    """Return a digest of this package's files and of the packages that decide what it computes."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parents[1].rglob("*")):
         if path.is_file() and "__pycache__" not in path.parts:
-            digest.update(path.relative_to(Path(__file__).parents[1]).as_posix().encode() + path.read_bytes())
+            digest.update(
+                path.relative_to(Path(__file__).parents[1]).as_posix().encode() + path.read_bytes()
+            )
     for package in ("torch", "triton", "transformers", "lm_eval"):
         try:
             digest.update(f"{package}=={metadata.version(package)}".encode())

@@ -1,7 +1,8 @@
 """A study from its first cell to its rows, on this machine or on Ray.
 
-A cell's folder, `FOLDER/cells/ID`, is renamed into place whole: it is the only state. What has one is not run again,
-and the data set holds each row once: a study may be stopped and begun anew at any time, even on another machine.
+A cell's folder, `FOLDER/cells/ID`, is renamed into place whole: it is the only state. What has one
+is not run again, and the data set holds each row once: a study may be stopped and begun anew at any
+time, even on another machine.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,13 @@ REFUSED = 2
 
 
 def run_study(
-    cells: Sequence[Cell], folder: Path, pool: Pool, retries: int, report: Callable[[Cell, Done], None]
+    cells: Sequence[Cell],
+    folder: Path,
+    pool: Pool,
+    retries: int,
+    report: Callable[[Cell, Done], None],
 ) -> dict[str, dict[str, Any]]:
-    """Run the cells without a result; returns what is known of each.
+    """Run the cells without a result; return the record of each.
 
     A cell without a result is tried again `retries` times; not after exit code 2: it cannot run.
 
@@ -46,7 +52,11 @@ def run_study(
     lost: dict[str, Done] = {}
     for _ in range(1 + retries):
         refused = {name for name, done in lost.items() if done.code == REFUSED}
-        left = [cell for cell in cells if cell.id not in refused and not (place / cell.id / DONE).exists()]
+        left = [
+            cell
+            for cell in cells
+            if cell.id not in refused and not (place / cell.id / DONE).exists()
+        ]
         if not left:
             break
         for cell, done in pool(left):
@@ -58,8 +68,12 @@ def run_study(
     known = {}
     for cell in cells:
         file = place / cell.id / DONE
-        said = {"code": lost[cell.id].code, "said": lost[cell.id].said} if cell.id in lost else {}
-        known[cell.id] = json.loads(file.read_text()) if file.exists() else {"command": cell.text, **said}
+        failure = (
+            {"code": lost[cell.id].code, "said": lost[cell.id].said} if cell.id in lost else {}
+        )
+        known[cell.id] = (
+            json.loads(file.read_text()) if file.exists() else {"command": cell.text, **failure}
+        )
     return known
 
 
@@ -68,8 +82,15 @@ def _keep(cell: Cell, done: Done, place: Path) -> None:
     try:
         for name, data in done.files.items():
             (made / name).write_bytes(data)
-        about = {"command": cell.text, "levels": dict(cell.levels), "code": done.code, "seconds": done.seconds}
-        (made / DONE).write_text(json.dumps({**about, "host": done.host, "said": done.said}, indent=1))
+        about = {
+            "command": cell.text,
+            "levels": dict(cell.levels),
+            "code": done.code,
+            "seconds": done.seconds,
+        }
+        (made / DONE).write_text(
+            json.dumps({**about, "host": done.host, "said": done.said}, indent=1)
+        )
         made.chmod(0o755)
         os.rename(made, place / cell.id)
     except OSError as error:
@@ -80,7 +101,7 @@ def _keep(cell: Cell, done: Done, place: Path) -> None:
 
 
 def gather(folder: Path, cells: Sequence[Cell]) -> int:
-    """Bring the rows of all cells into `FOLDER/rows.parquet`; returns how many were new."""
+    """Bring the rows of all cells into `FOLDER/rows.parquet`; return how many were new."""
     files = [file for cell in cells for file in sorted((folder / "cells" / cell.id).glob("*.csv"))]
     target = folder / "rows.parquet"
     if not files:
@@ -92,14 +113,15 @@ def gather(folder: Path, cells: Sequence[Cell]) -> int:
 
 
 def locally(jobs: int, limit: float) -> Pool:
-    """`jobs` cells at a time; each has its share of the cores. They end with this iterator."""
+    """Run `jobs` cells at a time, each with its share of the cores; they end with this iterator."""
     threads = max(1, (os.cpu_count() or 1) // jobs)
 
     def run(cells: Sequence[Cell]) -> Iterator[tuple[Cell, Done]]:
         running = Running()
         with ThreadPoolExecutor(jobs) as executor:
             try:
-                yield from _done(cells, lambda give: work.in_executor(executor, jobs, give), (limit, threads, running))
+                in_threads = partial(work.in_executor, executor, jobs)
+                yield from _done(cells, in_threads, (limit, threads, running))
             finally:
                 running.end_all()
 
@@ -107,7 +129,7 @@ def locally(jobs: int, limit: float) -> Pool:
 
 
 def over_ray(address: str, limit: float, retries: int) -> Pool:
-    """Each cell is a task; one that is lost with its node starts on another, `retries` times."""
+    """Run each cell as a task; one lost with its node starts on another, `retries` times."""
 
     def run(cells: Sequence[Cell]) -> Iterator[tuple[Cell, Done]]:
         yield from _done(cells, work.over_ray(address, retries), (limit, 1))
@@ -115,8 +137,14 @@ def over_ray(address: str, limit: float, retries: int) -> Pool:
     return run
 
 
-def _done(cells: Sequence[Cell], pool: work.Pool, how: tuple[Any, ...]) -> Iterator[tuple[Cell, Done]]:
+def _done(
+    cells: Sequence[Cell], pool: work.Pool, how: tuple[Any, ...]
+) -> Iterator[tuple[Cell, Done]]:
     tasks = {Task(run_cell, (cell.command, *how), cell.gpus): cell for cell in cells}
     waiting = iter(tasks)
-    for task, done in pool(lambda: next(waiting, None)):
+
+    def give() -> Task | None:
+        return next(waiting, None)
+
+    for task, done in pool(give):
         yield tasks[task], Done(None, {}, done.said, 0.0) if isinstance(done, Lost) else done

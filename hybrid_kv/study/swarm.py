@@ -1,7 +1,9 @@
-"""A swarm: random scenarios of the exact model until its time is over, each batch of seeds with features of its own.
+"""A swarm: random scenarios of the exact model until its time is over.
 
-What is kept does not grow with the seeds: counts, patterns, settings, and for each rule the first scenario that broke
-it before any other, reduced. The seeds of all failures go to a file.
+Each batch of seeds has features of its own.
+
+What is kept does not grow with the seeds: counts, patterns, settings, and for each rule the first
+scenario that broke it before any other, reduced. The seeds of all failures go to a file.
 """
 
 from __future__ import annotations
@@ -23,19 +25,28 @@ from hybrid_kv.guard.patterns import REQUIRED
 from hybrid_kv.guard.play import Differences, Failure, run_scenario
 from hybrid_kv.guard.scenario import answer_book
 from hybrid_kv.guard.shrink import Shrunk, shrink
-from hybrid_kv.guard.traffic import SEEDS_PER_BATCH, combinations_of, draw_swarm_scenario, required_combinations
+from hybrid_kv.guard.traffic import (
+    SEEDS_PER_BATCH,
+    combinations_of,
+    draw_swarm_scenario,
+    required_combinations,
+)
 from hybrid_kv.guard.workers import processes
 from hybrid_kv.results import Row
 from hybrid_kv.study.work import Give, Lost, Pool, Results, Task, in_executor
 
-SUITE, BENCHMARK = "swarm", "exact model"
+SUITE = "swarm"
+BENCHMARK = "exact model"
 SEEDS_FILE = "swarm-seeds.txt"
 KEEP_EVERY = 600.0  # seconds
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a batch of seeds gave: of each scenario the first thing that was wrong. The seconds are of the process."""
+    """The result of a batch of seeds: of each scenario the first thing that was wrong.
+
+    The seconds are of the process.
+    """
 
     total: Differences
     cpu_seconds: float
@@ -47,15 +58,15 @@ def play_batch(first: int, end: int) -> Batch:
     begin = time.process_time()
     total = Differences()
     for seed in range(first, end):
-        found = run_scenario(draw_swarm_scenario(seed))
-        total += replace(found, wrong=found.wrong[:1])
+        differences = run_scenario(draw_swarm_scenario(seed))
+        total += replace(differences, wrong=differences.wrong[:1])
     answer_book.cache_clear()  # A book never forgets, and a worker lives for days.
     return Batch(total, time.process_time() - begin)
 
 
 @dataclass
 class Finding:
-    """A rule that scenarios broke first: how many, by seed the first of them, its file, and its story."""
+    """A rule that scenarios broke first: how many, the first seed, its file, and its story."""
 
     rule: str
     seeds: int
@@ -66,7 +77,10 @@ class Finding:
 
 @dataclass
 class Tally:
-    """What a swarm has seen so far. `lost`: tasks whose worker was gone, or could not do them."""
+    """The counts of a swarm so far.
+
+    `lost`: tasks whose worker was gone, or could not do them.
+    """
 
     seeds: int = 0
     requests: int = 0
@@ -82,36 +96,63 @@ class Tally:
 
     @property
     def num_patterns(self) -> int:
-        """Of those in `REQUIRED`."""
+        """Patterns of `REQUIRED` that were seen."""
         return len(self.patterns & REQUIRED.keys())
 
     @property
     def num_settings(self) -> int:
-        """Pairs and triples of levels, of those that a guard requires."""
+        """Pairs and triples of levels that were seen, of those that a guard requires."""
         return len(self.settings & required_combinations())
 
     def rows(self, is_over: bool) -> list[Row]:
-        """Rows of everything so far; those at the end have the verdict, which is void if nothing was played."""
+        """Return rows of everything so far.
+
+        Those at the end have the verdict, which is void if nothing was played.
+        """
         same: dict[str, Any] = {"suite": SUITE, "benchmark": BENCHMARK, "n": self.seeds}
-        patterns, settings = {"n": len(REQUIRED)}, {"n": len(required_combinations())}
+        patterns = {"n": len(REQUIRED)}
+        settings = {"n": len(required_combinations())}
         verdict = ("fail" if self.findings else "pass" if self.seeds else "void") if is_over else ""
         return [
             Row(metric="seeds", value=self.seeds, **same),
             Row(metric="requests", value=self.requests, unit="requests", **same),
             # A count over seconds, not a timing: each request was compared with its oracle.
-            Row(metric="requests_per_cpu_second", value=self.requests_per_cpu_second, unit="requests", **same),
-            Row(metric="patterns", value=self.num_patterns, unit="patterns", better="higher", **same | patterns),
-            Row(metric="settings", value=self.num_settings, unit="settings", better="higher", **same | settings),
+            Row(
+                metric="requests_per_cpu_second",
+                value=self.requests_per_cpu_second,
+                unit="requests",
+                **same,
+            ),
+            Row(
+                metric="patterns",
+                value=self.num_patterns,
+                unit="patterns",
+                better="higher",
+                **same | patterns,
+            ),
+            Row(
+                metric="settings",
+                value=self.num_settings,
+                unit="settings",
+                better="higher",
+                **same | settings,
+            ),
             Row(metric="rules_broken", value=len(self.findings), verdict=verdict, **same),
             *(
-                Row(metric="failures", value=one.seeds, params={"rule": one.rule}, verdict=verdict, **same)
-                for one in self.findings.values()
+                Row(
+                    metric="failures",
+                    value=finding.seeds,
+                    params={"rule": finding.rule},
+                    verdict=verdict,
+                    **same,
+                )
+                for finding in self.findings.values()
             ),
         ]
 
 
 class Swarm:
-    """Plays seeds from `first` on for `seconds`, which begin with the first batch.
+    """A player of seeds from `first` on for `seconds`, which begin with the first batch.
 
     Args:
         repro: folder for what failed; it is made when there is something.
@@ -132,15 +173,19 @@ class Swarm:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tally = Tally()
-        self._next, self._seconds, self._repro = first, seconds, repro
-        self._report, self._keep, self._clock = report, keep, clock
+        self._next = first
+        self._seconds = seconds
+        self._repro = repro
+        self._report = report
+        self._keep = keep
+        self._clock = clock
         self._begin: float | None = None
         self._kept = 0.0
         self._to_shrink: deque[Failure] = deque()
         self._unfiled: dict[str, Failure] = {}
 
     def run(self, pool: Pool) -> Tally:
-        """Until the time is over, or Ctrl-C."""
+        """Play until the time is over, or Ctrl-C."""
         try:
             with closing(pool(self._give)) as results:
                 for task, result in results:
@@ -149,7 +194,8 @@ class Swarm:
             pass  # The results so far are reported.
         for failure in list(self._unfiled.values()):
             self._file(failure, Shrunk(failure, 0, 0.0, is_minimal=False))
-        self._keep(self.tally, True)
+        is_over = True
+        self._keep(self.tally, is_over)
         return self.tally
 
     def _give(self) -> Task | None:
@@ -160,7 +206,8 @@ class Swarm:
             self._begin = self._kept = now
         if now - self._begin >= self._seconds:
             return None
-        first, self._next = self._next, (self._next // SEEDS_PER_BATCH + 1) * SEEDS_PER_BATCH
+        first = self._next
+        self._next = (self._next // SEEDS_PER_BATCH + 1) * SEEDS_PER_BATCH
         return Task(play_batch, (first, self._next))
 
     def _take(self, task: Task, result: Batch | Shrunk | Lost) -> None:
@@ -172,7 +219,8 @@ class Swarm:
             if not self.tally.seeds:
                 raise HybridKVError(f"the first batch could not be played: {result.said}")
             return
-        tally, total = self.tally, result.total
+        tally = self.tally
+        total = result.total
         tally.seeds += total.num_scenarios
         tally.requests += total.num_requests
         tally.cpu_seconds += result.cpu_seconds
@@ -182,7 +230,8 @@ class Swarm:
         self._report(tally)
         if self._clock() - self._kept >= KEEP_EVERY:
             self._kept = self._clock()
-            self._keep(tally, False)
+            is_over = False
+            self._keep(tally, is_over)
 
     def _note(self, failures: list[Failure]) -> None:
         if not failures:
@@ -192,27 +241,32 @@ class Swarm:
         with file.open("a", encoding="utf-8") as out:
             out.writelines(f"{failure.scenario.seed} {failure.rule}\n" for failure in failures)
         for failure in failures:
-            found = self.tally.findings.setdefault(failure.rule, Finding(failure.rule, 0, failure.scenario.seed))
-            found.seeds += 1
-            if found.seeds == 1:
+            finding = self.tally.findings.setdefault(
+                failure.rule, Finding(failure.rule, 0, failure.scenario.seed)
+            )
+            finding.seeds += 1
+            if finding.seeds == 1:
                 self._unfiled[failure.rule] = failure
                 self._to_shrink.append(failure)
 
     def _file(self, failure: Failure, shrunk: Shrunk) -> None:
-        found = self.tally.findings[failure.rule]
+        finding = self.tally.findings[failure.rule]
         made = filed(shrunk.failure.scenario, failure.rule, shrunk, self._repro)
-        found.file, found.story = Path(made.file), made.story
+        finding.file = Path(made.file)
+        finding.story = made.story
         del self._unfiled[failure.rule]
 
 
 def here(give: Give) -> Results:
-    """In this process."""
-    while (task := give()) is not None:
+    """Run tasks in this process."""
+    task = give()
+    while task is not None:
         yield task, task.call(*task.args)
+        task = give()
 
 
 def in_processes(jobs: int) -> Pool:
-    """`jobs` processes of this machine."""
+    """Run tasks in `jobs` processes of this machine."""
 
     def run(give: Give) -> Results:
         try:
@@ -220,6 +274,8 @@ def in_processes(jobs: int) -> Pool:
                 yield from in_executor(executor, jobs, give)
                 executor.shutdown()  # Workers that are done end by themselves, and clear up.
         except BrokenProcessPool:
-            raise HybridKVError("a worker was killed, or ran out of memory; use fewer --jobs") from None
+            raise HybridKVError(
+                "a worker was killed, or ran out of memory; use fewer --jobs"
+            ) from None
 
     return run

@@ -1,7 +1,9 @@
-"""A stream of tasks over threads, processes or Ray: as many in flight as there is room for, each returned as it ends.
+"""A stream of tasks over threads, processes or Ray, each returned as it ends.
 
-`Give` returns the next task when there is room, and again after each result, which may bring new ones. So a million
-tasks need no list, and a result decides what comes next.
+As many are in flight as there is room for.
+
+`Give` returns the next task when there is room, and again after each result, which may bring new
+ones. So a million tasks need no list, and a result decides what comes next.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """A call, and the GPUs that it needs for itself. For another machine its function must be one of a module."""
+    """A call, and the GPUs that it needs for itself.
+
+    For another machine its function must be one of a module.
+    """
 
     call: Callable[..., Any]
     args: tuple[Any, ...] = ()
@@ -27,7 +32,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Lost:
-    """What came of a task whose worker is gone, or that raised there; `said` is why."""
+    """A task whose worker is gone, or that raised there; `said` is why."""
 
     said: str
 
@@ -38,7 +43,7 @@ Pool = Callable[[Give], Results]
 
 
 def in_executor(executor: Executor, room: int, give: Give) -> Results:
-    """In threads or processes of this machine, `room` tasks at a time.
+    """Run tasks in threads or processes of this machine, `room` at a time.
 
     Raises:
         Exception: what a task raised.
@@ -51,12 +56,17 @@ def in_executor(executor: Executor, room: int, give: Give) -> Results:
         with deaf_to_ctrl_c():  # A submit may start a process.
             return executor.submit(task.call, *task.args)
 
-    for task, future in _as_they_end(give, lambda: room, start, first_of):
+    def fixed_room() -> int:
+        return room
+
+    for task, future in _as_they_end(give, fixed_room, start, first_of):
         yield task, future.result()
 
 
 def over_ray(address: str, retries: int) -> Pool:
-    """One task of Ray each, with a core and the GPUs that it needs; one that is lost with its node starts on another.
+    """Run each task on Ray, with a core and the GPUs that it needs.
+
+    One that is lost with its node starts on another.
 
     No more tasks are open than twice the cluster's cores: a driver that ends leaves little behind.
     """
@@ -87,13 +97,7 @@ def over_ray(address: str, retries: int) -> Pool:
 
         try:
             for task, reference in _as_they_end(give, room, start, first_of):
-                try:
-                    done = ray.get(reference)
-                except ray.exceptions.RayTaskError as error:
-                    done = Lost(str(error).strip().splitlines()[-1])  # behind its traceback
-                except ray.exceptions.RayError as error:
-                    done = Lost(str(error).splitlines()[0])
-                yield task, done
+                yield task, _ray_result(reference)
         finally:
             if started:
                 ray.shutdown()
@@ -101,15 +105,31 @@ def over_ray(address: str, retries: int) -> Pool:
     return run
 
 
+def _ray_result(reference: Any) -> Any:
+    """Return the result of a task of Ray, or that it is lost."""
+    import ray
+
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        return Lost(str(error).strip().splitlines()[-1])  # after its traceback
+    except ray.exceptions.RayError as error:
+        return Lost(str(error).splitlines()[0])
+
+
 def _as_they_end(
-    give: Give, room: Callable[[], int], start: Callable[[Task], T], first_of: Callable[[Collection[T]], Iterable[T]]
+    give: Give,
+    room: Callable[[], int],
+    start: Callable[[Task], T],
+    first_of: Callable[[Collection[T]], Iterable[T]],
 ) -> Iterator[tuple[Task, T]]:
     in_flight: dict[T, Task] = {}
     while True:
-        free = room() - len(in_flight)
-        while free > 0 and (task := give()) is not None:
+        for _ in range(room() - len(in_flight)):
+            task = give()
+            if task is None:
+                break
             in_flight[start(task)] = task
-            free -= 1
         if not in_flight:
             return
         for handle in first_of(in_flight):
