@@ -1,8 +1,12 @@
-"""Append-only rows of measurements: one schema, and no timing without proof that its result was right.
+"""Append-only rows of measurements: one schema, and no timing without proof of its result.
 
-`schema` has the columns, `row` one measurement, `origin` where it comes from, `append` and `read` the lines of a CSV,
-`dataset` the same rows as Parquet, `store` one table of both, `check` what is wrong with a file, `view` what is
-selected and printed.
+`schema` has the columns, `row` one measurement, `origin` its commit and machine, `append` and
+`read` the lines of a CSV, `dataset` the same rows as Parquet, `store` one table of both, `check`
+the faults of a file, `view` selection and printing.
+
+`schema` has the columns, `row` one measurement, `origin` where it comes from, `append` and `read`
+the lines of a CSV, `dataset` the same rows as Parquet, `store` one table of both, `check` what is
+wrong with a file, `view` what is selected and printed.
 """
 
 from hybrid_kv.results.append import append_rows, check_writable

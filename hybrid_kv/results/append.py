@@ -1,10 +1,11 @@
 """Append rows to a CSV so that none is torn, doubled or mixed with another writer's.
 
-A row is a line and a line a row, so that a writer killed in the middle leaves at most one line without an end; readers
-leave it out, the next writer cuts it off. Writers take turns by `flock` on the file itself, which the kernel releases
-when one dies; `O_APPEND` alone would not do, because a write may be split. There is no fsync: what a write has handed
-to the kernel outlives the process, only a crash of the whole machine could lose it, and an fsync per row (milliseconds)
-would cost more than most measurements.
+A row is a line and a line a row, so that a writer killed in the middle leaves at most one line
+without an end; readers leave it out, the next writer cuts it off. Writers take turns by `flock` on
+the file itself, which the kernel releases when one dies; `O_APPEND` alone would not do, because a
+write may be split. There is no fsync: what a write has handed to the kernel outlives the process,
+only a crash of the whole machine could lose it, and an fsync per row (milliseconds) would cost more
+than most measurements.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ _log = logging.getLogger("hybrid_kv.results")
 
 @contextmanager
 def _locked(path: Path) -> Iterator[int]:
-    """The file, made if there is none, for one writer at a time."""
+    """Open a file, made if there is none, for one writer at a time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as error:
-        raise HybridKVError(f"results cannot be written to {path}: {error.strerror}; choose another file") from None
+        raise HybridKVError(
+            f"results cannot be written to {path}: {error.strerror}; choose another file"
+        ) from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield descriptor
@@ -46,7 +49,10 @@ def _locked(path: Path) -> Iterator[int]:
 
 
 def check_writable(path: str | Path) -> None:
-    """Raise now what `append_rows` would raise after the work: an unwritable folder, a file of another schema."""
+    """Raise now what `append_rows` would raise after the work.
+
+    That is for an unwritable folder, or a file of another schema.
+    """
     path = Path(path)
     existed = path.exists()
     with _locked(path) as descriptor:
@@ -56,9 +62,10 @@ def check_writable(path: str | Path) -> None:
 
 
 def append_rows(path: str | Path, rows: Sequence[Row], *, commit: str | None = None) -> None:
-    """Append rows, each once, none between those of another process; all of them, or none when writing fails.
+    """Append rows, each once, none between those of another process; all, or none if writing fails.
 
-    A last line without an end is cut off first, with a warning. A process killed while it appends leaves whole rows.
+    A last line without an end is cut off first, with a warning. A process killed while it appends
+    leaves whole rows.
 
     Args:
         commit: what was measured, where that is not the checkout's HEAD.
@@ -84,11 +91,11 @@ def append_rows(path: str | Path, rows: Sequence[Row], *, commit: str | None = N
 def _encoded(rows: Sequence[Row], replaced: Mapping[str, Any]) -> bytes:
     moment = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     shared = vars(provenance()) | {"schema": SCHEMA, "time_utc": moment, **replaced}
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    lines = io.StringIO()
+    writer = csv.DictWriter(lines, COLUMNS, lineterminator="\n")
     for row in rows:
         writer.writerow({**shared, **vars(row), "params": row.params_json})
-    return text.getvalue().encode()
+    return lines.getvalue().encode()
 
 
 def _cut_torn_line(path: Path, descriptor: int) -> int:
@@ -96,11 +103,15 @@ def _cut_torn_line(path: Path, descriptor: int) -> int:
     size = os.fstat(descriptor).st_size
     if size == 0 or os.pread(descriptor, 1, size - 1) == b"\n":
         return size
-    end, torn = size, b""
+    end = size
+    torn = b""
     while end > 0 and b"\n" not in torn:
         start = max(0, end - 65536)
-        torn, end = os.pread(descriptor, end - start, start) + torn, start
+        torn = os.pread(descriptor, end - start, start) + torn
+        end = start
     end += torn.rfind(b"\n") + 1
-    _log.warning("%s: a last line without an end was cut off: %r", path, torn[torn.rfind(b"\n") + 1 :][:200])
+    _log.warning(
+        "%s: a last line without an end was cut off: %r", path, torn[torn.rfind(b"\n") + 1 :][:200]
+    )
     os.ftruncate(descriptor, end)
     return end

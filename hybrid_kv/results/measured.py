@@ -1,7 +1,10 @@
-"""Which files of a checkout a suite measures: a run counts for HEAD as long as none of them has changed.
+"""The files of a checkout that a suite measures.
 
-They follow from the import statements at HEAD, those in functions too, from the suite's own module on; each package on
-the way brings its data. What was deleted needs no care: the file that imported it has changed, too.
+A run counts for HEAD as long as none of them has changed.
+
+They follow from the import statements at HEAD, those in functions too, from the suite's own module
+on; each package on the way brings its data. What was deleted needs no care: the file that imported
+it has changed, too.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 CODE = ("hybrid_kv", "bench", "mutants")
 IMPORTS = rf"^ *(from|import) ({'|'.join(CODE)})\b"  # for `git grep -E`
 _STATEMENT = re.compile(r"(?:from|import) ([\w.]+)(?: import (\(|[\w, ]+))?")
-_DOOR = "hybrid_kv/__init__.py"  # names the engine's classes for users, and imports them when they are first used
+# Names the engine's classes for users, and imports them when they are first used.
+_DOOR = "hybrid_kv/__init__.py"
 _WRITERS = "hybrid_kv/results/"  # write rows, whatever was measured
 NO_CODE = (":!results", ":!docs", ":!*.md")  # what no suite runs
 # Files of suites that are no module of `bench`, by how their names begin.
@@ -30,15 +34,22 @@ def measured_paths(suite: str, files: Sequence[str], imports: Iterable[str]) -> 
 
     Args:
         files: of the checkout.
-        imports: lines `FILE:STATEMENT` from them, such as `bench/ssd.py:from hybrid_kv.kernels import ssd`.
+        imports: lines `FILE:STATEMENT` from them, such as `bench/ssd.py:from hybrid_kv.kernels
+            import ssd`.
     """
     module = f"bench/{suite}.py"
     if suite not in ENTRIES and module not in files:
         return [".", *NO_CODE]
     entries = ENTRIES.get(suite, (module, *CLOCKS))
-    reached = _reached([file for file in files if file.startswith(entries)], _needs(frozenset(files), imports))
+    reached = _reached(
+        [file for file in files if file.startswith(entries)], _needs(frozenset(files), imports)
+    )
     packages = {file.rpartition("/")[0] for file in reached}
-    data = [file for file in files if not file.endswith((".py", ".md")) and _package(file, files) in packages]
+    data = [
+        file
+        for file in files
+        if not file.endswith((".py", ".md")) and _package(file, files) in packages
+    ]
     return sorted({*reached, *data})
 
 
@@ -65,23 +76,30 @@ def _needs(files: frozenset[str], imports: Iterable[str]) -> dict[str, set[str]]
 
 
 def _imported(module: str, names: str, files: frozenset[str]) -> set[str]:
-    """Files of a module, of the packages that it lies in, and of the names that are modules themselves."""
+    """Return the files of a module, of its packages, and of names that are modules themselves."""
     if module == "hybrid_kv" and re.search(r"\b[A-Z]", names):
         return {_DOOR, "hybrid_kv/engine/llm.py"}
     if names == "(":  # whose lines are not seen: it may be any module of the package
         folder = module.replace(".", "/") + "/"
-        names = ",".join(file.removeprefix(folder)[:-3] for file in files if file.startswith(folder))
-    modules = [module, *(f"{module}.{name.split()[0]}" for name in names.split(",") if name.strip())]
+        names = ",".join(
+            file.removeprefix(folder)[:-3] for file in files if file.startswith(folder)
+        )
+    modules = [
+        module,
+        *(f"{module}.{name.split()[0]}" for name in names.split(",") if name.strip()),
+    ]
     imported = set()
     for name in modules:
         parts = name.split(".")
-        imported |= {"/".join([*parts[:depth], "__init__.py"]) for depth in range(1, len(parts) + 1)}
+        imported |= {
+            "/".join([*parts[:depth], "__init__.py"]) for depth in range(1, len(parts) + 1)
+        }
         imported.add("/".join(parts) + ".py")
     return {file for file in imported & files if not file.startswith(_WRITERS)}
 
 
 def _package(file: str, files: Sequence[str]) -> str:
-    """The innermost package that a file lies in."""
+    """Return the innermost package that a file lies in."""
     folder = file.rpartition("/")[0]
     while folder and f"{folder}/__init__.py" not in files:
         folder = folder.rpartition("/")[0]

@@ -1,4 +1,4 @@
-"""Where a run's numbers come from: commit, machine, device and versions."""
+"""The origin of a run's numbers: commit, machine, device and versions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REPOSITORY = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where a run's numbers come from; the same for all rows of a run."""
+    """The origin of a run's numbers; the same for all rows of a run."""
 
     run_id: str
     commit: str
@@ -38,44 +38,55 @@ def _git(*arguments: str) -> str | None:
         done = subprocess.run(("git", *arguments), cwd=_REPOSITORY, capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return done.stdout.decode(errors="replace").strip()  # Git keeps whatever bytes a name was given in.
+    # Git keeps whatever bytes a name was given in.
+    return done.stdout.decode(errors="replace").strip()
 
 
 def _commit() -> str:
-    """HEAD of the checkout this package lies in; empty for an installed package, also inside another checkout."""
+    """Return HEAD of the checkout of this package; empty for an installed one.
+
+    It is empty also inside another checkout.
+    """
     top = _git("rev-parse", "--show-toplevel")
     return (_git("rev-parse", "HEAD") or "") if top and Path(top).resolve() == _REPOSITORY else ""
 
 
 @cache
 def changed_modules() -> frozenset[str]:
-    """Modules of the checkout this package lies in that differ from the last commit, or if none does, that it changed.
+    """Return modules of this package's checkout that differ from the last commit.
+
+    If none does, those that it changed; none for an installed package.
 
     None for an installed package.
     """
     if not _commit():
         return frozenset()
-    text = _git("status", "--porcelain", "--", "*.py") or _git("diff", "--name-only", "HEAD~1", "HEAD", "--", "*.py")
-    files = (line.split()[-1] for line in (text or "").splitlines())
+    status = _git("status", "--porcelain", "--", "*.py") or _git(
+        "diff", "--name-only", "HEAD~1", "HEAD", "--", "*.py"
+    )
+    files = (line.split()[-1] for line in (status or "").splitlines())
     return frozenset(file.removesuffix(".py").replace("/", ".") for file in files)
 
 
 def _machine() -> str:
-    """CPU model and cores, never the host's name; `HYBRID_KV_MACHINE` replaces it."""
-    if name := environment.machine():
+    """Return CPU model and cores, never the host's name; `HYBRID_KV_MACHINE` replaces it."""
+    name = environment.machine()
+    if name:
         return "".join(letter for letter in " ".join(name.split()) if letter.isprintable())
     model = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
+    model = next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model
+    )
     return f"{model} x{os.cpu_count()}"
 
 
 @cache
 def provenance() -> Provenance:
-    """Gathered once per process, so that a run has one `run_id`."""
+    """Gather the provenance once per process, so that a run has one `run_id`."""
     import torch  # Seconds and 100 MiB, which a reader of rows does not need.
 
     commit = _commit()
@@ -111,36 +122,47 @@ class Head:
     commit: str
 
     def commits_since(self, commit: str, suite: str) -> int | None:
-        """Commits, on either side, that changed what a suite measures between a commit and this one.
+        """Count commits, on either side, that changed what a suite measures since a commit.
 
-        0: its files are the same, also where a change was taken back. None: the checkout lacks the commit.
+        0: its files are the same, also where a change was taken back. None: the checkout lacks the
+          commit.
         """
         if not self.commit or not re.fullmatch(r"[0-9a-f]{40}", commit):
             return None
         return _commits_between(commit, self.commit, suite)
 
     def times(self) -> dict[str, int]:
-        """When each commit of this one's history was made, in seconds since 1970; the oldest first.
+        """Return when each commit of this one's history was made, the oldest first.
 
-        Each is later than the one before it, whatever the clocks of their authors said.
+        Times are in seconds since 1970. Each is later than the one before it, whatever the clocks
+        of their authors said.
         """
-        text = _git("log", "--reverse", "--topo-order", "--format=%H %ct", self.commit) if self.commit else None
+        log = (
+            _git("log", "--reverse", "--topo-order", "--format=%H %ct", self.commit)
+            if self.commit
+            else None
+        )
         times: dict[str, int] = {}
         newest = 0
-        for line in (text or "").splitlines():
+        for line in (log or "").splitlines():
             commit, time = line.split()
             newest = max(newest + 1, int(time))
             times[commit] = newest
         return times
 
     def describe(self, commits: Iterable[str]) -> dict[str, CommitInfo]:
-        """Those of the commits that the checkout has."""
-        wanted = [commit for commit in dict.fromkeys(commits) if re.fullmatch(r"[0-9a-f]{40}", commit)]
-        if not self.commit or not wanted:
+        """Return author, day and subject of those of the commits that the checkout has."""
+        hashes = [
+            commit for commit in dict.fromkeys(commits) if re.fullmatch(r"[0-9a-f]{40}", commit)
+        ]
+        if not self.commit or not hashes:
             return {}
-        text = _git("log", "--no-walk", "--ignore-missing", "--format=%H%x00%an%x00%cs%x00%s", *wanted) or ""
-        lines = [line.split("\0") for line in text.split("\n") if line.count("\0") == 3]
-        return {commit: CommitInfo(*info) for commit, *info in lines if commit in wanted}
+        log = (
+            _git("log", "--no-walk", "--ignore-missing", "--format=%H%x00%an%x00%cs%x00%s", *hashes)
+            or ""
+        )
+        lines = [line.split("\0") for line in log.split("\n") if line.count("\0") == 3]
+        return {commit: CommitInfo(*info) for commit, *info in lines if commit in hashes}
 
 
 NO_HEAD = Head("")
@@ -164,5 +186,5 @@ def _tree(commit: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def head() -> Head:
-    """HEAD of the checkout that this package lies in."""
+    """Return HEAD of the checkout that this package lies in."""
     return Head(_commit())

@@ -22,19 +22,27 @@ _log = logging.getLogger("hybrid_kv.results")
 _PART = 1 << 24  # bytes
 
 
-def read_texts(path: Path, warn: Callable[[str], None] = _log.warning) -> Iterator[tuple[int, pd.DataFrame]]:
-    """Number of the first line and cells as text of each part of a CSV; a torn last line is left out with a warning.
+def read_texts(
+    path: Path, warn: Callable[[str], None] = _log.warning
+) -> Iterator[tuple[int, pd.DataFrame]]:
+    """Yield the number of the first line and the cells of each part of a CSV.
+
+    A torn last line is left out with a warning.
 
     Raises:
-        HybridKVError: the file cannot be read, has another header, or a line that does not have all columns.
+        HybridKVError: the file cannot be read, has another header, or a line that does not have all
+            columns.
     """
     try:
         require_regular(path)
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH)  # No line of a writer that is at work looks torn.
-            check_header(path, header := file.readline(2 * len(HEADER)))
+            header = file.readline(2 * len(HEADER))
+            check_header(path, header)
             if header != HEADER:
-                raise HybridKVError(f"{path} is empty: column 1 must be {COLUMNS[0]!r}; is it another file?")
+                raise HybridKVError(
+                    f"{path} is empty: column 1 must be {COLUMNS[0]!r}; is it another file?"
+                )
             number = 2
             while data := file.read(_PART) + file.readline():
                 whole = data[: data.rfind(b"\n") + 1]
@@ -42,7 +50,10 @@ def read_texts(path: Path, warn: Callable[[str], None] = _log.warning) -> Iterat
                     yield number, _texts(path, number, whole)
                     number += whole.count(b"\n")
                 if len(whole) < len(data):
-                    warn(f"{path}: a last line without an end is left out; the next append cuts it off")
+                    warn(
+                        f"{path}: a last line without an end is left out; the next append cuts it "
+                        "off"
+                    )
     except OSError as error:
         raise HybridKVError(f"results cannot be read from {path}: {error.strerror}") from None
 
@@ -50,8 +61,8 @@ def read_texts(path: Path, warn: Callable[[str], None] = _log.warning) -> Iterat
 def _texts(path: Path, number: int, lines: bytes) -> pd.DataFrame:
     import pandas as pd
 
-    # pandas fills short lines and cuts long ones: a mark at the end of each line shows both. It drops zero bytes:
-    # another byte that is not printable stands for them.
+    # pandas fills short lines and cuts long ones: a mark at the end of each line shows both. It
+    # drops zero bytes: another byte that is not printable stands for them.
     marked = io.BytesIO(lines.replace(b"\n", b",|\n").replace(b"\0", b"\1"))
     names = [*COLUMNS, "end"]
     try:
@@ -67,22 +78,27 @@ def _texts(path: Path, number: int, lines: bytes) -> pd.DataFrame:
                 skip_blank_lines=False,
                 lineterminator="\n",
             )
-        odd = int((frame["end"] != "|").to_numpy().argmax()) if (frame["end"] != "|").any() else None
+        odd = (
+            int((frame["end"] != "|").to_numpy().argmax()) if (frame["end"] != "|").any() else None
+        )
     except UnicodeDecodeError as error:
-        raise HybridKVError(f"{path} is not text: byte {error.start} of a line is not UTF-8") from None
+        raise HybridKVError(
+            f"{path} is not text: byte {error.start} of a line is not UTF-8"
+        ) from None
     except pd.errors.ParserError as error:
-        found = re.search(r"(line|row) (\d+)", str(error))
-        odd = int(found[2]) - (found[1] == "line") if found else 0
+        place = re.search(r"(line|row) (\d+)", str(error))
+        odd = int(place[2]) - (place[1] == "line") if place else 0
     if odd is not None:
         raise HybridKVError(f"{path} line {number + odd}: a row has {len(COLUMNS)} fields")
     return frame[list(COLUMNS)]
 
 
 def read_frames(path: Path, warn: Callable[[str], None] = _log.warning) -> Iterator[pd.DataFrame]:
-    """The values of each part of a CSV.
+    """Yield the values of each part of a CSV.
 
     Raises:
-        HybridKVError: as `read_texts`, or a cell does not fit its column; with the file, the line and what fits.
+        HybridKVError: as `read_texts`, or a cell does not fit its column; with the file, the line
+            and what fits.
     """
     for number, texts in read_texts(path, warn):
         frame, wrong = parse(texts)

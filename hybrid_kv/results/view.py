@@ -1,4 +1,4 @@
-"""Choose rows of results and show them: what `hybrid-kv results` does; and their texts in GitHub's Markdown."""
+"""Selection and printing of rows for `hybrid-kv results`, and their texts in GitHub's Markdown."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Record = dict[str, Any]  # a row by its columns; a bound that is not there is No
 
 
 def result_files(places: Sequence[Path]) -> list[Path]:
-    """The CSVs and data sets among `places`, and those in the folders among them.
+    """Return the CSVs and data sets among `places`, and those in the folders among them.
 
     Raises:
         HybridKVError: a place does not exist, or there is no file at all.
@@ -50,21 +50,28 @@ _CONDITIONS = {
 def select_rows(
     store: Store, select: Sequence[str] = (), last: int | None = None, **texts: str | None
 ) -> Iterator[Record]:
-    """Rows that fit everything that is not None, oldest first.
+    """Yield rows that fit everything that is not None, oldest first.
 
     Args:
         select: parts of `suite/benchmark`; one of them is enough.
         last: only so many rows, the newest.
-        texts: for `_CONDITIONS`; `since` is a day or moment in UTC, such as 2026-11-21 or 2026-11-21T06:00:00Z.
+        texts: for `_CONDITIONS`; `since` is a day or moment in UTC, such as 2026-11-21 or
+            2026-11-21T06:00:00Z.
 
     Raises:
         HybridKVError: `since` is not a moment, or `last` is less than 1.
     """
-    given = {name: text for name, text in texts.items() if text is not None}
+    given = {name: value for name, value in texts.items() if value is not None}
     if "since" in given:
         given["since"] = _moment(given["since"])
-    parts = " OR ".join(["contains(lower(suite || '/' || benchmark), lower(?))"] * len(select)) or "true"
-    chosen = f"SELECT * FROM rows WHERE {' AND '.join([f'({parts})', *(_CONDITIONS[name] for name in given)])}"
+    parts = (
+        " OR ".join(["contains(lower(suite || '/' || benchmark), lower(?))"] * len(select))
+        or "true"
+    )
+    chosen = (
+        "SELECT * FROM rows WHERE "
+        f"{' AND '.join([f'({parts})', *(_CONDITIONS[name] for name in given)])}"
+    )
     if last is not None and last < 1:
         raise HybridKVError(f"--last {last} must be at least 1")
     if last is not None:
@@ -73,42 +80,55 @@ def select_rows(
     return store.records(query, [*select, *given.values()])
 
 
-def _moment(text: str) -> str:
+def _moment(day: str) -> str:
     try:
-        moment = datetime.fromisoformat(text.replace("Z", "+00:00"))
-        moment = moment.replace(tzinfo=timezone.utc) if moment.tzinfo is None else moment.astimezone(timezone.utc)
+        moment = datetime.fromisoformat(day.replace("Z", "+00:00"))
+        moment = (
+            moment.replace(tzinfo=timezone.utc)
+            if moment.tzinfo is None
+            else moment.astimezone(timezone.utc)
+        )
     except (ValueError, OverflowError):  # A zone can lead out of the years 1 to 9999.
-        raise HybridKVError(f"--since {text} is not a moment; write 2026-11-21 or 2026-11-21T06:00:00Z") from None
+        raise HybridKVError(
+            f"--since {day} is not a moment; write 2026-11-21 or 2026-11-21T06:00:00Z"
+        ) from None
     return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def documents(rows: Iterable[Record]) -> list[Record]:
-    """For JSON, an object per row; `params` is an object too."""
+    """Return an object per row, for JSON; `params` is an object too."""
     return [{**row, "params": json.loads(row["params"])} for row in rows]
 
 
 def _shown(value: object) -> str:
-    """A value as it is, or as JSON if a terminal would obey it."""
-    return text if (text := str(value)).isprintable() else json.dumps(value)
+    """Return a value as it is, or as JSON if a terminal would obey it."""
+    return str(value) if str(value).isprintable() else json.dumps(value)
 
 
 def print_csv(rows: Iterable[Record]) -> None:
-    """The rows as a CSV of the schema, on stdout."""
+    """Print the rows as a CSV of the schema."""
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(COLUMNS)
     writer.writerows(row.values() for row in rows)
 
 
 def print_rows(rows: Iterable[Record]) -> None:
-    """The rows for people, on stdout: a paragraph for each benchmark of a run, a line for each metric."""
+    """Print the rows for people: a paragraph per benchmark of a run, a line per metric."""
     groups: dict[tuple[str, ...], list[Record]] = {}
     for row in rows:
-        groups.setdefault((row["run_id"], row["suite"], row["benchmark"], row["params"]), []).append(row)
+        groups.setdefault(
+            (row["run_id"], row["suite"], row["benchmark"], row["params"]), []
+        ).append(row)
     for group in groups.values():
         first = group[0]
-        params = {name: value for name, value in json.loads(first["params"]).items() if name != "receipt"}
+        params = {
+            name: value for name, value in json.loads(first["params"]).items() if name != "receipt"
+        }
         commit = (first["commit"][:10] or "no commit") + "*" * first["dirty"]
-        print(f"{first['time_utc']}  {commit}  {first['suite']}: {first['benchmark']}  {first['device']}")
+        print(
+            f"{first['time_utc']}  {commit}  {first['suite']}: {first['benchmark']}  "
+            f"{first['device']}"
+        )
         print("  " + ", ".join(f"{name}={_shown(value)}" for name, value in params.items()))
         width = max(len(row["metric"]) for row in group)
         for row in group:
@@ -121,11 +141,15 @@ def print_rows(rows: Iterable[Record]) -> None:
     print(f"{count} row{'s' * (count != 1)}")
 
 
-def plain(text: str) -> str:
-    """Text as a code span that fits a cell: nothing in it is a link, a mention, HTML, or the end of the cell."""
-    text = " ".join(text.split())
-    if len(text) > MAX_LETTERS:
-        text = text[: MAX_LETTERS - 1] + "…"
-    # A bar ends a cell, also in a code span; a backslash before it is read in two ways. Neither has an escape.
-    text = text.replace("`", "ˋ").replace("|", "¦")
-    return f"`{printable(text)}`" if text else "–"
+def plain(words: str) -> str:
+    """Return text as a code span that fits a cell.
+
+    Nothing in it is a link, a mention, HTML, or the end of the cell.
+    """
+    words = " ".join(words.split())
+    if len(words) > MAX_LETTERS:
+        words = words[: MAX_LETTERS - 1] + "…"
+    # A bar ends a cell, also in a code span; a backslash before it is read in two ways. Neither has
+    # an escape.
+    words = words.replace("`", "ˋ").replace("|", "¦")
+    return f"`{printable(words)}`" if words else "–"

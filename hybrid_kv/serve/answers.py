@@ -1,4 +1,4 @@
-"""From what the engine gave to OpenAI's JSON, whole or event by event. Extensions are spelled as vLLM's."""
+"""OpenAI's JSON of the engine's outputs, whole or event by event; extensions as vLLM's."""
 
 from __future__ import annotations
 
@@ -20,39 +20,60 @@ LEAST_LOGPROB = -9999.0  # JSON has no infinity; vLLM's number for it
 
 
 class _Answer:
-    """What both endpoints say alike. A choice is made of pieces: one if the answer is whole, else one per event."""
+    """The answer of both endpoints.
+
+    A choice is made of pieces: one if the answer is whole, else one per event.
+    """
 
     id_prefix: str
     whole: str  # the `object` of an answer …
     event: str  # … and of an event of a stream
 
-    def __init__(self, sent: CompletionRequest | ChatRequest, model: str, tokenizer: Tokenizer | None) -> None:
-        self.sent, self._tokenizer = sent, tokenizer
-        self._head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+    def __init__(
+        self, sent: CompletionRequest | ChatRequest, model: str, tokenizer: Tokenizer | None
+    ) -> None:
+        self.sent = sent
+        self._tokenizer = tokenizer
+        self._head = {
+            "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+        }
         self._begun: set[int] = set()  # choices of which something was said
 
     def document(self, submission: Submission, pieces: Sequence[Piece]) -> Json:
-        """All choices, in order, of a piece each."""
+        """Return all choices, in order, of a piece each."""
         choices = [self._choice(piece, submission.requests[piece.index]) for piece in pieces]
         usage = self._usage(submission.requests)
-        return self._head | {"object": self.whole, "choices": choices, "usage": usage} | self._beside(submission)
+        return (
+            self._head
+            | {"object": self.whole, "choices": choices, "usage": usage}
+            | self._beside(submission)
+        )
 
     def events(self, submission: Submission, piece: Piece) -> Iterable[Json]:
-        """What a piece is to a stream."""
+        """Yield the events of a piece for a stream."""
         yield self._event(self._choice(piece, submission.requests[piece.index]))
 
     def last_event(self, submission: Submission) -> Json | None:
-        """The usage, if the client wants it."""
+        """Return the usage, if the client asked for it."""
         options = self.sent.stream_options
         if options is None or not options.include_usage:
             return None
-        return self._head | {"object": self.event, "choices": [], "usage": self._usage(submission.requests)}
+        return self._head | {
+            "object": self.event,
+            "choices": [],
+            "usage": self._usage(submission.requests),
+        }
 
     def _event(self, choice: Json) -> Json:
         return self._head | {"object": self.event, "choices": [choice]}
 
     def _usage(self, requests: Sequence[Request]) -> Json:
-        """Tokens of all choices of all prompts; a prompt counts once, with the hit of its first choice."""
+        """Return the tokens of all choices of all prompts.
+
+        A prompt counts once, with the hit of its first choice.
+        """
         prompts = requests[:: self.sent.num_choices]
         prompt_tokens = sum(len(request.prompt_token_ids) for request in prompts)
         completion_tokens = sum(len(request.output_token_ids) for request in requests)
@@ -62,30 +83,40 @@ class _Answer:
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(request.hit.num_tokens for request in prompts)},
+            "prompt_tokens_details": {
+                "cached_tokens": sum(request.hit.num_tokens for request in prompts)
+            },
         }
 
     def _beside(self, submission: Submission) -> Json:
-        """Fields of the answer as a whole."""
+        """Return fields of the answer as a whole."""
         return {}
 
     def _choice(self, piece: Piece, request: Request) -> Json:
-        """What both endpoints say of a choice."""
+        """Return the fields of a choice that both endpoints have."""
         ids = {"token_ids": list(piece.token_ids)} if self.sent.return_token_ids else {}
         reason = piece.output.finish_reason if piece.output is not None else None
         return {"index": piece.index, "finish_reason": reason, "logprobs": None} | ids
 
     def _token(self, token: int) -> str:
-        """A token as a key or a text: its own characters, or its number, which no other token has."""
+        """Return a token as a key or a text: its own characters, or its number.
+
+        No other token has its number.
+        """
         if self._tokenizer is None or self.sent.return_tokens_as_token_ids:
             return f"token_id:{token}"
         return self._tokenizer.decode([token])
 
 
 class CompletionAnswer(_Answer):
-    """To `/v1/completions`. With `echo` the first piece of a choice begins with the prompt."""
+    """The answer to `/v1/completions`.
 
-    id_prefix, whole, event = "cmpl", "text_completion", "text_completion"
+    With `echo` the first piece of a choice begins with the prompt.
+    """
+
+    id_prefix = "cmpl"
+    whole = "text_completion"
+    event = "text_completion"
     sent: CompletionRequest
 
     def __init__(self, sent: CompletionRequest, model: str, tokenizer: Tokenizer | None) -> None:
@@ -93,24 +124,29 @@ class CompletionAnswer(_Answer):
         self._ends: dict[int, int] = {}  # of each choice's tokens so far, in characters
 
     def _choice(self, piece: Piece, request: Request) -> Json:
-        sent, is_first = self.sent, piece.index not in self._begun
+        sent = self.sent
+        is_first = piece.index not in self._begun
         self._begun.add(piece.index)
-        token_ids, text = list(piece.token_ids), piece.text
+        token_ids = list(piece.token_ids)
+        content = piece.text
         logprobs: list[TokenLogprobs | None] = list(piece.logprobs)
         if sent.max_tokens == 0:
-            token_ids, text, logprobs = [], "", []
+            token_ids = []
+            content = ""
+            logprobs = []
         choice = super()._choice(piece, request)
         if sent.return_token_ids:
             choice["token_ids"] = token_ids
             choice |= {"prompt_token_ids": request.prompt_token_ids} if is_first else {}
         if sent.echo and is_first:
             prompt = request.prompt_token_ids
-            text = self._prompt_text(piece.index, prompt) + text
+            content = self._prompt_text(piece.index, prompt) + content
             token_ids = prompt + token_ids
-            logprobs = [None, *request.prompt_logprobs, *logprobs]  # nothing stands before the first token
+            # Nothing stands before the first token.
+            logprobs = [None, *request.prompt_logprobs, *logprobs]
         if sent.logprobs is not None:
             choice["logprobs"] = self._logprobs(piece.index, token_ids, logprobs)
-        return choice | {"text": text}
+        return choice | {"text": content}
 
     def _prompt_text(self, index: int, token_ids: Sequence[int]) -> str:
         prompt = self.sent.prompts[index // self.sent.num_choices]
@@ -118,58 +154,80 @@ class CompletionAnswer(_Answer):
             return prompt
         return self._tokenizer.decode(token_ids) if self._tokenizer is not None else ""
 
-    def _logprobs(self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> Json:
+    def _logprobs(
+        self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
+    ) -> Json:
         tokens = [self._token(token) for token in token_ids]
         *offsets, self._ends[index] = accumulate(map(len, tokens), initial=self._ends.get(index, 0))
         return {
             "text_offset": offsets,
-            "token_logprobs": [None if one is None else max(LEAST_LOGPROB, one.logprob) for one in logprobs],
+            "token_logprobs": [
+                None if entry is None else max(LEAST_LOGPROB, entry.logprob) for entry in logprobs
+            ],
             "tokens": tokens,
             "top_logprobs": [
-                None if one is None else self._likeliest(token, one)
-                for token, one in zip(tokens, logprobs, strict=True)
+                None if entry is None else self._likeliest(token, entry)
+                for token, entry in zip(tokens, logprobs, strict=True)
             ],
         }
 
     def _likeliest(self, token: str, logprobs: TokenLogprobs) -> dict[str, float]:
-        """By token, the chosen one too; of tokens with the same characters the likelier one is kept."""
-        found: dict[str, float] = {}
+        """Return log-probabilities by token, the chosen one too.
+
+        Of tokens with the same characters the likelier one is kept.
+        """
+        by_token: dict[str, float] = {}
         for other, value in logprobs.top:
-            found.setdefault(self._token(other), max(LEAST_LOGPROB, value))
-        found.setdefault(token, max(LEAST_LOGPROB, logprobs.logprob))
-        return found
+            by_token.setdefault(self._token(other), max(LEAST_LOGPROB, value))
+        by_token.setdefault(token, max(LEAST_LOGPROB, logprobs.logprob))
+        return by_token
 
 
 class ChatAnswer(_Answer):
-    """To `/v1/chat/completions`."""
+    """The answer to `/v1/chat/completions`."""
 
-    id_prefix, whole, event = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    id_prefix = "chatcmpl"
+    whole = "chat.completion"
+    event = "chat.completion.chunk"
     sent: ChatRequest
 
     def events(self, submission: Submission, piece: Piece) -> Iterable[Json]:
-        """Before the first piece of a choice: who speaks."""
+        """Yield the events of a piece; before the first of a choice the speaker."""
         if piece.index not in self._begun:
             self._begun.add(piece.index)
             delta = {"role": "assistant", "content": ""}
-            yield self._event({"index": piece.index, "delta": delta, "finish_reason": None}) | self._beside(submission)
+            yield self._event(
+                {"index": piece.index, "delta": delta, "finish_reason": None}
+            ) | self._beside(submission)
         choice = self._choice(piece, submission.requests[piece.index])
         choice["delta"] = {"content": choice.pop("message")["content"]}
         yield self._event(choice)
 
     def _beside(self, submission: Submission) -> Json:
-        return {"prompt_token_ids": submission.requests[0].prompt_token_ids} if self.sent.return_token_ids else {}
+        return (
+            {"prompt_token_ids": submission.requests[0].prompt_token_ids}
+            if self.sent.return_token_ids
+            else {}
+        )
 
     def _choice(self, piece: Piece, request: Request) -> Json:
-        choice = super()._choice(piece, request) | {"message": {"role": "assistant", "content": piece.text}}
+        choice = super()._choice(piece, request) | {
+            "message": {"role": "assistant", "content": piece.text}
+        }
         if self.sent.logprobs:
             rows = zip(piece.token_ids, piece.logprobs, strict=True)
             content = [
-                self._entry(token, one.logprob) | {"top_logprobs": [self._entry(*other) for other in one.top]}
-                for token, one in rows
+                self._entry(token, entry.logprob)
+                | {"top_logprobs": [self._entry(*other) for other in entry.top]}
+                for token, entry in rows
             ]
             choice["logprobs"] = {"content": content}
         return choice
 
     def _entry(self, token: int, logprob: float) -> Json:
-        text = self._token(token)
-        return {"token": text, "logprob": max(LEAST_LOGPROB, logprob), "bytes": list(text.encode())}
+        characters = self._token(token)
+        return {
+            "token": characters,
+            "logprob": max(LEAST_LOGPROB, logprob),
+            "bytes": list(characters.encode()),
+        }

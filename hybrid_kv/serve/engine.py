@@ -1,8 +1,11 @@
-"""One thread owns the engine. The front gives it commands through a queue and hears of its steps through others.
+"""The thread that owns the engine.
 
-A sequence is *waiting for the thread* (its command is queued), then *open* (the scheduler has it, waiting or running),
-then *ended*: by itself, by an abort that the next step carries out, or because the engine failed. Commands run between
-steps, in the order in which they were given, so an abort follows the submission that it is for.
+The front gives it commands through a queue and hears of its steps through others.
+
+A sequence is *waiting for the thread* (its command is queued), then *open* (the scheduler has it,
+waiting or running), then *ended*: by itself, by an abort that the next step carries out, or because
+the engine failed. Commands run between steps, in the order in which they were given, so an abort
+follows the submission that it is for.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -30,7 +34,8 @@ T = TypeVar("T")
 class BusyError(HybridKVError):
     """There is no room for more sequences now; there will be."""
 
-    status, code = 429, "too_many_requests"
+    status = 429
+    code = "too_many_requests"
 
 
 class StoppedError(HybridKVError):
@@ -41,7 +46,9 @@ class StoppedError(HybridKVError):
 
 @dataclass(frozen=True)
 class Piece:
-    """What a step gave sequence number `index` of a submission; `output` comes with the last piece of a sequence.
+    """A step's tokens for sequence number `index` of a submission.
+
+    `output` comes with the last piece of a sequence.
 
     `logprobs` are as many as tokens, or empty where the client wants none.
     """
@@ -55,10 +62,11 @@ class Piece:
 
 @dataclass(eq=False)
 class Submission:
-    """The sequences of one HTTP request, and what they have got so far.
+    """The sequences of one HTTP request, and their tokens so far.
 
     Args:
-        wants_steps: a piece for every step that gives tokens; else one piece per sequence, when it ends.
+        wants_steps: a piece for every step that gives tokens; else one piece per sequence, when it
+            ends.
     """
 
     sequences: Sequence[tuple[Prompt, SamplingParams]]
@@ -69,7 +77,7 @@ class Submission:
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
     def put(self, piece: Piece | StoppedError) -> None:
-        """From the engine's thread; dropped when the front has gone."""
+        """Put a piece from the engine's thread; it is dropped when the front has gone."""
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
 
@@ -85,7 +93,7 @@ class _Open:
     num_sent: int = 0  # of its tokens
 
     def piece(self, output: RequestOutput | None) -> Piece | None:
-        """What is new, if its reader wants to know."""
+        """Return the new tokens, if their reader takes them now."""
         if output is None and not self.submission.wants_steps:
             return None
         new = self.request.output_token_ids[self.num_sent :]
@@ -93,10 +101,14 @@ class _Open:
             return None
         logprobs = self.request.logprobs[self.num_sent :]
         self.num_sent += len(new)
-        text = ""
+        new_text = ""
         if self.stream is not None:
-            text = self.stream.add(new) if output is None else output.text[self.stream.num_characters :]
-        return Piece(self.index, new, text, logprobs, output)
+            new_text = (
+                self.stream.add(new)
+                if output is None
+                else output.text[self.stream.num_characters :]
+            )
+        return Piece(self.index, new, new_text, logprobs, output)
 
 
 class Engine:
@@ -122,7 +134,9 @@ class Engine:
     ) -> None:
         self.llm = llm
         self.max_open = llm.config.scheduler.max_num_seqs + max_waiting
-        self.on_begin, self.on_end, self.on_failure = on_begin, on_end, on_failure
+        self.on_begin = on_begin
+        self.on_end = on_end
+        self.on_failure = on_failure
         self.failure: BaseException | None = None
         self._open: dict[str, _Open] = {}
         self._commands: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
@@ -139,21 +153,24 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether commands are taken."""
+        """True while commands are taken."""
         return self._thread.is_alive() and not self._is_closed
 
     def check_room(self, count: int) -> None:
-        """Before any work for a request of `count` sequences.
+        """Check the room before any work for a request of `count` sequences.
 
         Raises:
             ConfigError: so many can never be open.
             BusyError: too many are open.
         """
         if count > self.max_open:
-            raise ConfigError(f"{count} sequences in one request, {self.max_open} may be open; send fewer at once")
+            raise ConfigError(
+                f"{count} sequences in one request, {self.max_open} may be open; send fewer at once"
+            )
         if len(self._open) + count > self.max_open:
             raise BusyError(
-                f"{len(self._open)} of {self.max_open} sequences are open, {count} more do not fit; try again later"
+                f"{len(self._open)} of {self.max_open} sequences are open, {count} more do not "
+                "fit; try again later"
             )
 
     async def submit(self, submission: Submission) -> None:
@@ -165,13 +182,13 @@ class Engine:
             StoppedError: the engine has stopped.
         """
         try:
-            await self.call(lambda: self._submit(submission))
+            await self.call(partial(self._submit, submission))
         except asyncio.CancelledError:
             self.abort(submission)
             raise
 
     def abort(self, submission: Submission) -> None:
-        """End those sequences of a submission that have not ended; their blocks return at the next step."""
+        """End the open sequences of a submission; their blocks return at the next step."""
 
         def aborting() -> None:
             for request in submission.requests:
@@ -235,14 +252,15 @@ class Engine:
             self.on_failure()
 
     def _take_commands(self) -> None:
-        """Those that are there; without a request, wait for one."""
+        """Run the commands that are there; without a request, wait for one."""
         while not self._commands.empty() or not (self.llm.has_work or self._is_stopping):
             function, future = self._commands.get()
             if not future.set_running_or_notify_cancel():
                 continue
             try:
                 future.set_result(function())
-            except HybridKVError as error:  # the command's fault; anything else leaves an engine in an unknown state
+            # The command's fault; anything else leaves an engine in an unknown state.
+            except HybridKVError as error:
                 future.set_exception(error)
             except BaseException as error:
                 future.set_exception(StoppedError(self._why(error)))
@@ -269,25 +287,30 @@ class Engine:
             self.on_begin(request, submission.arrived)
 
     def _check_length(self, request: Request) -> None:
-        """An answer that `max_model_len` would cut is refused: a client could not tell it from a whole one."""
-        length, limit = len(request.prompt_token_ids), self.llm.config.scheduler.max_model_len
+        """Refuse an answer that `max_model_len` would cut.
+
+        A client could not tell it from a whole one.
+        """
+        length = len(request.prompt_token_ids)
+        limit = self.llm.config.scheduler.max_model_len
         if length + request.params.max_tokens > limit:
             raise ConfigError(
-                f"the prompt's {length} tokens and max_tokens={request.params.max_tokens} are more than max_model_len="
+                f"the prompt's {length} tokens and max_tokens={request.params.max_tokens} are more "
+                "than max_model_len="
                 f"{limit}; lower max_tokens or shorten the prompt"
             )
 
     def _step(self) -> None:
         ended = {request.request_id: reason for request, reason in self.llm.step()}
-        for request_id, one in list(self._open.items()):
+        for request_id, sequence in list(self._open.items()):
             reason = ended.get(request_id)
-            output = self.llm.output(one.request, reason) if reason is not None else None
+            output = self.llm.output(sequence.request, reason) if reason is not None else None
             if output is not None:
                 del self._open[request_id]
                 self.on_end(output)
-            piece = one.piece(output)
+            piece = sequence.piece(output)
             if piece is not None:
-                one.submission.put(piece)
+                sequence.submission.put(piece)
 
     def _abort_all(self) -> None:
         self.llm.wake_up()  # What is aborted is ended by a step.
@@ -299,7 +322,9 @@ class Engine:
         with self._closing:
             self._is_closed = True
         error = StoppedError(self._why())
-        for submission in {id(one.submission): one.submission for one in self._open.values()}.values():
+        for submission in {
+            id(sequence.submission): sequence.submission for sequence in self._open.values()
+        }.values():
             submission.put(error)
         self._open.clear()
         while not self._commands.empty():

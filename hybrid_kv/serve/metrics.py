@@ -1,7 +1,7 @@
-"""What the engine counts, for Prometheus: vLLM's names and meanings under the prefix `hybrid_kv:`.
+"""The engine's counts for Prometheus: vLLM's names and meanings, prefix `hybrid_kv:`.
 
-Counts of the cache and of drafts come from watching the engine, so that a guard outside can check whether what it
-wanted to test has happened. vLLM's `num_gpu_blocks` keeps its name on a CPU, too.
+Counts of the cache and of drafts come from watching the engine, so that a guard outside can check
+whether what it wanted to test has happened. vLLM's `num_gpu_blocks` keeps its name on a CPU, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from hybrid_kv.request import Request, ScheduledRequest
 from hybrid_kv.timing.clock import wall_clock
 
 M = TypeVar("M", Counter, Gauge, Histogram)
-SECONDS = [digit * 10.0**power for power in range(-3, 3) for digit in (1, 2.5, 5)]  # bounds of all histograms
+# Bounds of all histograms.
+SECONDS = [digit * 10.0**power for power in range(-3, 3) for digit in (1, 2.5, 5)]
 
 
 class Metrics(EngineObserver):
@@ -27,21 +28,35 @@ class Metrics(EngineObserver):
     def __init__(self, llm: LLM, model: str) -> None:
         self.registry = CollectorRegistry()
         self._batch: Sequence[ScheduledRequest] = ()
-        # By the id of an open request: when it arrived, what its next token adds to, and since when.
+        # By the id of an open request: when it arrived, what its next token adds to, and since
+        # when.
         self._times: dict[str, tuple[float, Histogram, float]] = {}
 
-        def made(kind: type[M], name: str, said: str, *labels: str, **more: Any) -> M:
-            found = kind(f"hybrid_kv:{name}", said, ["model_name", *labels], registry=self.registry, **more)
-            return found if labels else found.labels(model)
+        def made(kind: type[M], name: str, help_text: str, *labels: str, **more: Any) -> M:
+            metric = kind(
+                f"hybrid_kv:{name}",
+                help_text,
+                ["model_name", *labels],
+                registry=self.registry,
+                **more,
+            )
+            return metric if labels else metric.labels(model)
 
-        counter, gauge = partial(made, Counter), partial(made, Gauge)
+        counter = partial(made, Counter)
+        gauge = partial(made, Gauge)
         histogram = partial(made, Histogram, buckets=SECONDS)
-        self.queries = counter("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache.")
-        self.hits = counter("prefix_cache_hits", "Prompt tokens that were taken from the prefix cache.")
+        self.queries = counter(
+            "prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache."
+        )
+        self.hits = counter(
+            "prefix_cache_hits", "Prompt tokens that were taken from the prefix cache."
+        )
         self.drafts = counter("spec_decode_num_drafts", "Steps of a request that verified drafts.")
         self.draft_tokens = counter("spec_decode_num_draft_tokens", "Drafts that were verified.")
         self.accepted = counter("spec_decode_num_accepted_tokens", "Drafts that were right.")
-        self.preemptions = counter("num_preemptions", "Requests that lost their blocks, and run again.")
+        self.preemptions = counter(
+            "num_preemptions", "Requests that lost their blocks, and run again."
+        )
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that have ended.")
         self.generation_tokens = counter(
             "generation_tokens", "Tokens that were generated for requests that have ended."
@@ -49,21 +64,30 @@ class Metrics(EngineObserver):
         self.running = gauge("num_requests_running", "Requests that run.")
         self.waiting = gauge("num_requests_waiting", "Requests that wait to run.")
         self.usage = gauge("kv_cache_usage_perc", "Blocks that requests hold; 1 is all of them.")
-        self.queue_time = histogram("request_queue_time_seconds", "From a request's arrival to its first step.")
-        self.first_token = histogram("time_to_first_token_seconds", "From a request's arrival to its first token.")
+        self.queue_time = histogram(
+            "request_queue_time_seconds", "From a request's arrival to its first step."
+        )
+        self.first_token = histogram(
+            "time_to_first_token_seconds", "From a request's arrival to its first token."
+        )
         self.inter_token = histogram(
             "inter_token_latency_seconds", "From a step that gave a request tokens to the next."
         )
         self.e2e = histogram("e2e_request_latency_seconds", "From a request's arrival to its end.")
         self._success = counter("request_success", "Requests that have ended.", "finished_reason")
-        said = "Drafts that were right, by their place in the draft."
-        self._accepted_per_pos = counter("spec_decode_num_accepted_tokens_per_pos", said, "position")
-        self._model, self._scheduler, self._pool = model, llm.scheduler, llm.manager.pool
+        help_text = "Drafts that were right, by their place in the draft."
+        self._accepted_per_pos = counter(
+            "spec_decode_num_accepted_tokens_per_pos", help_text, "position"
+        )
+        self._model = model
+        self._scheduler = llm.scheduler
+        self._pool = llm.manager.pool
         self._caches = llm.config.cache.enable_prefix_caching
         self._describe(llm)
 
     def _describe(self, llm: LLM) -> None:
-        cache, plan = llm.config.cache, llm.plan
+        cache = llm.config.cache
+        plan = llm.plan
         description = {
             "block_size": plan.sizes.block_size,
             "mamba_block_size": plan.sizes.mamba_block_size,
@@ -77,12 +101,14 @@ class Metrics(EngineObserver):
         }
         # An `Info` would add a second `_info` to vLLM's name.
         labels = {name: str(value) for name, value in description.items()}
-        Gauge("hybrid_kv:cache_config_info", "The cache.", list(labels), registry=self.registry).labels(**labels).set(1)
+        Gauge(
+            "hybrid_kv:cache_config_info", "The cache.", list(labels), registry=self.registry
+        ).labels(**labels).set(1)
 
     # ---- what the engine does ----
 
     def on_schedule(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        """A request is admitted: for the first time, so that it looks its prompt up in the cache, or again."""
+        """Count admissions: the first, which looks the prompt up in the cache, or another."""
         now = wall_clock()
         for item in scheduled:
             if item.overwrite and item.request.num_preemptions:
@@ -98,7 +124,7 @@ class Metrics(EngineObserver):
         self._batch = batch
 
     def on_commit(self, tokens: Sequence[Sequence[int]]) -> None:
-        """All tokens of a step but the last are drafts that were right."""
+        """Count right drafts: all tokens of a step but the last."""
         now = wall_clock()
         for item, new in zip(self._batch, tokens, strict=True):
             request_id = item.request.request_id
@@ -114,18 +140,18 @@ class Metrics(EngineObserver):
                     self._accepted_per_pos.labels(self._model, position).inc()
 
     def begun(self, request: Request, arrived: float) -> None:
-        """A request is open."""
+        """Note that a request is open."""
         self._times[request.request_id] = arrived, self.first_token, arrived
 
     def ended(self, output: RequestOutput) -> None:
-        """A request has ended."""
+        """Note that a request has ended."""
         self.e2e.observe(wall_clock() - self._times.pop(output.request_id)[0])
         self.prompt_tokens.inc(len(output.prompt_token_ids))
         self.generation_tokens.inc(len(output.token_ids))
         self._success.labels(self._model, output.finish_reason).inc()
 
     def text(self) -> bytes:
-        """In Prometheus' text format."""
+        """Return the counts in Prometheus' text format."""
         self.running.set(len(self._scheduler.running))
         self.waiting.set(len(self._scheduler.waiting))
         size = self._pool.num_blocks - 1  # without the null block

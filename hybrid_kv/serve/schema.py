@@ -1,7 +1,7 @@
-"""What a client may send: OpenAI's fields, and those of vLLM's extensions that the engine has.
+"""The requests of clients: OpenAI's fields, and vLLM's extensions that the engine has.
 
-Validation is strict and complete: an unknown field is rejected by name, since one that is silently dropped
-gives an answer to another question than was sent.
+Validation is strict and complete: an unknown field is rejected by name, since one that is silently
+dropped gives an answer to another question than was sent.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class _Body(BaseModel):
 
 
 class StreamOptions(_Body):
-    """With `include_usage` a last event has the usage, and no choices."""
+    """Options of a stream: with `include_usage` a last event has the usage, and no choices."""
 
     include_usage: bool = False
 
 
 class _Sampled(_Body):
-    """What completions and chat have in common."""
+    """The fields that completions and chat share."""
 
     model: str | None = None
     temperature: float | None = None
@@ -72,11 +72,11 @@ class _Sampled(_Body):
 
     @property
     def num_choices(self) -> int:
-        """For each prompt."""
+        """Choices for each prompt."""
         return self.n or 1
 
     def sampling_params(self, max_tokens: int, choice: int = 0, **more: Any) -> SamplingParams:
-        """Of choice number `choice`, which draws with a seed of its own.
+        """Return the parameters of choice number `choice`, which draws with a seed of its own.
 
         Raises:
             ConfigError: a value that the engine refuses.
@@ -110,7 +110,9 @@ class CompletionRequest(_Sampled):
     @classmethod
     def _is_a_prompt(cls, value: Any) -> Any:
         if not isinstance(value, str) and not is_token_ids(value):
-            several = isinstance(value, list) and all(isinstance(one, str) or is_token_ids(one) for one in value)
+            several = isinstance(value, list) and all(
+                isinstance(prompt, str) or is_token_ids(prompt) for prompt in value
+            )
             if not several:
                 raise ValueError("must be a text, a list of token ids, or a list of these")
             if not value:
@@ -125,8 +127,12 @@ class CompletionRequest(_Sampled):
 
     @cached_property
     def prompts(self) -> list[Prompt]:
-        """One or several."""
-        return self.prompt if isinstance(self.prompt, list) and not is_token_ids(self.prompt) else [self.prompt]
+        """The prompts, one or several."""
+        return (
+            self.prompt
+            if isinstance(self.prompt, list) and not is_token_ids(self.prompt)
+            else [self.prompt]
+        )
 
 
 class TextPart(_Body):
@@ -144,13 +150,22 @@ class Message(_Body):
     name: str | None = None
 
     def as_template_input(self) -> dict[str, str]:
-        """As chat templates read it."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": text} | ({"name": self.name} if self.name is not None else {})
+        """Return the message as chat templates read it."""
+        content = (
+            self.content
+            if isinstance(self.content, str)
+            else "".join(piece.text for piece in self.content)
+        )
+        return {"role": self.role, "content": content} | (
+            {"name": self.name} if self.name is not None else {}
+        )
 
 
 class ChatRequest(_Sampled):
-    """`POST /v1/chat/completions`. Without a limit an answer may take what `max_model_len` leaves it."""
+    """`POST /v1/chat/completions`.
+
+    Without a limit an answer may take what `max_model_len` leaves it.
+    """
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -166,15 +181,15 @@ class ChatRequest(_Sampled):
 
 
 def is_token_ids(value: object) -> bool:
-    """A list of integers, not empty; True is none."""
-    return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
+    """Return whether a value is a list of integers, not empty; True is none."""
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
 Sent = TypeVar("Sent", CompletionRequest, ChatRequest)
 
 
 def parse(kind: type[Sent], body: bytes) -> Sent:
-    """The request of a body.
+    """Parse the body of a request.
 
     Raises:
         BadRequestError: the first thing that is wrong with it, in one line.
@@ -183,13 +198,15 @@ def parse(kind: type[Sent], body: bytes) -> Sent:
         return kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-    name = ".".join(str(part) for part in first["loc"])[:100] or None
+    name = ".".join(str(key) for key in first["loc"])[:100] or None
     field = str(first["loc"][0])[:100] if first["loc"] else None
     if first["type"] == "json_invalid":
-        raise BadRequestError(f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
+        raise BadRequestError(
+            f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
+        )
     if first["type"] == "extra_forbidden" or str(field).endswith("_penalty"):
         raise BadRequestError(f"{name} is not supported; leave it out", field)
-    said = first["msg"].removeprefix("Value error, ")
+    problem = first["msg"].removeprefix("Value error, ")
     if name is None or first["type"] == "missing":
-        raise BadRequestError(said if name is None else f"{name} is missing", field)
-    raise BadRequestError(f"{name}: {said}, given {reprlib.repr(first['input'])}", field)
+        raise BadRequestError(problem if name is None else f"{name} is missing", field)
+    raise BadRequestError(f"{name}: {problem}, given {reprlib.repr(first['input'])}", field)

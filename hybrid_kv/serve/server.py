@@ -1,4 +1,7 @@
-"""From an engine and a socket to a server that ends in order: on request, by a signal, or because its engine failed."""
+"""The server of an engine on a socket, which ends in order.
+
+It ends on request, by a signal, or because its engine failed.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ HARD_LIMIT = 10  # seconds beyond the grace until a reader that does not read is
 
 
 def open_socket(host: str, port: int, has_key: bool) -> socket.socket:
-    """An address of our own; no client can connect before it listens.
+    """Bind an address of our own; no client can connect before it listens.
 
     Args:
         port: 0 takes a free one.
@@ -33,16 +36,21 @@ def open_socket(host: str, port: int, has_key: bool) -> socket.socket:
         ConfigError: it cannot be had, or would serve all machines.
     """
     if not _is_loopback(host) and not has_key:
-        raise ConfigError(f"--host {host} can be reached from other machines: set HYBRID_KV_API_KEY, or use 127.0.0.1")
+        raise ConfigError(
+            f"--host {host} can be reached from other machines: set HYBRID_KV_API_KEY, or use "
+            "127.0.0.1"
+        )
     with ExitStack() as closing:
         try:
-            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            family, kind, protocol, _, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM
+            )[0]
             opened = closing.enter_context(socket.socket(family, kind, protocol))
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             opened.bind(address)
         except (OSError, UnicodeError) as error:
-            said = error.strerror if isinstance(error, OSError) else str(error)
-            raise ConfigError(f"--host {host} --port {port}: {said}; give another") from None
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise ConfigError(f"--host {host} --port {port}: {reason}; give another") from None
         closing.pop_all()
     return opened
 
@@ -55,7 +63,7 @@ def _is_loopback(host: str) -> bool:
 
 
 class _Connection(H11Protocol):
-    """uvicorn's, with a time limit until the headers of the next request are complete."""
+    """uvicorn's connection, with a time limit until a request's headers are complete."""
 
     def __init__(self, receive_timeout: float, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -85,7 +93,7 @@ class _Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Serves an `LLM` over HTTP. `run(sockets=[…])` returns when it has ended.
+    """A server of an `LLM` over HTTP. `run(sockets=[…])` returns when it has ended.
 
     Args:
         max_waiting: sequences that may wait beyond those that run at once.
@@ -93,20 +101,23 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, llm: LLM, access: Access, max_waiting: int = 256, grace: int = 10) -> None:
-        self.access, self.metrics = access, Metrics(llm, access.model)
+        self.access = access
+        self.metrics = Metrics(llm, access.model)
         llm.observers.append(self.metrics)
         self.engine = Engine(llm, max_waiting, self.metrics.begun, self.metrics.ended, self._end)
         self.grace = grace
         app = Front(self.engine, self.metrics, access).app
         http: Any = partial(_Connection, access.receive_timeout)
         limits: Any = {"timeout_graceful_shutdown": grace + HARD_LIMIT, "http": http}
-        super().__init__(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", **limits))
+        super().__init__(
+            uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", **limits)
+        )
 
     def _end(self) -> None:
         self.should_exit = True
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Until a signal; raises what a step raised."""
+        """Serve until a signal; raise what a step raised."""
         self.engine.start()
         try:
             super().run(sockets)
@@ -116,7 +127,10 @@ class Server(uvicorn.Server):
             raise self.engine.failure
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """Ctrl-C and SIGTERM end the server, and nothing else: uvicorn's own would raise them again at its end."""
+        """End the server on Ctrl-C and SIGTERM, and nothing else.
+
+        uvicorn's own would raise them again at its end.
+        """
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self.should_exit = True
 

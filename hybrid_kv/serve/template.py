@@ -1,7 +1,9 @@
-"""From messages to a prompt by a chat template, in a process of its own: a template is a program that came with a file.
+"""Prompts from messages by a chat template, in a process of its own.
 
-The process has limits on CPU time and memory, and its text on characters. Whatever goes wrong in it is one line. The
-environment is that of transformers' `apply_chat_template`.
+A template is a program that came with a file.
+
+The process has limits on CPU time and memory, and its text on characters. Whatever goes wrong in it
+is one line. The environment is that of transformers' `apply_chat_template`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ MAX_MEMORY = 2**29  # bytes
 
 
 def render(template: str, variables: Mapping[str, Any], max_characters: int) -> str:
-    """The text that a template makes of its variables.
+    """Return the text that a template makes of its variables.
 
     Args:
         variables: what JSON can carry.
@@ -35,8 +37,12 @@ def render(template: str, variables: Mapping[str, Any], max_characters: int) -> 
     Raises:
         ConfigError: the template fails, or goes beyond a limit.
     """
-    given = json.dumps({"template": template, "variables": variables, "max_characters": max_characters})
-    child = subprocess.run([sys.executable, "-m", __name__], input=given.encode(), capture_output=True, check=False)
+    given = json.dumps(
+        {"template": template, "variables": variables, "max_characters": max_characters}
+    )
+    child = subprocess.run(
+        [sys.executable, "-m", __name__], input=given.encode(), capture_output=True, check=False
+    )
     if child.returncode == 1:
         raise ConfigError(child.stderr.decode(errors="replace"))
     if child.returncode:
@@ -54,6 +60,10 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
 def _refuse(message: str) -> None:
     raise TemplateError(message)
 
@@ -63,13 +73,16 @@ def _text(template: str, variables: Mapping[str, Any], max_characters: int) -> s
     environment = ImmutableSandboxedEnvironment(**spaces, extensions=[_Generation, loopcontrols])
     # jinja2's own filter escapes HTML.
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda how: datetime.now().strftime(how)}
-    text = ""
+    environment.globals |= {
+        "raise_exception": _refuse,
+        "strftime_now": _strftime_now,
+    }
+    rendered = ""
     for piece in environment.from_string(template).generate(variables):
-        text += piece
-        if len(text) > max_characters:
+        rendered += piece
+        if len(rendered) > max_characters:
             raise TemplateError(f"it makes more than {max_characters} characters")
-    return text
+    return rendered
 
 
 def _main() -> None:

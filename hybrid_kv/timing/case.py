@@ -1,4 +1,4 @@
-"""What can be timed: a `Case`, whose result is checked before and after."""
+"""Cases that can be timed, whose results are checked before and after."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ class WrongResultError(AssertionError):
 
 
 def nothing() -> None:
-    """The `reset` of a case that leaves nothing behind."""
+    """Reset nothing: for a case that leaves nothing behind."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Something to time. Its inputs exist already; nothing but `run` may lie between two readings of a clock.
+    """Something to time.
+
+    Its inputs exist already; nothing but `run` may lie between two readings of a clock.
 
     Attributes:
-        run: one call. On a GPU it only launches; `hybrid_kv.timing.clock.DeviceSubject` synchronises.
-        check: run it on fresh state; the largest error against a reference that is not the code timed. Raises
-            `WrongResultError` beyond its tolerance. It may be called at any time between samples.
+        run: one call. On a GPU it only launches; `hybrid_kv.timing.clock.DeviceSubject`
+            synchronises.
+        check: run it on fresh state; the largest error against a reference that is not the code
+            timed. Raises `WrongResultError` beyond its tolerance. It may be called at any time
+            between samples.
         reset: restore the state that `run` needs; called before every sample, untimed.
         max_repeats: `run` may be called this often after one `reset`.
     """
@@ -35,10 +39,11 @@ class Case:
 
 
 def checked(name: str, case: Case) -> float:
-    """The largest error of the case.
+    """Return the largest error of the case.
 
     Raises:
-        WrongResultError: it is beyond the case's tolerance, or not a finite number; the message begins with `name`.
+        WrongResultError: it is beyond the case's tolerance, or not a finite number; the message
+            begins with `name`.
     """
     try:
         error = case.check()

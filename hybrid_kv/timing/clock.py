@@ -1,10 +1,11 @@
 """The only clock of the project's benchmarks.
 
-Subjects run interleaved in one process, in a new random order each round, and are compared round by round: whatever
-slows the machine slows all of them. The clock of host code is the thread's CPU time, which a busy neighbour does not
-move. A GPU is timed by its own events, one launch at a time. Before each, another buffer passes through the L2 cache:
-launches in a row would find what the one before has left there, and while it passes the host has time to enqueue the
-launch and its events, which would otherwise time Python.
+Subjects run interleaved in one process, in a new random order each round, and are compared round by
+round: whatever slows the machine slows all of them. The clock of host code is the thread's CPU
+time, which a busy neighbour does not move. A GPU is timed by its own events, one launch at a time.
+Before each, another buffer passes through the L2 cache: launches in a row would find what the one
+before has left there, and while it passes the host has time to enqueue the launch and its events,
+which would otherwise time Python.
 """
 
 from __future__ import annotations
@@ -27,14 +28,17 @@ wall_clock = time.perf_counter  # for what other processes do
 
 @dataclass(frozen=True)
 class Subject:
-    """Something to time: `run` is called up to `max_repeats` times in a row, `reset` before that, untimed."""
+    """Something to time: `run` is called up to `max_repeats` times in a row, `reset` before that.
+
+    `reset` is not timed.
+    """
 
     run: Callable[[], object]
     reset: Callable[[], object] = nothing
     max_repeats: int = 1000
 
     def sample(self, repeats: int) -> float:
-        """Seconds per call."""
+        """Return seconds per call."""
         self.reset()
         run = self.run
         start = clock()
@@ -53,7 +57,7 @@ def _passing() -> torch.Tensor:
 
 
 def between_events(run: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    """Call `run`, which launches; the device will have passed the events before and behind it."""
+    """Call `run`, which launches, between two events that the device passes."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     run()
@@ -66,7 +70,7 @@ class DeviceSubject(Subject):
     """A subject whose `run` launches work on the current CUDA device."""
 
     def sample(self, repeats: int) -> float:
-        """Seconds per call on the device; the host waits before and after each."""
+        """Return seconds per call on the device; the host waits before and after each."""
         total = 0.0
         self.reset()
         for _ in range(repeats):
@@ -80,7 +84,7 @@ class DeviceSubject(Subject):
 
 @dataclass(frozen=True)
 class EndToEnd:
-    """Seconds of a call: the host's until it returns, and by the wall until the device has done what it launched."""
+    """Seconds of a call: the host's until it returns, the wall's until the device is done."""
 
     host: float
     wall: float
@@ -107,7 +111,7 @@ class Interval:
 
 
 def calibrate(subject: Subject, sample_seconds: float = 3e-4) -> int:
-    """How often to run a subject so that a sample takes about `sample_seconds`; warms it."""
+    """Return how often to run a subject so that a sample takes about `sample_seconds`; warm it."""
     subject.sample(1)
     once = max(subject.sample(min(3, subject.max_repeats)), 1e-8)
     return int(min(subject.max_repeats, max(1, sample_seconds / once)))
@@ -116,9 +120,10 @@ def calibrate(subject: Subject, sample_seconds: float = 3e-4) -> int:
 def measure(
     subjects: Mapping[str, Subject], repeats: Mapping[str, int], rounds: int
 ) -> dict[str, npt.NDArray[np.float64]]:
-    """Seconds per call of each subject in each round, of so many calls in a row."""
+    """Return seconds per call of each subject in each round, of `repeats` calls in a row."""
     samples: dict[str, list[float]] = {name: [] for name in subjects}
-    order, rng = list(subjects), random.Random(0)
+    order = list(subjects)
+    rng = random.Random(0)
     for _ in range(rounds):
         rng.shuffle(order)
         for name in order:
@@ -127,12 +132,15 @@ def measure(
 
 
 def median(samples: npt.NDArray[np.float64], seed: int = 0, resamples: int = 1000) -> Interval:
-    """The median of samples with its bootstrap interval."""
+    """Return the median of samples with its bootstrap interval."""
     picks = np.random.default_rng(seed).integers(0, len(samples), (resamples, len(samples)))
     low, high = np.quantile(np.median(samples[picks], axis=1), [0.025, 0.975])
     return Interval(float(np.median(samples)), float(low), float(high))
 
 
 def ratio(subject: npt.NDArray[np.float64], base: npt.NDArray[np.float64]) -> Interval:
-    """How many times longer `subject` takes than `base`: median over rounds of the round's own ratio."""
+    """Return how many times longer `subject` takes than `base`.
+
+    It is the median over rounds of the round's own ratio.
+    """
     return median(subject / base)

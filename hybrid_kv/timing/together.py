@@ -25,7 +25,9 @@ class Timed:
     error: float
 
 
-def time_together(cases: Mapping[str, Case], rounds: int, kind: type[Subject] = Subject) -> dict[str, Timed]:
+def time_together(
+    cases: Mapping[str, Case], rounds: int, kind: type[Subject] = Subject
+) -> dict[str, Timed]:
     """Time cases in turns, by name.
 
     Args:
@@ -34,14 +36,21 @@ def time_together(cases: Mapping[str, Case], rounds: int, kind: type[Subject] = 
     Raises:
         WrongResultError: a result is wrong, before or after the timing; no case has a time then.
     """
-    # One thread, as the clock sees only one, and a scheduler's process has no core to spare for others. A second one
-    # also makes the times of small tensors bimodal: 0.25 or 8 ms were seen.
+    # One thread, as the clock sees only one, and a scheduler's process has no core to spare for
+    # others. A second one also makes the times of small tensors bimodal: 0.25 or 8 ms were seen.
     with one_thread():
         before = {name: checked(name, case) for name, case in cases.items()}
-        subjects = {name: kind(case.run, case.reset, case.max_repeats) for name, case in cases.items()}
-        repeats = {name: calibrate(one) for name, one in subjects.items()}
-        round_seconds = sum(repeats[name] * one.sample(1) for name, one in subjects.items())
-        rounds = max(min(rounds, FEWEST_ROUNDS), min(rounds, int(SECONDS / max(round_seconds, 1e-9))))
+        subjects = {
+            name: kind(case.run, case.reset, case.max_repeats) for name, case in cases.items()
+        }
+        repeats = {name: calibrate(subject) for name, subject in subjects.items()}
+        round_seconds = sum(repeats[name] * subject.sample(1) for name, subject in subjects.items())
+        rounds = max(
+            min(rounds, FEWEST_ROUNDS), min(rounds, int(SECONDS / max(round_seconds, 1e-9)))
+        )
         gc.collect()
         samples = measure(subjects, repeats, rounds)
-        return {name: Timed(samples[name], max(before[name], checked(name, case))) for name, case in cases.items()}
+        return {
+            name: Timed(samples[name], max(before[name], checked(name, case)))
+            for name, case in cases.items()
+        }
