@@ -242,11 +242,12 @@ class SpeculativeConfig:
 class EngineConfig:
     """All settings of an `LLM` besides the model.
 
-    `captured_batch_sizes` are the row counts for which a GPU would hold a captured graph. A pure decode step is padded
-    up to the next of them on every device, the CPU included, so that padded and stale rows are exercised without a GPU;
-    larger steps run unpadded. With `async_scheduling` each step is scheduled before the tokens of the step before are
-    known, and blocks are published and freed one step late. `sanitize` follows every slot and block and stops at the
-    first one that does not hold what it should (`hybrid_kv.sanitizer`); `HYBRID_KV_SANITIZE=1` is its default.
+    `captured_batch_sizes` are the row counts that an engine with CUDA graphs captures; here none is captured outside of
+    `bench.gpu`. A pure decode step is padded up to the next of them on every device, the CPU included, so that padded
+    and stale rows are exercised without a GPU; larger steps run unpadded. With `async_scheduling` each step is
+    scheduled before the tokens of the step before are known, and blocks are published and freed one step late.
+    `sanitize` follows every slot and block and stops at the first one that does not hold what it should
+    (`hybrid_kv.sanitizer`); `HYBRID_KV_SANITIZE=1` is its default.
 
     `kernels` chooses how a step is computed: by plain torch, or by one Triton kernel for each operation of the cache
     (block tables, convolution, states, norm, attention); `auto` takes Triton on a GPU where it is installed. Layers

@@ -94,7 +94,7 @@ class EngineObserver(CacheObserver):
         """A request that another engine has begun got its row; its blocks hold all of its tokens but the last.
 
         Args:
-            logical blocks: group by group; of states one block holds the last.
+            logical_blocks: group by group; of states one block holds the last.
         """
 
     def on_failure(self) -> None:

@@ -182,9 +182,10 @@ class Patterns:
             self._block_owner[block] = request_id
 
     def count_step(self, step: Sequence[Ran], history: RecomputeStep | None) -> None:
-        """The patterns of one step that has run, before the engine takes its results.
+        """Count the patterns of one step that has run, before the engine takes its results.
 
-        `recompute`: what its decodes run again in scheme `recompute`, in the first group that has states.
+        Args:
+            history: what its decodes run again in scheme `recompute`, in the first group that has states.
         """
         seen, K = self.seen, self._llm.config.speculative.num_speculative_tokens
         items = [ran.item for ran in step]
