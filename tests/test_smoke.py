@@ -77,9 +77,9 @@ def test_each_command_has_a_row_and_one_that_fails_is_named(
     failed = smoke.run_all(written, smoke.Rules(RULES), table)
     assert failed == ["exit 3: exit code 3, 005.log"]
     rows = [line.strip("| ").split(" | ") for line in (tmp_path / "table.md").read_text().splitlines()[2:]]
-    assert rows[0] == ["page", "`false`", "", "1", "0"]
+    assert rows[0] == ["page", "`false`", "", "1", "0", "0"]
     assert [row[2] for row in rows] == ["", "needs a GPU", "run by ci.yml", "`echo slept`", "", ""]
-    assert rows[1][3:] == ["–", "–"] and rows[4][3] in ("130", "-2")
+    assert rows[1][3:] == ["–", "–", "–"] and rows[4][3] in ("130", "-2")
     assert capsys.readouterr().out.count("\n") == 9
 
 
