@@ -190,8 +190,8 @@ def test_any_two_are_paired_by_question(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_repeats_are_one_vote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     once = ["right"] * 5 + ["wrong"]
-    before = sgl_folder(tmp_path / "a", once, once, ["wrong"] * 6)
-    after = sgl_folder(tmp_path / "b", ["wrong"] * 6, ["wrong"] * 6, once)
+    before = sgl_folder(tmp_path / "a", ["wrong"] * 6, once, once)
+    after = sgl_folder(tmp_path / "b", once, ["wrong"] * 6, ["wrong"] * 6)
     code, printed, _ = call(capsys, "compare", before, after, "--results", tmp_path)
     assert code == 1 and "lost 5" in printed and "p = 0.0312" in printed  # 2**-5: not 2**-10 or 2**-15
     assert "note: 3 answers to a question are one vote" in printed
