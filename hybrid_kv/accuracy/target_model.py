@@ -39,8 +39,10 @@ def start_target(target: str, folder: str | Path, caches: bool = False) -> Targe
         TargetError: the engine does not start.
     """
     kind = kind_of(target)
-    levels = kind.factors.get("prefix", ())
-    started = kind.start(str(resolve_folder(folder)), {"prefix": levels[1]} if caches and levels else {})
+    levels = kind.factors.get("prefix", ()) if caches else ()
+    # `on` is what an engine takes by itself.
+    settings = {"prefix": "on" if "on" in levels else levels[1]} if levels else {}
+    started = kind.start(str(resolve_folder(folder)), settings)
     served = getattr(started, "model", None)
     wanted = Path(folder).name
     if served is not None and Path(served).name != wanted:

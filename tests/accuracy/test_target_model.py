@@ -147,3 +147,31 @@ def test_a_target_is_closed_whatever_happens(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(HybridKVError, match="it died"):
         evaluate(target="fake", limit=1, progress=False)
     assert dying.is_closed
+
+
+@pytest.mark.parametrize(
+    ("levels", "caches", "settings"),
+    [
+        (("off", "all", "on"), True, {"prefix": "on"}),  # what vLLM takes by itself
+        (("off", "align", "all"), True, {"prefix": "align"}),
+        (("off", "align"), False, {}),
+        ((), True, {}),
+    ],
+)
+def test_an_engine_is_started_with_its_own_prefix_cache(
+    levels: tuple[str, ...], caches: bool, settings: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hybrid_kv.accuracy import target_model
+
+    started: list[object] = []
+
+    class Noted(Fake):
+        factors = {"prefix": levels} if levels else {}
+
+        def start(self, folder: str, settings: object) -> Fake:
+            started.append(settings)
+            return self
+
+    monkeypatch.setattr(target_model, "kind_of", lambda _: Noted(Answer(())))
+    target_model.start_target("noted", FOLDER, caches)
+    assert started == [settings]
