@@ -38,7 +38,7 @@ LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Parts:
-    """What an `LLM` is made of."""
+    """The parts of an `LLM`."""
 
     model: Model
     tokenizer: Tokenizer | None
@@ -162,7 +162,7 @@ def _load(
 def _drafts(
     model: str | Path | Model, target: Model, proposer: Proposer | None, config: EngineConfig
 ) -> tuple[Proposer | None, DraftHead | None]:
-    """Where drafts come from: a proposer, a head of the checkpoint, or neither."""
+    """Return the source of drafts: a proposer, a head of the checkpoint, or neither."""
     speculative = config.speculative
     if proposer is not None or speculative.speculative_method is None:
         return proposer, None
@@ -261,13 +261,15 @@ def _offload(
 
 
 def _identity(model: str | Path | Model, runner: ModelRunner, backend: type[AttentionBackend]) -> str:
-    """What a stored block depends on besides the plan: the weights, and how a page is laid out."""
+    """Return what a stored block depends on besides the plan: the weights, and a page's layout."""
     layout = [backend.name, *(str(group.kernel_block_size) for group in runner.groups)]
     return " ".join([*layout, weights_identity(model, runner.model)])
 
 
 def weights_identity(model: str | Path | Model, loaded: Model) -> str:
-    """What a cached value depends on besides the tokens: the weights, and the dtype of the arithmetic.
+    """Return what a cached value depends on besides the tokens.
+
+    That is the weights, and the dtype of the arithmetic.
 
     Args:
         model: what the user gave.

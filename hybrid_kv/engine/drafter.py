@@ -80,7 +80,7 @@ class MTPDrafter:
     compute: Compute
 
     def stage(self, batch: Sequence[ScheduledRequest], token_rows: Ints, positions: Ints) -> Staged[Drafting]:
-        """What the host knows before the step.
+        """Stage the inputs of drafting that the host knows before the step.
 
         Args:
             token_rows, positions: [num_tokens], of the batch.

@@ -1,4 +1,6 @@
-"""What an engine tells a router of its prefix cache, so that the router can send a prompt where most of it is cached.
+"""Events by which an engine tells a router of its prefix cache.
+
+So the router can send a prompt where most of it is cached.
 
     log = EventLog(llm)
     known = KnownCache(log.groups, log.hit_granularity)
@@ -39,7 +41,7 @@ class Group:
 
 @dataclass(frozen=True)
 class CacheEvents:
-    """What lookups find and did not at the last time, and the reverse.
+    """The keys that lookups find since the last events, and those that they do not find any more.
 
     Attributes:
         number: one more than that of the last ones.
@@ -74,7 +76,7 @@ class EventLog(EngineObserver):
         self._is_stored.update((key, False) for key in keys)
 
     def take(self) -> CacheEvents:
-        """What has changed since the last events."""
+        """Return the changes since the last events."""
         if not self._number:
             return self.snapshot()
         stored = frozenset(key for key, is_stored in self._is_stored.items() if is_stored)
@@ -91,7 +93,7 @@ class EventLog(EngineObserver):
 
 
 class KnownCache:
-    """What a router knows of one engine's cache.
+    """A router's knowledge of one engine's cache.
 
     Args:
         groups, hit_granularity: those of the engine's `EventLog`.
@@ -125,7 +127,10 @@ class KnownCache:
         self._next = events.number + 1
 
     def predict(self, token_ids: Sequence[int], salt: str = "") -> int:
-        """How many tokens of a prompt the engine would restore; the last one is always computed."""
+        """Return how many tokens of a prompt the engine would restore.
+
+        The last one is always computed.
+        """
         limit, hashes = len(token_ids) - 1, BlockHashes(salt)
         chains = [hashes.chain(group.block_size, token_ids, limit) for group in self.groups]
         ends = range(limit // self.hit_granularity * self.hit_granularity, 0, -self.hit_granularity)
@@ -134,7 +139,7 @@ class KnownCache:
         )
 
     def _has(self, index: int, chain: Sequence[bytes], end: int) -> bool:
-        """Whether a group can restore so many tokens."""
+        """Return whether a group can restore so many tokens."""
         group = self.groups[index]
         blocks = chain[: end // group.block_size]
         return all((index, block) in self.keys for block in (blocks[-1:] if group.is_state else blocks))

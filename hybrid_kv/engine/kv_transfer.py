@@ -67,12 +67,15 @@ class KVTransfer:
 
     @property
     def nbytes(self) -> int:
-        """Of its tensors."""
+        """Total bytes of the tensors."""
         return sum(part.nbytes for parts in self.layers.values() for part in parts)
 
 
 def pack(request: Request, runner: ModelRunner, weights: str) -> KVTransfer:
-    """What goes over of a running request, none of whose steps is in flight; its states must be in their blocks."""
+    """Pack a running request, none of whose steps is in flight.
+
+    Its states must be in their blocks.
+    """
     row, layers = request.row, dict[str, Tensors]()
     for group, name, spec in _layers(runner):
         views, logical_blocks = runner.views[name], runner.block_tables.tables[group.group_id][row].long()
@@ -159,12 +162,15 @@ def _places(logical_blocks: torch.Tensor, count: int, spec: KVCacheSpec, view: t
 
 
 def _window_rows(spec: MambaSpec) -> list[int | None]:
-    """Of each part the rows of a window that the next step reads, those for drafts left out; None for a state."""
+    """Return, per part, the rows of a window that the next step reads; None for a state.
+
+    Those for drafts are left out.
+    """
     return [part.shape[0] - spec.num_speculative_tokens if part.role == "window" else None for part in spec.parts]
 
 
 def _forms(views: Sequence[torch.Tensor], spec: KVCacheSpec) -> Iterator[Form]:
-    """What an engine keeps, of each part."""
+    """Yield the per-part shape and dtype of an engine's tensors."""
     if not isinstance(spec, MambaSpec):
         yield from ((tuple(view.shape[2:]), view.dtype) for view in views)
         return
@@ -173,7 +179,7 @@ def _forms(views: Sequence[torch.Tensor], spec: KVCacheSpec) -> Iterator[Form]:
 
 
 def _forms_of(parts: Tensors, spec: KVCacheSpec) -> Iterator[Form]:
-    """The same of what was sent."""
+    """Yield the per-part shape and dtype of the received tensors."""
     first = 0 if isinstance(spec, MambaSpec) else 1
     yield from ((tuple(part.shape[first:]), part.dtype) for part in parts)
 

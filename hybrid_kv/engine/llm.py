@@ -28,7 +28,9 @@ LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What became of one prompt. `finish_reason` is stop, length, abort or error; only an error has `error` set.
+    """The outcome of one prompt.
+
+    `finish_reason` is stop, length, abort or error; only an error has `error` set.
 
     `prompt_token_ids` is empty where an error is that the prompt has none: no text, no integers, no tokenizer.
     """
@@ -89,7 +91,7 @@ class LLM:
         # Steps that have run, but whose tokens are not known yet; between two steps `_num_late` of them at most.
         self._in_flight: deque[StepOutput] = deque()
         self._num_late = int(self.config.async_scheduling)
-        # Until a prompt is long enough for a hit, or it was said that none is.
+        # Warn once if no prompt is long enough to hit the prefix cache.
         self._watches_lengths = self.config.cache.enable_prefix_caching
 
     def make_request(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
@@ -276,7 +278,7 @@ class LLM:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to do."""
+        """True if `step` has something to do."""
         return self.scheduler.has_requests and not self.is_sleeping
 
     def _drop_aborted(self) -> list[tuple[Request, str]]:
@@ -316,7 +318,10 @@ class LLM:
         request.prompt_logprobs[start : start + len(new)] = new  # a second time after a preemption
 
     def finish_index(self, request: Request, sampled: Sequence[int]) -> tuple[int, str | None]:
-        """How many of a step's tokens a request keeps, and why the last of these ends it; None if it goes on."""
+        """Return how many of a step's tokens a request keeps, and why the last of these ends it.
+
+        The reason is None if it goes on.
+        """
         params, known = request.params, request.output_token_ids
         room = min(params.max_tokens - len(known), self.config.scheduler.max_model_len - request.num_tokens)
         ends = params.stop_token_ids if params.ignore_eos else {*params.stop_token_ids, *self.eos_token_ids}
@@ -338,7 +343,7 @@ class LLM:
         return self.tokenizer.decode(request.output_token_ids) if self.tokenizer is not None else ""
 
     def output(self, request: Request, reason: str, prompt: str | None = None) -> RequestOutput:
-        """What became of a request that a step has finished, for `reason`."""
+        """Return the outcome of a request that a step has finished, for `reason`."""
         text = self._text(request)
         position = stop_position(text, request.params.stop)
         if position is not None:

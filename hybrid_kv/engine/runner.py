@@ -72,7 +72,7 @@ class Proposer(Protocol):
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What ran, and by request id: the tokens that it gave, and the drafts that follow them.
+    """The batch of a step, and by request id its tokens, and the drafts that follow them.
 
     For requests that want it also how likely the tokens are, and those of the prompt that follow the step's.
     """
@@ -85,7 +85,7 @@ class StepOutput:
 
 
 class Step(NamedTuple):
-    """A step of which all is known but what the model says.
+    """A prepared step, before the model runs.
 
     Attributes:
         rows: [num_reqs], of the engine.
@@ -193,14 +193,14 @@ class ModelRunner:
         return compute_of(group.backend.get_compute(self.device.type, self.kernels, dtypes))
 
     def allocate_memory(self) -> None:
-        """For the blocks, and for what the rollback scheme keeps of each row; all zeros."""
+        """Allocate the blocks, and the rollback scheme's memory of each row; all zeros."""
         config, num_rows = self._memory
         self.raw_buffers += allocate_raw_buffers(config, self.device)
         self.views |= bind_views(config, self.groups, self.raw_buffers)
         self.row_memory |= allocate_row_memory(config, num_rows, self.device)
 
     def free_memory(self) -> None:
-        """The opposite."""
+        """Release the cache memory."""
         for held in (self.raw_buffers, self.views, self.row_memory):
             held.clear()
         if self.device.type == "cuda":
@@ -262,7 +262,7 @@ class ModelRunner:
     def _write_states(
         self, request: Request, due: Callable[[Rollback, Ints, Ints, torch.Tensor], RollbackStep]
     ) -> None:
-        """What is `due` of a request that runs no tokens, in all layers."""
+        """Write the states that are `due` of a request that runs no tokens, in all layers."""
         rows = np.array([request.row], dtype=np.int64)
         gained = self.cursors.num_gained(rows, np.array([request.num_computed_tokens]))
         steps: dict[str, RecomputeStep] = {}
@@ -289,8 +289,9 @@ class ModelRunner:
         return replace(item, num_computed_tokens=known - 1, num_tokens=1 + len(drafts), drafts=drafts)
 
     def _sample(self, step: Step, hidden: torch.Tensor) -> tuple[Any, ...]:
-        """What the host does not wait for: logits, tokens and accepted drafts (see `verify`), drafts that a head
-        proposes. Boundary states are brought home.
+        """Launch logits, tokens and accepted drafts (see `verify`), and the drafts of a head.
+
+        The host does not wait for them. Boundary states are copied to their blocks.
         """
         sampling = step.sampling
         logits = drawn = accepted = proposed = None
@@ -314,7 +315,7 @@ class ModelRunner:
     def _commit(
         self, batch: Sequence[ScheduledRequest], sampling: Sampling, logits: Any, *read: Any
     ) -> tuple[list[list[int]], dict[str, list[TokenLogprobs]]]:
-        """What each request of the batch gets: nothing, a token, or its accepted drafts and one token more."""
+        """Return the tokens of each request: none, one, or its accepted drafts and one more."""
         tokens: list[list[int]] = [[] for _ in batch]
         logprobs: dict[str, list[TokenLogprobs]] = {}
         verified = gained(read[0], read[1], [batch[i].num_drafts for i in sampling.places])
@@ -332,7 +333,7 @@ class ModelRunner:
     def _prompt_logprobs(
         self, batch: Sequence[ScheduledRequest], hidden: torch.Tensor
     ) -> dict[str, list[TokenLogprobs]]:
-        """Of each prompt token whose predecessor the step has computed."""
+        """Return log-probabilities of the prompt tokens whose logits this step produced."""
         found: dict[str, list[TokenLogprobs]] = {}
         start = 0
         for item in batch:
@@ -357,8 +358,8 @@ class ModelRunner:
         window_rows = accepted - 1
         current_blocks = step.current_blocks[:num_reqs].copy()
         if len(copies.rows):
-            # Where the accepted tokens end on the boundary, the next step starts from the copy: it cost the window of
-            # a current state block in the same block its first rows.
+            # If the accepted tokens end exactly on a block boundary, resume from the copied state; copying overwrote
+            # the first window rows of that block.
             ended = copies.rows[copies.drafts + 1 == accepted[copies.rows]]
             current_blocks[ended] = computed[ended] // spec.block_size
             window_rows[ended] = 0

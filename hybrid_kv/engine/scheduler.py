@@ -95,7 +95,7 @@ class Scheduler:
         while index < len(self.running) and budget > 0:
             request = self.running[index]
             # One token is left for each running request behind this one: neither drafts nor a chunk starve a request.
-            # Of what is over, drafts get an equal share, rounded up for the older.
+            # Split the rest of the budget evenly among drafts; older requests get the remainder.
             num_left = len(self.running) - index
             item = self._next(request, budget - num_left + 1, -((num_left - budget) // num_left))
             if item is None:
@@ -135,7 +135,7 @@ class Scheduler:
         try:
             return self._try_to_admit(request, budget, scheduled)
         except HitLostError:
-            # A file that turns out to be bad costs the whole tier this once: its blocks come together or not at all.
+            # Retry without offload: a hit is restored as a whole or not at all.
             return self._try_to_admit(request, budget, scheduled, use_offload=False)
 
     def _try_to_admit(
@@ -182,7 +182,7 @@ class Scheduler:
         request.row = self._free_rows.pop()
 
     def _waits_for_prefix(self, request: Request, num_cached: int, scheduled: Sequence[ScheduledRequest]) -> bool:
-        """Whether a prefill of this step, or of the one in flight, makes the hit of a waiting request longer.
+        """Return whether a prefill of this step, or of that in flight, makes a waiting hit longer.
 
         Then it waits, and so do those behind it: at once, both would compute the same blocks. No wait is endless,
         since those it waits for run.
@@ -221,7 +221,7 @@ class Scheduler:
         )
 
     def _next(self, request: Request, budget: int, draft_budget: int) -> ScheduledRequest | None:
-        """What a running request runs next; nothing if the step in flight is its last."""
+        """Return the next step of a running request; None if the step in flight is its last."""
         flight = request.in_flight
         start = request.progress.computed
         if flight is not None:
@@ -240,7 +240,7 @@ class Scheduler:
         return ScheduledRequest(request, 1 + len(drafts_now), start, NO_BLOCKS, False, True, drafts_now)
 
     def _room(self, request: Request) -> int:
-        """How many more tokens a request can get."""
+        """Return how many more tokens a request can get."""
         left = request.params.max_tokens - len(request.output_token_ids)
         return min(left, self.config.max_model_len - request.num_tokens)
 

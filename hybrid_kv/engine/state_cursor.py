@@ -1,4 +1,4 @@
-"""Where the next step of each row finds its state.
+"""The places where the next step of each row finds its state.
 
 Kept on the host, one entry for each row of the engine: it follows from lengths that the host knows, so nothing is read
 back from the device. It dies with its owner: a new one starts from the end of its hit (vllm!41233).

@@ -19,7 +19,7 @@ class Tokenizer(Protocol):
 
 
 def may_stop(tokenizer: Tokenizer, token_ids: Sequence[int], stops: Sequence[str]) -> bool:
-    """Whether a stop string is in the end of the text, the part that the last token has changed.
+    """Return whether a stop string is in the end of the text, which the last token has changed.
 
     The whole text at every token would be quadratic. Tokens without a character of their own make the tail longer.
     """
@@ -31,7 +31,7 @@ def may_stop(tokenizer: Tokenizer, token_ids: Sequence[int], stops: Sequence[str
 
 
 def stop_position(text: str, stops: Sequence[str]) -> int | None:
-    """Where the first stop string begins in a text."""
+    """Return where the first stop string begins in a text."""
     return min((position for stop in stops if (position := text.find(stop)) >= 0), default=None)
 
 
