@@ -55,11 +55,11 @@ def red(
 
 
 def _print(report: Report, one: Failing) -> None:
-    from hybrid_kv.dashboard.words import day, title
+    from hybrid_kv.dashboard.words import commit_day, title
     from hybrid_kv.errors import printable
 
     def commit(row: Any) -> str:
-        return f"{row.commit[:10] or 'no commit'}{' + changes' * row.dirty}, {day(row)}"
+        return f"{row.commit[:10] or 'no commit'}{' + changes' * row.dirty}, {commit_day(row)}"
 
     info = report.infos.get(one.first.commit)
     since = commit(one.first) + (f", {info.author}" if info else "")

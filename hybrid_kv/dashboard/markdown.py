@@ -8,7 +8,7 @@ from typing import Any
 from hybrid_kv.dashboard.failing import Failing
 from hybrid_kv.dashboard.report import COMMITS, Report
 from hybrid_kv.dashboard.verdicts import SuiteVerdict
-from hybrid_kv.dashboard.words import WORDS, change_text, day, suite_name, title
+from hybrid_kv.dashboard.words import WORDS, change_text, commit_day, suite_name, title
 from hybrid_kv.results.view import plain
 
 # A workflow finds its own comment again by this first line.
@@ -53,7 +53,7 @@ def failing_lines(report: Report, failing: Sequence[Failing]) -> list[str]:
 
 
 def _run(report: Report, row: Any) -> str:
-    return f"{_commit(report, row)} {day(row)}"
+    return f"{_commit(report, row)} {commit_day(row)}"
 
 
 def _commit(report: Report, row: Any) -> str:

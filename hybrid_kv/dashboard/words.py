@@ -91,6 +91,11 @@ def day(row: Any) -> str:
     return str(row.time_utc)[:10]
 
 
+def commit_day(row: Any) -> str:
+    """When a row's commit was made; where that is not known, when it was measured."""
+    return f"{row.moment:%Y-%m-%d}"
+
+
 def with_unit(row: Any) -> str:
     """A row's value with its unit."""
     return metric(row.value, row.unit)

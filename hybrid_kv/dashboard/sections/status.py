@@ -12,7 +12,7 @@ from hybrid_kv.dashboard.draw import coloured, folded, name_of, paragraph, table
 from hybrid_kv.dashboard.failing import Failing, counted
 from hybrid_kv.dashboard.report import Report, Section
 from hybrid_kv.dashboard.verdicts import SuiteVerdict, command_of, overall
-from hybrid_kv.dashboard.words import WORDS, day, suite_name
+from hybrid_kv.dashboard.words import WORDS, commit_day, day, suite_name
 
 NOTHING = "Every check of the newest runs passed, and no level that has no check is worse than it was."
 RULE = (
@@ -54,7 +54,7 @@ def _failure(report: Report, one: Failing) -> list[str]:
 
 
 def _run(report: Report, row: Any) -> str:
-    return report.link(row.commit + "-dirty" * row.dirty) + f", <time>{day(row)}</time>"
+    return report.link(row.commit + "-dirty" * row.dirty) + f", <time>{commit_day(row)}</time>"
 
 
 def suites(report: Report) -> Section | None:
