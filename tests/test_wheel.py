@@ -90,4 +90,4 @@ def test_its_commands_work_outside_a_checkout(wheel: Path, tmp_path: Path) -> No
     assert "`hybrid-kv compare` needs a checkout of hybrid-kv: run it inside one" in done.stderr
     assert not [file for file in found["files"] if Path(file).is_relative_to(ROOT) and ".venv" not in file]
     assert sorted(file.name for file in work.iterdir()) == ["found.json", "out", "site"]
-    assert "✓ pass: 1 of 1 checks of the newest runs\nEvery row is of an installed package.\n" in done.stdout
+    assert "✓ HEAD is right\nright? ✓ yes: 1 of 1 check passed\n" in done.stdout
