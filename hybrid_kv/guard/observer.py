@@ -48,7 +48,7 @@ class Observer(EngineObserver):
     def __init__(self, scenario: Scenario, sequences: Sequence[list[int]], ends: Sequence[int]) -> None:
         self.scenario = scenario
         self.cell: Cell | None = None  # of the scenario, once all that it is meant to exercise has happened
-        self.aborted: set[str] = set()
+        self.aborted: dict[str, int] = {}  # how many tokens each had
         # Each step computes a token of the oldest request, and a request is preempted only for an older one.
         tokens = sum(len(prompt) + p.max_tokens for prompt, p in zip(scenario.prompts, scenario.params, strict=True))
         self._limit = 10 * tokens * max(1, 1, *(event.every for event in scenario.events))
@@ -130,7 +130,7 @@ class Observer(EngineObserver):
             self._forced_preemptions += 1
         elif what == "drop" and (known := [*running, *llm.scheduler.waiting]):
             request = known[len(known) // 2]
-            self.aborted.add(request.request_id)
+            self.aborted.setdefault(request.request_id, len(request.output_token_ids))
             self.seen["abort_waiting"] += request.row < 0
             llm.abort(request.request_id)
         elif what == "evict":
@@ -244,7 +244,7 @@ class Observer(EngineObserver):
         for event in self.scenario.events:
             if event.what == "abort" and event.is_due(llm.num_steps):
                 victim = scheduled[len(scheduled) // 2].request
-                self.aborted.add(victim.request_id)
+                self.aborted.setdefault(victim.request_id, len(victim.output_token_ids))
                 track = self._track(victim)
                 self.patterns.aborted_prompts.add(track.prefix(track.prompt))
                 self.seen["abort_in_flight"] += 1
@@ -478,6 +478,12 @@ class Observer(EngineObserver):
     def _check_metrics(self, outputs: Sequence[RequestOutput]) -> None:
         """What a user reads of a request, re-counted from what the steps ran."""
         for track, output in zip(self.tracks, outputs, strict=True):
+            if output.finish_reason == "abort" and len(output.token_ids) != self.aborted[output.request_id]:
+                raise RuleError(
+                    "abort-tokens",
+                    f"request {output.request_id} had {self.aborted[output.request_id]} tokens when it was aborted, "
+                    f"and ends with {len(output.token_ids)}",
+                )
             if output.finish_reason in ("abort", "error"):
                 continue  # Of its last step it may or may not have heard.
             said = output.cached_tokens, output.num_draft_tokens, output.num_accepted_draft_tokens
