@@ -92,7 +92,7 @@ class Smaller:
         unrehearsed: what of it is not run.
         kernels: of the pretend device; empty: it runs on the CPU.
         swap: arguments and what replaces them.
-        add: arguments before all others.
+        add: arguments before all other options.
         prepare: what is done before it runs.
     """
 
@@ -144,6 +144,11 @@ SMALLER = (
         swap={"--limit=1319": f"--limit={QUESTIONS}"},
         prepare=write_questions,
     ),
+    Smaller(
+        "accuracy divergence",
+        "cached log-probabilities on a device: 8 tokens behind each of 12 prompts are scored on the CPU",
+        add="--limit 12 --max-tokens 8",
+    ),
 )
 UNREHEARSED = (
     "times of a GPU: each launch takes 1 ms here",
@@ -173,7 +178,9 @@ def run_tool(name: str, arguments: list[str]) -> None:
 def run_smaller(smaller: Smaller, name: str, arguments: list[str]) -> None:
     """Run a command that is cut, in this process, which has the pretend device."""
     arguments = [smaller.swap.get(argument, argument) for argument in arguments]
-    position = 2 if name == "python" else 1
+    position = 2  # behind the module
+    if name != "python":
+        position = next(index for index, argument in enumerate(arguments) if argument.startswith("-"))
     arguments[position:position] = shlex.split(smaller.add)
     with ExitStack() as stack:
         if smaller.kernels:
