@@ -36,8 +36,8 @@ bench: $(STAMP)
 	$(BIN)/python -m bench --out results/microbench.csv
 
 history: $(STAMP)
-	$(BIN)/python -m bench.harness.history "$$N"
-	if [ "$$RESULTS" != results ]; then mkdir -p "$$RESULTS/asv" && cp -r .asv/results/. "$$RESULTS/asv"; fi
+	$(BIN)/python -m bench.harness.history "$$N" $${RANGE:+--range "$$RANGE"} $${STEPS:+--steps "$$STEPS"}
+	if [ "$$RESULTS" != results ]; then mkdir -p "$$RESULTS/asv" && cp -r results/asv/. "$$RESULTS/asv"; fi
 
 asv-page: $(STAMP)
 	bash .ci/asv-page $(BIN)/asv

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
+from hybrid_kv.cache import spec
 from hybrid_kv.cache.manager import KVCacheManager
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, RollbackSpec, StatePart
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, StatePart
 from hybrid_kv.config import SchedulerConfig
 from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.request import Request
@@ -19,13 +21,19 @@ LIMIT = 16384  # max_model_len
 MAMBA_GROUPS = 4  # and one of attention, as Nemotron-3-Nano has them
 
 
+def _drafts(K: int) -> dict[str, Any]:
+    """Return the field of `MambaSpec` that tells the draft tokens; before commit 79aa965 it had another name."""
+    if hasattr(spec, "RollbackSpec"):
+        return {"rollback": spec.RollbackSpec(K)}
+    return {"undo": spec.UndoSpec(K)}
+
+
 def manager(mode: str, K: int, num_blocks: int) -> KVCacheManager:
     """Mode `attention` has no Mamba groups."""
     specs: list[KVCacheGroupSpec] = []
     if mode != "attention":
-        state = MambaSpec(
-            BLOCK_SIZE, (StatePart("state", (1,), torch.int32),), mamba_cache_mode=mode, rollback=RollbackSpec(K)
-        )
+        parts = (StatePart("state", (1,), torch.int32),)
+        state = MambaSpec(BLOCK_SIZE, parts, mamba_cache_mode=mode, **_drafts(K))
         specs += [KVCacheGroupSpec((f"mamba {i}",), state) for i in range(MAMBA_GROUPS)]
     specs.append(KVCacheGroupSpec(("attention",), FullAttentionSpec(BLOCK_SIZE, 1, 1, torch.int32)))
     return KVCacheManager(KVCacheConfig(num_blocks, tuple(specs)), mode != "none", max_model_len=LIMIT)

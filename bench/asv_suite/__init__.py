@@ -1,6 +1,7 @@
-"""The folder that asv is given: the benchmarks of `bench/` as classes, made by `bench.harness.asv_classes`.
+"""The benchmarks that asv lists, a file for each suite of `bench/`.
 
-asv imports all of its folder for every benchmark; of `bench/` that would be more than an older `hybrid_kv` can import.
+asv puts this folder's parent on `sys.path` and nothing else of the checkout. `bench` is loaded from where it lies:
+with the whole checkout on the path, its `hybrid_kv` would hide the one of the commit that asv has installed.
 """
 
 from __future__ import annotations
@@ -11,12 +12,17 @@ from pathlib import Path
 
 BENCH = Path(__file__).resolve().parents[1]
 
-if __name__ == "asv_suite":
-    # asv knows this folder alone. On sys.path the checkout would bring its `hybrid_kv`, not the one that asv installed.
+
+def load_bench() -> None:
+    """Make `import bench` find the package beside this folder."""
     spec = importlib.util.spec_from_file_location(
         "bench", BENCH / "__init__.py", submodule_search_locations=[str(BENCH)]
     )
-    sys.modules["bench"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules["bench"])
+    assert spec is not None and spec.loader is not None
+    package = importlib.util.module_from_spec(spec)
+    sys.modules["bench"] = package
+    spec.loader.exec_module(package)
 
-globals().update(importlib.import_module("bench.harness.asv_classes").classes())
+
+if "bench" not in sys.modules:
+    load_bench()

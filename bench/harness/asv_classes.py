@@ -1,163 +1,176 @@
-"""What `asv run` times: the registry's cells, a class per benchmark, under names that begin with the suite.
+"""What the classes in `bench/asv_suite/` share: a case of the registry, built once and reset before each sample.
 
-There is no `setup`: with asv_runner >= 0.3 it would mean one cold call per sample. A cell is built, checked and warmed
-by the first call, which asv spends on warming up, and checked again behind every sample; none of that counts, since
-asv reads a clock that runs inside our own samples alone. asv's verdict on a shared machine is no evidence: it draws the
-history, `hybrid-kv compare` judges.
-
-Names: `SUITE.time_X` is host code; `SUITE.time_launch_X` what a launch costs the host and `SUITE.time_X_sync` what it
-takes the device; `SUITE.track_METRIC` an exact number; `SUITE.peakmem_X` the peak of a process.
+asv (asv_runner >= 0.3) calls `setup` before every sample and `teardown` after it. The first `setup` of a process
+builds the case and checks its result, the later ones only reset it; each `teardown` checks again. A sample is `calls`
+calls in a row: a single one of a microsecond would be mostly the reading of the clock. The other class attributes are
+asv's own.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
+import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from bench.harness import registry
-from bench.harness.cells import Case, Cell
-from bench.harness.measurement import kind_of, runs_here
-from hybrid_kv.timing.case import checked
-from hybrid_kv.timing.clock import Subject, calibrate
+from bench.harness.cells import Case, Cell, Counts, Scalar
+from hybrid_kv.timing.case import ENGINE, checked
+from hybrid_kv.timing.clock import ratio
+
+torch.set_num_threads(1)  # A second thread makes the times of small tensors bimodal: 0.25 or 8 ms were seen.
+RATIO_ROUNDS = 25
 
 
 @dataclass(frozen=True)
-class LaunchSubject(Subject):
-    """A subject whose `run` launches: what that costs the host. The device is left to finish afterwards, untimed."""
+class Grid:
+    """The cells of one benchmark: what asv calls `params`, `param_names` and `version`."""
 
-    def sample(self, repeats: int) -> float:
-        """Seconds per call of the host."""
-        torch.cuda.synchronize()
-        try:
-            return super().sample(repeats)
-        finally:
-            torch.cuda.synchronize()
+    cells: tuple[Cell, ...]
+
+    @classmethod
+    def of(cls, cells: Sequence[Cell], benchmark: str) -> Grid:
+        """Return the cells of that benchmark."""
+        return cls(tuple(cell for cell in cells if cell.benchmark == benchmark))
+
+    @property
+    def rivals(self) -> list[list[Scalar]]:
+        """The values of each parameter, without the engine among the subjects."""
+        return [[value for value in values if value != ENGINE] for values in self.params]
+
+    @property
+    def param_names(self) -> list[str]:
+        return list(self.cells[0].params)
+
+    @property
+    def params(self) -> list[list[Scalar]]:
+        """The values of each parameter."""
+        return [list(dict.fromkeys(cell.params[name] for cell in self.cells)) for name in self.param_names]
+
+    @property
+    def version(self) -> str:
+        """A digest of the function that builds a case: edited, it starts a new history."""
+        build: Any = self.cells[0].make
+        while hasattr(build, "func"):
+            build = build.func
+        return f"{zlib.crc32(inspect.getsource(build).encode()):08x}"
+
+    def cell(self, *values: Scalar) -> Cell:
+        """Return the cell with these values of the parameters."""
+        return next(cell for cell in self.cells if tuple(cell.params.values()) == values)
 
 
-torch.set_num_threads(1)  # A second thread makes the times of small tensors bimodal: 0.25 or 8 ms were seen.
-_seconds = 0.0  # of a call of every sample so far
-_made: dict[str, tuple[Case, dict[str, tuple[Subject, int]]]] = {}
+def made(cell: Cell) -> Any:
+    """Return the cell's case or counts.
+
+    Raises:
+        NotImplementedError: the machine has no GPU, or this `hybrid_kv` lacks an interface. asv takes it for a skip.
+    """
+    if cell.tier == "gpu" and not torch.cuda.is_available():
+        raise NotImplementedError("no GPU")
+    try:
+        return cell.make()
+    except (ImportError, AttributeError, TypeError) as error:
+        raise NotImplementedError(f"this hybrid_kv lacks what {cell.key} needs: {error}") from error
+
+
+_cases: dict[str, Case] = {}
+
+
+def prepared(cell: Cell) -> Case:
+    """Return the cell's case, built and checked by the first call in this process.
+
+    Raises:
+        NotImplementedError: see `made`.
+        WrongResultError: the result is wrong.
+    """
+    if cell.key not in _cases:
+        case = made(cell)
+        checked(cell.key, case)
+        _cases[cell.key] = case
+    return _cases[cell.key]
 
 
 class Timed:
-    """What asv needs to know of all timed benchmarks."""
+    """A case that is timed on the host."""
 
-    # asv reads this clock, calls, and reads it again: what a call spends on building, checking and resetting its
-    # subject, and in waiting for a device, does not count.
-    timer = staticmethod(lambda: _seconds)
-    number = 5  # calls per sample, each a mean over about 0.3 ms
-    repeat = (3, 15, 1.0)
+    timer = time.thread_time  # A busy neighbour moves asv's default, the wall clock: docs/measuring.md.
+    rounds = 1
+    repeat = (5, 20, 1.0)  # samples: at least, at most, seconds
     warmup_time = 0.1
     timeout = 120
-    by_values: Mapping[tuple[Any, ...], Cell]
+    calls = 10
+    grid: Grid
+    case: Case | None = None  # stays so where `setup` let asv skip it
 
-    def teardown(self, *values: Any) -> None:
-        """Check again."""
-        key = self.by_values[values].key
-        if key in _made:
-            checked(key, _made[key][0])
+    def setup(self, *values: Scalar) -> None:
+        self.case = prepared(self.grid.cell(*values))
+        self.case.reset()
 
+    def teardown(self, *values: Scalar) -> None:
+        if self.case is not None:
+            checked(self.grid.cell(*values).key, self.case)
 
-def _skip(reason: str) -> None:
-    from asv_runner.benchmarks.mark import SkipNotImplemented
-
-    raise SkipNotImplemented(reason)
-
-
-def _sample(cell: Cell, kind: str) -> None:
-    """One call as asv sees it: a sample, which moves the clock on by the mean over its runs."""
-    global _seconds
-    if not runs_here(cell):
-        _skip("no GPU")
-    if cell.key not in _made:
-        try:
-            case = cell.make()
-        except (ImportError, AttributeError, TypeError) as error:
-            _skip(f"this version of hybrid_kv lacks what {cell.key} needs: {error}")
-        checked(cell.key, case)
-        _made[cell.key] = case, {}
-    case, subjects = _made[cell.key]
-    if kind not in subjects:
-        subject = (LaunchSubject if kind == "launch" else kind_of(cell))(case.run, case.reset, case.max_repeats)
-        subjects[kind] = subject, calibrate(subject)
-    subject, repeats = subjects[kind]
-    _seconds += subject.sample(repeats)
+    def run(self) -> None:
+        """Run the calls of one sample."""
+        assert self.case is not None
+        run = self.case.run
+        for _ in range(self.calls):
+            run()
 
 
-def _timed(kind: str) -> Any:
-    def time(self: Any, *values: Any) -> None:
-        _sample(self.by_values[values], kind)
+class TimedOnDevice(Timed):
+    """A case that launches kernels: timed by the wall clock, one call a sample."""
 
-    return time
+    timer = time.perf_counter
+    calls = 1
 
+    def setup(self, *values: Scalar) -> None:
+        super().setup(*values)
+        torch.cuda.synchronize()
 
-def _tracked(unit: str, metric: str) -> Any:
-    def track(self: Any, *values: Any) -> float:
-        counts = self.by_values[values].make()
-        return counts[metric].value if metric in counts else float("nan")
+    def teardown(self, *values: Scalar) -> None:
+        if self.case is not None:
+            torch.cuda.synchronize()
+        super().teardown(*values)
 
-    track.unit = unit
-    return track
-
-
-def method_names(cell: Cell) -> dict[str, str]:
-    """Of the benchmarks that asv has for the cell; of each the metric, or `device` or `launch` of a time."""
-    name = cell.benchmark
-    if cell.tier == "gpu":
-        return {f"time_launch_{name}": "launch", f"time_{name}_sync": "device"}
-    if cell.tier == "cpu":
-        return {f"time_{name}": "device"}
-    return {f"track_{metric}": metric for metric in cell.units}
+    def run_sync(self) -> None:
+        """Run the call of one sample and wait for the device."""
+        self.run()
+        torch.cuda.synchronize()
 
 
-def asv_name(cell: Cell, method: str) -> str:
-    """As asv's `--bench` sees it, parameters included."""
-    return f"{cell.suite}.{method}({', '.join(map(repr, cell.params.values()))})"
+class Counted:
+    """A cell of exact numbers."""
+
+    timeout = 120
+    grid: Grid
+    counts: Counts
+
+    def setup(self, *values: Scalar) -> None:
+        self.counts = made(self.grid.cell(*values))
 
 
-def _class(of: Sequence[Cell]) -> type:
-    first = of[0]
-    names = tuple(first.params)
-    source = inspect.getsource(sys.modules[f"bench.{first.suite}"])
-    members: dict[str, Any] = {
-        "__doc__": f"{first.suite}/{first.benchmark}",
-        "by_values": {tuple(cell.params.values()): cell for cell in of},
-        "param_names": names,
-        "params": tuple(list(dict.fromkeys(cell.params[name] for cell in of)) for name in names),
-        "version": f"{zlib.crc32(source.encode()):08x}",  # an edited suite starts a new history
-    }
-    for method, of_what in method_names(first).items():
-        is_count = first.tier == "count"
-        members[method] = _tracked(first.units[of_what], of_what) if is_count else _timed(of_what)
-        members[method].__name__ = method
-        members[method].benchmark_name = f"{first.suite}.{method}"  # what stands before the dot is a group of its pages
-    return type(f"{first.suite}_{first.benchmark}", (object if first.tier == "count" else Timed,), members)
+class Compared:
+    """A rival of the engine, timed in turns with it: whatever slows the machine slows both."""
 
+    timeout = 120
+    grid: Grid  # the last parameter is the subject
+    cases: dict[str, Case]
 
-class PeakMemory:
-    """Peaks of a process; that of a process which only imports everything is there to be subtracted."""
+    def setup(self, *values: Scalar) -> None:
+        *shape, _ = values
+        self.cases = {
+            "rival": made(self.grid.cell(*values)),
+            ENGINE: made(self.grid.cell(*shape, ENGINE)),
+        }
 
-    params = (["reference", "none", "align", "all"],)
-    param_names = ("mode",)
+    def ratio(self) -> float:
+        """Return how many times as long as the engine the rival takes, checked before and after."""
+        from hybrid_kv.timing.together import time_together
 
-    def peakmem_generate(self, mode: str) -> None:
-        values = {"mode": mode, "num_reqs": 4}
-        for cell in registry.cells():
-            if cell.benchmark == "nemotron" and dict(cell.params) == values:
-                cell.make().run()
-
-    peakmem_generate.benchmark_name = "end_to_end.peakmem_generate"
-
-
-def classes() -> dict[str, type]:
-    """By name, one for each benchmark of the registry and one for peaks."""
-    found: dict[tuple[str, str], list[Cell]] = {}
-    for cell in registry.cells():
-        found.setdefault((cell.suite, cell.benchmark), []).append(cell)
-    return {one.__name__: one for one in (*map(_class, found.values()), PeakMemory)}
+        timed = time_together(self.cases, RATIO_ROUNDS)
+        return ratio(timed["rival"].samples, timed[ENGINE].samples).value

@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 from hybrid_kv.errors import HybridKVError
 from hybrid_kv.results.origin import provenance
@@ -61,20 +60,21 @@ def check_writable(path: str | Path) -> None:
         path.unlink()
 
 
-def append_rows(path: str | Path, rows: Sequence[Row], *, commit: str | None = None) -> None:
+def append_rows(path: str | Path, rows: Sequence[Row], **replaced: object) -> None:
     """Append rows, each once, none between those of another process; all, or none if writing fails.
 
     A last line without an end is cut off first, with a warning. A process killed while it appends
     leaves whole rows.
 
     Args:
-        commit: what was measured, where that is not the checkout's HEAD.
+        replaced: columns that are not those of this process and of now, such as the commit that
+            was measured.
 
     Raises:
         HybridKVError: the file cannot be written or has another header.
     """
     path = Path(path)
-    data = _encoded(rows, {} if commit is None else {"commit": commit})
+    data = _encoded(rows, replaced)
     with _locked(path) as descriptor:
         check_header(path, os.pread(descriptor, 4096, 0))
         size = _cut_torn_line(path, descriptor)
@@ -88,7 +88,7 @@ def append_rows(path: str | Path, rows: Sequence[Row], *, commit: str | None = N
             raise
 
 
-def _encoded(rows: Sequence[Row], replaced: Mapping[str, Any]) -> bytes:
+def _encoded(rows: Sequence[Row], replaced: Mapping[str, object]) -> bytes:
     moment = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     shared = vars(provenance()) | {"schema": SCHEMA, "time_utc": moment, **replaced}
     lines = io.StringIO()

@@ -44,16 +44,19 @@ def metric_key(name: str) -> str:
 
 @dataclass(frozen=True)
 class Receipt:
-    """Proof that a timed result was right: compared with its reference before and after timing."""
+    """Proof that a timed result was right: compared with its reference before and after timing.
+
+    `max_error` is None where only that it lies within its tolerance was kept.
+    """
 
     checked_before: bool
     checked_after: bool
-    max_error: float
+    max_error: float | None
 
     def __post_init__(self) -> None:
         if not (self.checked_before and self.checked_after):
             raise ValueError("a timing must be checked before and after it was taken")
-        if not math.isfinite(self.max_error) or self.max_error < 0:
+        if self.max_error is not None and not 0 <= self.max_error < math.inf:
             raise ValueError(f"max_error={self.max_error} proves nothing")
 
 

@@ -90,5 +90,5 @@ def test_a_history_that_is_interrupted_ends_asv(tmp_path, monkeypatch):
 
     monkeypatch.setattr(history.subprocess, "Popen", Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        history._asv("run")
+        history.run_asv("run")
     assert is_over(seen[0])

@@ -1,7 +1,7 @@
 """What asv finds, what it knows of it, and that it measures what is right or nothing."""
 
-import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,163 +12,217 @@ import pytest
 import torch
 
 from bench.harness import asv_classes, history, registry
-from bench.harness import cells as cases
-from bench.harness.cells import Case, Cell, WrongResultError
+from bench.harness.asv_classes import Compared, Counted, Grid, Timed, TimedOnDevice
+from bench.harness.cells import Case, Cell, Count, WrongResultError
 from hybrid_kv.errors import HybridKVError
 from tests.bench.harness.test_measurement import failing_after
 
 ROOT = Path(asv_classes.__file__).resolve().parents[2]
-CLASSES = asv_classes.classes()
+RATIOS = {"kernel_blocks.Lead"}
+PEAKS = {"end_to_end.Memory"}
 
 
-def everything():
-    """Names of all that asv runs but the peaks, parameters included."""
-    return [
-        asv_classes.asv_name(cell, method) for cell in registry.cells() for method in asv_classes.method_names(cell)
-    ]
+def made_by(base, make, tier="cpu", **params):
+    """Return a class as a suite has them, of one cell."""
+    cell = Cell("offload", "some_thing", params or {"x": 1}, tier, make, True)
+    return type("SomeThing", (base,), {"grid": Grid((cell,)), "calls": 3})()
 
 
-@pytest.fixture
-def registered(monkeypatch):
-    """Make asv classes of other cells."""
-    monkeypatch.setattr(asv_classes, "_made", {})
-
-    def use(make, tier="cpu"):
-        units = {"blocks": "blocks"} if tier == "count" else {}
-        return asv_classes._class([Cell("offload", "some_thing", {"x": 1}, tier, make, True, None, units)])()
-
-    return use
+@pytest.fixture(autouse=True)
+def no_cases(monkeypatch):
+    monkeypatch.setattr(asv_classes, "_cases", {})
 
 
-def test_a_call_is_a_sample_and_building_and_checking_do_not_count(registered, monkeypatch):
+def test_a_case_is_built_once_reset_before_each_sample_and_checked_behind_it():
     calls = []
 
     def make():
         calls.append("make")
-        return Case(lambda: None, lambda: calls.append("check") or 0.0, lambda: calls.append("reset"), 5)
+        return Case(lambda: calls.append("run"), lambda: calls.append("check") or 0.0, lambda: calls.append("reset"))
 
-    one = registered(make)
-    monkeypatch.setattr(asv_classes.Subject, "sample", lambda self, repeats: 0.5)
-    before = one.timer()
-    one.time_some_thing(1)
-    one.time_some_thing(1)
-    assert one.timer() - before == 1.0
-    assert calls == ["make", "check"]
-    one.teardown(1)
-    assert calls == ["make", "check", "check"]
+    subject = made_by(Timed, make)
+    for _ in range(2):
+        subject.setup(1)
+        subject.run()
+        subject.teardown(1)
+    sample = ["reset", "run", "run", "run", "check"]
+    assert calls == ["make", "check", *sample, *sample]
 
 
-def test_a_wrong_result_fails_before_and_after(registered):
-    one = registered(lambda: failing_after(0))
+def test_a_wrong_result_has_no_time():
     with pytest.raises(WrongResultError, match="injected"):
-        one.time_some_thing(1)
-    one.teardown(1)  # nothing was made
-    one = registered(lambda: failing_after(1))
-    one.time_some_thing(1)
+        made_by(Timed, lambda: failing_after(0)).setup(1)
+    subject = made_by(Timed, lambda: failing_after(1))
+    subject.setup(1)
     with pytest.raises(WrongResultError, match="injected"):
-        one.teardown(1)
+        subject.teardown(1)
 
 
-def test_what_an_older_version_lacks_is_skipped(registered, monkeypatch):
-    from asv_runner.benchmarks.mark import SkipNotImplemented
-
+@pytest.mark.parametrize("base", [Timed, Counted, Compared])
+def test_what_an_older_version_lacks_is_skipped(base):
     def make():
         raise ImportError("no such kernel")
 
-    with pytest.raises(SkipNotImplemented, match="no such kernel"):
-        registered(make).time_some_thing(1)
+    subject = made_by(base, make)
+    with pytest.raises(NotImplementedError, match="no such kernel"):
+        subject.setup(1)
+    getattr(subject, "teardown", lambda *_: None)(1)  # asv calls it all the same
+
+
+def test_a_gpu_benchmark_is_skipped_without_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    one = registered(make, "gpu")
-    for method in (one.time_launch_some_thing, one.time_some_thing_sync):
-        with pytest.raises(SkipNotImplemented, match="GPU"):
-            method(1)
+    subject = made_by(TimedOnDevice, lambda: pytest.fail("made"), "gpu")
+    with pytest.raises(NotImplementedError, match="no GPU"):
+        subject.setup(1)
+    subject.teardown(1)
 
 
-def test_tracked_numbers_have_units(registered):
-    one = registered(lambda: {"blocks": cases.Count(7, "blocks")}, "count")
-    assert one.track_blocks(1) == 7
-    assert type(one).track_blocks.unit == "blocks"
-    missing = registered(dict, "count").track_blocks(1)
-    assert missing != missing
+@pytest.mark.gpu
+def test_a_launch_and_its_end_are_timed_apart():
+    x = torch.randn(4096, 4096, device="cuda")
+    subject = made_by(TimedOnDevice, lambda: Case(lambda: x @ x, lambda: 0.0), "gpu")
+    subject.setup(1)
+    begin = subject.timer()
+    subject.run()
+    launched = subject.timer()
+    torch.cuda.synchronize()
+    subject.run_sync()
+    assert subject.timer() - launched > launched - begin > 0
+    subject.teardown(1)
 
 
-def test_an_edited_suite_starts_a_new_history(monkeypatch):
-    cell = next(cell for cell in registry.cells() if cell.suite == "ssd")
-    before = asv_classes._class([cell]).version
-    assert before == CLASSES["ssd_chunk_scan"].version != CLASSES["offload_store"].version
-    source = inspect.getsource
-    monkeypatch.setattr(asv_classes.inspect, "getsource", lambda module: source(module) + "#")
-    assert asv_classes._class([cell]).version != before
+def test_counts_are_those_of_the_cell():
+    subject = made_by(Counted, lambda: {"blocks": Count(7, "blocks")}, "count")
+    subject.setup(1)
+    assert subject.counts["blocks"].value == 7
 
 
-def test_asv_finds_the_benchmarks():
-    """asv's own discovery, which imports every module of the folder, as it would in an environment of its own."""
+def test_a_rival_is_compared_with_the_engine_of_the_same_case():
+    ran = []
+
+    def cell(subject, work):
+        def run():
+            ran.append(subject)
+            sum(range(work))
+
+        return Cell("s", "b", {"x": 1, "subject": subject}, "cpu", lambda: Case(run, lambda: 0.0))
+
+    grid = Grid((cell("list", 20_000), cell("engine", 1000)))
+    assert grid.params == [[1], ["list", "engine"]]
+    assert grid.rivals == [[1], ["list"]]
+    subject = type("Lead", (Compared,), {"grid": grid})()
+    subject.setup(1, "list")
+    assert subject.ratio() > 2
+    assert set(ran) == {"list", "engine"}
+
+
+def test_an_edited_case_starts_a_new_history():
+    def build(x):
+        return x
+
+    def edited(x):
+        return x + 0
+
+    one, other = (Grid((Cell("s", "b", {"x": 1}, "cpu", function),)).version for function in (build, edited))
+    assert one != other
+    assert one == Grid((Cell("s", "b", {"x": 2}, "cpu", build),)).version
+
+
+@pytest.fixture(scope="module")
+def listed():
+    """What asv's own discovery finds, in a process that knows nothing of the checkout: name, parameters, unit."""
     code = (
         "import json, sys; from asv_runner.discovery import disc_benchmarks, update_sys_path\n"
-        "update_sys_path('bench/asv_suite'); sys.path.pop(0)\n"
-        "print(json.dumps([(one.name, one.params) for one in disc_benchmarks('bench/asv_suite')]))"
+        "update_sys_path('bench/asv_suite'); sys.path.remove('')\n"
+        "print(json.dumps([(one.name, one.params, one.unit) for one in disc_benchmarks('bench/asv_suite')]))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    given = {f"{name}({', '.join(values)})" for name, params in found for values in product(*params)}
-    peaks = {f"end_to_end.peakmem_generate({mode!r})" for mode in ("reference", "none", "align", "all")}
-    assert given == {*everything()} | peaks
-    assert "scheduler.time_decode('all', 3, 16)" in given
-    assert "state_update.time_launch_slots_kernel" in {name for name, _ in found}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def methods(cell):
+    name = cell.benchmark
+    if cell.tier == "gpu":
+        return [f"time_launch_{name}", f"time_{name}_sync"]
+    return [f"time_{name}"] if cell.tier == "cpu" else [f"track_{metric}" for metric in cell.units]
+
+
+def class_of(name):
+    return name.rpartition(".")[0]
+
+
+def test_asv_lists_every_cell_of_the_registry(listed):
+    given = sorted(
+        (name.split(".")[0], name.split(".")[2], values)
+        for name, params, _ in listed
+        if class_of(name) not in RATIOS | PEAKS
+        for values in product(*params)
+    )
+    wanted = sorted(
+        (cell.suite, method, tuple(map(repr, cell.params.values())))
+        for cell in registry.cells()
+        for method in methods(cell)
+    )
+    assert given == wanted
+
+
+def test_numbers_have_the_units_of_their_cells(listed):
+    units = {(cell.suite, f"track_{name}"): unit for cell in registry.cells() for name, unit in cell.units.items()}
+    found = {(name.split(".")[0], name.split(".")[2]): unit for name, _, unit in listed if ".track_" in name}
+    assert found.pop(("kernel_blocks", "track_ratio")) == "time ratio"
+    assert found == units
+
+
+def test_a_sample_asks_no_more_calls_than_a_case_allows():
+    import importlib
+
+    for suite in registry.suites():
+        module = importlib.import_module(f"bench.asv_suite.{suite}")
+        for benchmark in vars(module).values():
+            if isinstance(benchmark, type) and issubclass(benchmark, Timed) and benchmark.__module__ == module.__name__:
+                quick = [cell for cell in benchmark.grid.cells if cell.quick and cell.tier == "cpu"]
+                for cell in quick:
+                    assert benchmark.calls <= cell.make().max_repeats, cell.key
+
+
+def test_thresholds_know_every_benchmark_once(listed):
+    thresholds = json.loads((ROOT / "asv.conf.json").read_text())["regressions_thresholds"]
+    for name, *_ in listed:
+        matching = [pattern for pattern in thresholds if re.match(pattern, name)]
+        assert len(matching) == 1, (name, matching)
+    assert thresholds[r".*\.track_"] == 0.0
 
 
 # ---- history ----
 
 
-def test_history_takes_one_quick_cell_of_every_suite_and_tier():
-    chosen = history.chosen()
-    assert {cell.suite for cell in chosen} == set(registry.suites())
-    assert all(cell.quick and cell.promise is None for cell in chosen)
-    assert len({(cell.suite, cell.tier) for cell in chosen}) == len(chosen) < 25
+def test_the_history_is_of_listed_benchmarks_and_asv_takes_no_others(listed):
+    names = [f"{name}({', '.join(values)})" for name, params, _ in listed for values in product(*params)]
+    pattern = re.compile(history.pattern())
+    assert {name for name in names if pattern.search(name)} >= set(history.BENCHMARKS)
+    assert {*history.BENCHMARKS, *history.ON_A_GPU} <= set(names)
+    if not torch.cuda.is_available():
+        assert sum(bool(pattern.search(name)) for name in names) == len(history.BENCHMARKS)
 
 
-def test_the_pattern_matches_the_chosen_and_nothing_else():
-    chosen = history.chosen()
-    pattern = re.compile(history.pattern(chosen))
-    found = [name for name in everything() if pattern.search(name)]
-    assert len(found) == sum(len(asv_classes.method_names(cell)) if cell.tier == "gpu" else 1 for cell in chosen)
-    assert "engine_step.time_decode_block('all', 3, 4)" in found
-    assert pattern.search("end_to_end.peakmem_generate('reference')")
-
-
-@pytest.mark.parametrize(("codes", "expected"), [((0, 0, 0), 0), ((0, 2, 0), 0), ((0, 1), 2), ((1,), 2)])
-def test_history_runs_asv(monkeypatch, codes, expected, capsys):
-    ran = []
-
-    def asv(*arguments, given=""):
-        ran.append((arguments, given))
-        return codes[len(ran) - 1]
-
-    monkeypatch.setattr(history, "_asv", asv)
-    monkeypatch.setattr(history, "machine_name", lambda: "here")
-    log = subprocess.CompletedProcess((), 0, stdout="b\na\n")
-    monkeypatch.setattr(history.subprocess, "run", lambda command, **k: log if "-n2" in command else pytest.fail("git"))
-    assert history.main(["2"]) == expected
-    assert len(ran) == len(codes)
-    if len(ran) > 1:
-        arguments, given = ran[1]
-        assert arguments[0] == "run" and arguments[-1] == "HASHFILE:-"
-        assert given == "b\na\n"
-        assert arguments[arguments.index("--machine") + 1] == ran[0][0][-1] == "here"
-
-
-@pytest.mark.parametrize("given", [["abc"], ["0"], ["-1"], ["1", "2"], ["2.5"]])
+@pytest.mark.parametrize("given", [["abc"], ["0"], ["-1"], ["2.5"], ["5", "--steps", "0"]])
 def test_history_of_no_number_is_refused(given):
-    with pytest.raises(HybridKVError, match=f"'{' '.join(given)}' is no number of commits; give one of 1 or more"):
+    with pytest.raises((HybridKVError, SystemExit)) as refused:
         history.main(given)
+    assert given[-1] in str(refused.value)
 
 
-def test_thresholds_know_every_benchmark_once():
-    config = json.loads((ROOT / "asv.conf.json").read_text())
-    names = set(everything())
-    names.add("end_to_end.peakmem_generate('reference')")
-    for name in names:
-        found = [pattern for pattern in config["regressions_thresholds"] if re.match(pattern, name)]
-        assert len(found) == 1, (name, found)
-    assert config["regressions_thresholds"][r".*\.track_"] == 0.0
+def test_history_of_unknown_commits_is_refused():
+    with pytest.raises(HybridKVError, match=r"git has no commits nothing\.\.here"):
+        history.main(["--range", "nothing..here"])
+
+
+def test_steps_lie_at_equal_distances():
+    commits = list("abcdefghi")
+    assert history.picked(commits, 3) == ["a", "e", "i"]
+    assert history.picked(commits, 1) == ["a"]
+    assert history.picked(commits, 20) == commits

@@ -1,0 +1,86 @@
+"""Block ids to kernel blocks: from a Python list on the host to int32 ids that a kernel can read."""
+
+from __future__ import annotations
+
+from bench import kernel_blocks
+from bench.harness.asv_classes import Compared, Counted, Grid, Timed, TimedOnDevice
+
+CELLS = kernel_blocks.cells()
+
+
+class Expand(Timed):
+    """The host's part of a way."""
+
+    grid = Grid.of(CELLS, "expand")
+    params = grid.params
+    param_names = grid.param_names
+    version = grid.version
+
+    def time_expand(self, num_ids: int, blocks_per_kv_block: int, subject: str) -> None:
+        self.run()
+
+
+class Step(Timed):
+    """A whole step."""
+
+    grid = Grid.of(CELLS, "step")
+    params = grid.params
+    param_names = grid.param_names
+    version = grid.version
+    calls = 8
+
+    def time_step(self, scenario: str, blocks_per_kv_block: int, subject: str) -> None:
+        self.run()
+
+
+class Lead(Compared):
+    """How many times as long as the engine a stand-in for vLLM takes for a step, timed in turns in one process."""
+
+    grid = Grid.of(CELLS, "step")
+    params = grid.rivals
+    param_names = grid.param_names
+    version = grid.version
+
+    def track_ratio(self, scenario: str, blocks_per_kv_block: int, subject: str) -> float:
+        return self.ratio()
+
+    track_ratio.unit = "time ratio"
+
+
+class ExpandDevice(TimedOnDevice):
+    """Upload and launch; the host's part is done before."""
+
+    grid = Grid.of(CELLS, "expand_device")
+    params = grid.params
+    param_names = grid.param_names
+    version = grid.version
+
+    def time_launch_expand_device(self, num_ids: int, blocks_per_kv_block: int, subject: str) -> None:
+        self.run()
+
+    def time_expand_device_sync(self, num_ids: int, blocks_per_kv_block: int, subject: str) -> None:
+        self.run_sync()
+
+
+class ExpandCounts(Counted):
+    """What `send` uploads and launches."""
+
+    grid = Grid.of(CELLS, "expand_counts")
+    params = grid.params
+    param_names = grid.param_names
+    version = grid.version
+
+    def track_uploads(self, num_ids: int, blocks_per_kv_block: int, subject: str) -> float:
+        return self.counts["uploads"].value
+
+    track_uploads.unit = "copies"
+
+    def track_upload_bytes(self, num_ids: int, blocks_per_kv_block: int, subject: str) -> float:
+        return self.counts["upload_bytes"].value
+
+    track_upload_bytes.unit = "B"
+
+    def track_launches(self, num_ids: int, blocks_per_kv_block: int, subject: str) -> float:
+        return self.counts["launches"].value
+
+    track_launches.unit = "launches"
