@@ -115,3 +115,10 @@ def test_noise_does_not_fill_a_chart_and_an_outlier_does_not_flatten_it() -> Non
 def test_a_spark_has_a_tick_for_each_step() -> None:
     drawn = spark([1.0, 1.0, 2.0, 2.0], [2])
     assert drawn.count('class="tick"') == 1 and len(re.findall(r"\d+,\d+", drawn)) == 4
+
+
+def test_charts_name_asvs_benchmarks_as_its_suite_does() -> None:
+    suite = Path(__file__).resolve().parents[2] / "bench" / "asv_suite"
+    for module, class_name, method in (chart.asv.split(".") for chart in CHARTS if chart.asv):
+        text = (suite / f"{module}.py").read_text()
+        assert re.search(rf"^class {class_name}\b", text, re.MULTILINE) and f"def {method}(" in text
