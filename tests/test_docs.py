@@ -90,7 +90,9 @@ def test_the_commands_of_a_shell_block_exist(block: Block) -> None:
         elif words[0] == "hybrid-kv":
             check_options(words[1:], line)
         else:
-            assert words[0] in ("lm_eval", "pip", "cd", "git", "bash", "vllm", "asv", "pytest", "pytest-benchmark"), f"{line}: nothing here knows {words[0]}"
+            assert words[0] in ("lm_eval", "pip", "cd", "git", "bash", "vllm", "asv", "pytest", "pytest-benchmark"), (
+                f"{line}: nothing here knows {words[0]}"
+            )
 
 
 def check_options(words: list[str], line: str) -> None:
