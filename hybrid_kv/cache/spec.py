@@ -472,7 +472,7 @@ def with_rollback(spec: KVCacheSpec, rollback: RollbackSpec) -> KVCacheSpec:
     if (
         rollback.needs_inputs
         and not spec.inputs
-        and any(part.role == "state" for part in spec.parts)
+        and any(part.role == "state" and part.nbytes for part in spec.parts)
     ):
         raise ConfigError(
             f'state_scheme="{rollback.scheme}" is not for {spec.mamba_type} layers; use slots'

@@ -145,6 +145,7 @@ def test_an_exact_model_runs_before_the_other_one_where_the_engine_can(toy, caps
     toy.inside = Inside({}, (), {"kda": ()})
     models = []
     monkeypatch.setattr(target, "model_folder", lambda model: models.append(model) or nullcontext("."))
+    monkeypatch.setattr(target, "is_exact", lambda folder: True)  # no folder is written here
     for options in ((), ("--exact",), ("--weights", "random"), ("--matrix", "prefix=on"), ("--model", "exact:gdn")):
         assert run(capsys, "guard", "--quick", "-k", "repeat", "--target", "toy", *options)[0] == 0
     family = "qwen3_5_text"
