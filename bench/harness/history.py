@@ -34,7 +34,6 @@ BENCHMARKS = (
     "engine_step.DecodeBlock.time_decode_block('none', 0, 4)",
     "engine_step.DecodeBlock.time_decode_block('all', 3, 4)",
     "end_to_end.Nemotron.time_nemotron('all', 4)",
-    "kernel_blocks.Expand.time_expand(1024, 34, 'engine')",
     "kernel_blocks.Step.time_step('decode, 16 of 256 append 1', 8, 'engine')",
     "kernel_blocks.Lead.track_ratio('decode, 16 of 256 append 1', 8, 'vllm 0.32 V2')",
     "prefix_lookup.Hit.time_hit('all', 8192, 'all')",
