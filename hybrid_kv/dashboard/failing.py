@@ -15,9 +15,10 @@ from typing import Any
 import pandas as pd
 
 from hybrid_kv.dashboard.data import SERIES, each, is_ours
-from hybrid_kv.dashboard.series import Series, Step
+from hybrid_kv.dashboard.series import MIN_CHANGE, Series, Step
 from hybrid_kv.dashboard.verdicts import verdicts
 from hybrid_kv.dashboard.words import WORDS, change_text, levels_text, with_unit
+from hybrid_kv.results import TIME_UNITS
 
 
 @dataclass(frozen=True)
@@ -99,17 +100,23 @@ def _checks(rows: pd.DataFrame) -> list[Failing]:
     return found
 
 
+def _stands(series: Series, steps: Sequence[Step]) -> bool:
+    """Return whether every level since the first of these steps is worse than before it.
+
+    A time must be worse by what counts as a step: two levels of one speed are never equal.
+    """
+    sign = 1 if series.better == "lower" else -1
+    before = steps[0].before
+    margin = MIN_CHANGE * abs(before) if series.unit in TIME_UNITS else 0.0
+    return all(sign * (step.after - before) > margin for step in steps)
+
+
 def _level(series: Series) -> Failing | None:
     """The engine's newest step for the worse that stands; what a check judges fails if the check does."""
     steps = series.steps
     if not steps or series.rows["verdict"].iloc[-1] != "" or not is_ours(series.key[3]):
         return None
-    sign = 1 if series.better == "lower" else -1
-    stands = [
-        step
-        for i, step in enumerate(steps)
-        if series.judge(step) == "worse" and all(sign * later.after > sign * step.before for later in steps[i:])
-    ]
+    stands = [step for i, step in enumerate(steps) if series.judge(step) == "worse" and _stands(series, steps[i:])]
     if not stands:
         return None
     step = stands[-1]

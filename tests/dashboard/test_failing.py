@@ -65,6 +65,12 @@ def test_a_level_fails_since_its_newest_step_for_the_worse_that_stands(
     assert [span(one)[0] for one in found] == ([] if first is None else [f"{first:05}"])
 
 
+@pytest.mark.parametrize(("unit", "fails"), [("ns", False), ("blocks", True)])
+def test_a_time_is_mended_where_its_level_is_nearly_what_it_was(tmp_path: Path, unit: str, fails: bool) -> None:
+    values = [1000.0] * 6 + [1120.0] * 6 + [1009.0] * 6
+    assert bool(failing(tmp_path, *history(values, unit=unit, better="lower"))) == fails
+
+
 def test_what_a_check_judges_fails_if_the_check_does(tmp_path: Path) -> None:
     assert failing(tmp_path / "a", *history([1.0, 2.0], unit="B", verdict="pass")) == []
     (found,) = failing(tmp_path / "b", *history([1.0, 2.0], unit="B", verdict="fail"))
