@@ -9,7 +9,6 @@ asv's own.
 from __future__ import annotations
 
 import inspect
-import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import torch
 
 from bench.harness.cells import Case, Cell, Counts, Scalar
 from hybrid_kv.timing.case import ENGINE, checked
-from hybrid_kv.timing.clock import ratio
+from hybrid_kv.timing.clock import clock, ratio, wall_clock
 
 torch.set_num_threads(1)  # A second thread makes the times of small tensors bimodal: 0.25 or 8 ms were seen.
 RATIO_ROUNDS = 25
@@ -97,7 +96,7 @@ def prepared(cell: Cell) -> Case:
 class Timed:
     """A case that is timed on the host."""
 
-    timer = time.thread_time  # A busy neighbour moves asv's default, the wall clock: docs/measuring.md.
+    timer = clock  # A busy neighbour moves asv's default, the wall clock: docs/measuring.md.
     rounds = 1
     repeat = (5, 20, 1.0)  # samples: at least, at most, seconds
     warmup_time = 0.1
@@ -125,7 +124,7 @@ class Timed:
 class TimedOnDevice(Timed):
     """A case that launches kernels: timed by the wall clock, one call a sample."""
 
-    timer = time.perf_counter
+    timer = wall_clock
     calls = 1
 
     def setup(self, *values: Scalar) -> None:

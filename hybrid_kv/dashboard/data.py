@@ -200,7 +200,9 @@ def prepare(frame: pd.DataFrame, times: Mapping[str, int] | None = None) -> pd.D
     frame["dirty"] = frame["dirty"].astype(bool)
     frame["value"] = frame["value"].astype(float)
     frame["time"] = pd.to_datetime(frame["time_utc"], format="ISO8601", utc=True)
-    made = pd.to_datetime(frame["commit"].map(times or {}), unit="s", utc=True)
+    # Whole numbers: pandas rounds floats with missing ones in memory that it has not written.
+    seconds = frame["commit"].map(times or {}).astype("Int64")
+    made = pd.to_datetime(seconds, unit="s", utc=True)
     frame["moment"] = made.fillna(frame["time"])
     return frame.sort_values(["moment", "time"], kind="stable", ignore_index=True)
 
