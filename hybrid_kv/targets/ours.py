@@ -21,7 +21,7 @@ LEVELS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "spec": {
         "none": {},
-        "ngram3": {"speculative_method": "ngram", "num_speculative_tokens": 3},
+        "ngram3": {"speculative_method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1},
         "mtp3": {"speculative_method": "mtp", "num_speculative_tokens": 3},
         "mtp1": {"speculative_method": "mtp", "num_speculative_tokens": 1},
     },

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 
 import torch
 
-from hybrid_kv.models.exact_weights.design import CHANNELS, NUM_BITS, NUM_FACTS, SATURATED, WIDTH, Draw, spread
+from hybrid_kv.models.exact_weights.design import (
+    CHANNELS,
+    NUM_BITS,
+    NUM_FACTS,
+    SATURATED,
+    WIDTH,
+    Draw,
+    spread,
+)
 
 NUM_PAIRS = 7  # of rotated channels that are used
 PEAK = 0.3  # of the way from the nearer to the farther of two tokens
@@ -21,8 +29,9 @@ KEY_WEIGHT = 0.25  # of the key's bit in a score
 SINK = 0.9  # of the score's peak: that of the first token; with both bits against it the peak is above
 QUERY_SCALE, KEY_SCALE = 2.0**10, 2.0**8
 NUM_VALUES = 32  # channels of a value that are used
-STRIDE = 16  # tokens between two heads' distances: each page of so many tokens is read at each step
-FAR_AWAY = (288, 352, 448, 576, 736, 960, 1280, 1728)  # of the heads of the last layer
+PAGE = 16  # tokens: at each step some head reads one token of every page of so many
+NUM_PAGES = 16  # that are read so, counted from the current token
+FAR_AWAY = (288, 384, 544, 800, 1280)  # tokens; read now and then
 
 
 @dataclass(frozen=True)
@@ -63,20 +72,36 @@ class Attention:
     o: torch.Tensor
 
 
-def distances(layer: int, head: int, num_heads: int) -> tuple[int, int]:
-    """Where the pages begin that a head reads from, by a bit of the query: tokens before the current one.
+@dataclass(frozen=True)
+class Aim:
+    """What a head reads: the token at a distance or its neighbour, as a bit of their keys says.
 
-    Two layers read each page of the last `2 * num_heads * STRIDE` tokens, the third near and far ones.
+    Attributes:
+        near, far: tokens before the current one; a bit of the query says which.
+        is_plain: the token at the distance itself, whatever the keys say.
     """
-    if layer < 2:
-        page = STRIDE * (num_heads * layer + head)
-        return page, page
-    return STRIDE * head // 2, FAR_AWAY[head % len(FAR_AWAY)]
+
+    near: int
+    far: int
+    is_plain: bool = False
+
+
+def aims(layer: int, num_heads: int, draw: Draw) -> list[Aim]:
+    """Of a layer's heads: the two tokens before the current one, pages in turn, and what is far away."""
+    found = [Aim(distance, distance, is_plain=True) for distance in (1, 2)]
+    for n in range(num_heads - len(found)):
+        page = layer * (num_heads - 2) + n
+        distance = PAGE * page + PAGE // 2
+        if page < NUM_PAGES:
+            found.append(Aim(distance, distance))
+        else:
+            found.append(Aim(PAGE * draw.below(NUM_PAGES) + PAGE // 2, FAR_AWAY[page % len(FAR_AWAY)]))
+    return found
 
 
 def attention(shape: Shape, layer: int, draw: Draw) -> Attention:
     """The weights of attention layer `layer`, counted from 0."""
-    queries = [_query(shape, distances(layer, n, shape.num_heads), draw) for n in range(shape.num_heads)]
+    queries = [_query(shape, aim, draw) for aim in aims(layer, shape.num_heads, draw)]
     keys = [_key(shape, draw) for _ in range(shape.num_kv_heads)]
     values = [_value(shape, draw) for _ in range(shape.num_kv_heads)]
     query_scale, key_scale = (1.0, 1.0) if shape.has_norms else (QUERY_SCALE, KEY_SCALE)
@@ -103,10 +128,10 @@ def key_norm(shape: Shape) -> torch.Tensor:
     return torch.full((shape.head_dim,), KEY_SCALE)
 
 
-def _query(shape: Shape, pages: tuple[int, int], draw: Draw) -> torch.Tensor:
-    """[head_dim, WIDTH]: of a distance within one page or the other, as a bit says."""
+def _query(shape: Shape, aim: Aim, draw: Draw) -> torch.Tensor:
+    """[head_dim, WIDTH]."""
     query, half = torch.zeros(shape.head_dim, WIDTH), shape.num_rotated // 2
-    near, far = (begin + draw.below(STRIDE - 1) + PEAK for begin in pages)
+    near, far = aim.near + PEAK, aim.far + PEAK
     chooser, wanted = draw.sources(2)
     for i in range(NUM_PAIRS):
         weight, turn = FADING**i, -_frequency(shape, i)
@@ -115,7 +140,7 @@ def _query(shape: Shape, pages: tuple[int, int], draw: Draw) -> torch.Tensor:
             query[row, chooser] = weight * (wave(turn * near) - wave(turn * far)) / 2
     peak = sum(FADING**i * math.cos(PEAK * _frequency(shape, i)) for i in range(NUM_PAIRS))
     query[shape.free, CHANNELS.one] = SINK * peak / math.sqrt(NUM_PAIRS)
-    query[shape.free + 1, wanted] = KEY_WEIGHT
+    query[shape.free + 1, wanted] = 0.0 if aim.is_plain else KEY_WEIGHT
     return query
 
 

@@ -17,6 +17,16 @@ CONSTANT = 2.0**31  # of a value: it decides the gated norm of its head alone
 KEY = 2.0**20  # squared, it makes the eps of the L2 norm vanish
 # Places that a key head writes to, in turn; a head of one is a register.
 NUM_PLACES = (1, 1, 2, 1, 4, 1, 16, 1)
+NUM_CONDITIONS = (
+    1,
+    1,
+    1,
+    2,
+    1,
+    1,
+    2,
+    3,
+)  # of value heads in turn: of so many bits, each halves how often it is written
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,8 @@ def delta_net(shape: Shape, is_first: bool, draw: Draw) -> dict[str, torch.Tenso
     for head in range(shape.num_value_heads):
         _constant(2 * keys + head * shape.value_dim, projection, window)
         out[:, head * shape.value_dim] = 0.0
-        _write(beta[head], (0, 1, 1, 2, 1, 3, 1, 2)[head % 8], draw)
+        always = is_first and head == 0
+        _write(beta[head], 0 if always else NUM_CONDITIONS[head % len(NUM_CONDITIONS)], draw)
         decay[head, CHANNELS.one] = -SATURATED
         if head % 8 == 5:
             _clear(decay[head], draw)

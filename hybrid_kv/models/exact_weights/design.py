@@ -20,13 +20,13 @@ SATURATED = 1024.0  # exp(-1024) is 0 in float64, too; sigmoid is then 0 or 1, s
 
 VOCABULARY = 256
 CODE_BITS = 8  # of the word: a token's code
-LIKELY_BITS = 5  # of the code: only 32 tokens are ever likeliest, so that texts repeat and n-grams guess right
+LIKELY_BITS = 6  # of the code: only 64 tokens are ever likeliest, so that texts repeat and n-grams guess right
 NUM_BITS = 10  # of the word
 NUM_FACTS = 64  # further random bits of the last token, which no layer changes
 NUM_ADDRESSES = 32
 RANGE = 28  # of a sum; beyond, the table is constant
 MARGIN = 256.0  # of a logit, for each bit that differs
-NUM_UNITS = 640  # of an MLP: the table needs 600, a last one 10 more
+NUM_UNITS = 640  # of an MLP: the table needs 600
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Channels:
 
     one: int = 0  # CONSTANT before a norm, 1 behind it
     first: int = 1  # 1 at the first token of a text, else 0
-    settled: int = 2  # 1 if the token has a settled successor
-    bit: int = 3  # NUM_BITS, the word
+    settled: int = 2  # 1 if the token has a settled successor, else 0
+    successor: int = 3  # CODE_BITS, that successor's code, or zeros
+    bit: int = successor + CODE_BITS  # NUM_BITS, the word
     sum: int = bit + NUM_BITS  # one for each bit
-    successor: int = sum + NUM_BITS  # LIKELY_BITS, the settled successor's code, or zeros
-    fact: int = successor + LIKELY_BITS  # NUM_FACTS
+    fact: int = sum + NUM_BITS  # NUM_FACTS
     address: int = fact + NUM_FACTS  # NUM_ADDRESSES, one-hot
 
     def sources(self) -> list[int]:
@@ -98,9 +98,10 @@ def codes(draw: Draw) -> torch.Tensor:
 
 
 def embedding(code: torch.Tensor, draw: Draw) -> torch.Tensor:
-    """[VOCABULARY, WIDTH]. Half of the tokens have a settled successor, which has none itself.
+    """[VOCABULARY, WIDTH].
 
-    A wrong cache thus shows at one of two tokens, and drafts of n-grams are right now and then.
+    Half of the tokens have a settled successor, which has none itself: a wrong cache shows at one of two tokens, and
+    drafts are right now and then.
     """
     at, rows = CHANNELS, torch.zeros(VOCABULARY, WIDTH)
     rows[:, at.one] = CONSTANT
@@ -109,13 +110,11 @@ def embedding(code: torch.Tensor, draw: Draw) -> torch.Tensor:
     rows[:, at.fact : at.fact + NUM_FACTS] = draw.signs(VOCABULARY, NUM_FACTS)
     for token, place in enumerate(draw.order(VOCABULARY)):
         rows[token, at.address + place % NUM_ADDRESSES] = 1.0
-    likely = [int(token) for token in (code[:, LIKELY_BITS:] > 0).all(1).nonzero()]
-    likely = [likely[i] for i in draw.order(len(likely))]
-    settled, free = likely[::2], likely[1::2]
-    others = [token for token in draw.order(VOCABULARY) if token not in likely]
-    for i, token in enumerate(settled + others[::2]):
-        rows[token, at.settled] = 1.0
-        rows[token, at.successor : at.successor + LIKELY_BITS] = code[free[i % len(free)], :LIKELY_BITS]
+    likely = (code[:, LIKELY_BITS:] > 0).all(1)
+    for tokens in (likely.nonzero()[:, 0], (~likely).nonzero()[:, 0]):
+        settled, free = tokens[draw.order(len(tokens))].view(2, -1)
+        rows[settled, at.settled] = 1.0
+        rows[settled, at.successor : at.successor + CODE_BITS] = code[free]
     return rows
 
 
@@ -197,16 +196,16 @@ def table(draw: Draw) -> MLP:
 
 
 def last_table(draw: Draw) -> MLP:
-    """As `table`, but the code is that of a likely token: the settled successor, where there is one."""
+    """As `table`, but the code is that of the settled successor, or of a likely token where there is none."""
     at, units = CHANNELS, _Units()
     order = draw.order(NUM_BITS)
     for i in range(CODE_BITS):
         target = at.bit + i
         if i < LIKELY_BITS:
             _add_table(units, {at.settled: -4.0 * RANGE}, at.bit + order[i], target, at.sum + i)
-            units.add({at.one: 1.0}, at.successor + i, target, 1.0)
         else:
-            units.add({at.one: 1.0}, at.one, target, 1.0)
+            units.add({at.one: 1.0, at.settled: -1.0}, at.one, target, 1.0)
+        units.add({at.one: 1.0}, at.successor + i, target, 1.0)
         units.add({at.one: 1.0}, target, target, -1.0)
     return units.mlp
 
@@ -216,10 +215,7 @@ def successor_table() -> MLP:
     at, units = CHANNELS, _Units()
     for i in range(CODE_BITS):
         target = at.bit + i
-        if i < LIKELY_BITS:
-            units.add({at.one: 1.0}, at.successor + i, target, 1.0)
-        else:
-            units.add({at.settled: 1.0}, at.one, target, 1.0)
+        units.add({at.one: 1.0}, at.successor + i, target, 1.0)
         units.add({at.settled: 1.0}, target, target, -1.0)
     return units.mlp
 

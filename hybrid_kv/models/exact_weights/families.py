@@ -102,7 +102,7 @@ def _granitemoehybrid(layer: int, draw: design.Draw) -> Tensors:
     return found
 
 
-_DELTA_SHAPE = delta_net.Shape(num_key_heads=8, num_value_heads=16, key_dim=16, value_dim=16, taps=TAPS)
+_DELTA_SHAPE = delta_net.Shape(num_key_heads=4, num_value_heads=16, key_dim=64, value_dim=64, taps=TAPS)
 _GATED_SHAPE = attention.Shape(8, 2, 64, 16, BASE, has_gate=True, has_norms=True)
 
 
