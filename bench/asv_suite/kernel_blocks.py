@@ -1,9 +1,12 @@
-"""Block ids to kernel blocks: from a Python list on the host to int32 ids that a kernel can read."""
+"""Block ids to kernel blocks: from a Python list on the host to int32 ids that a kernel can read.
+
+`expand_counts` is not here: it counts in a process that it starts, which cannot import `bench` under asv.
+"""
 
 from __future__ import annotations
 
 from bench import kernel_blocks
-from bench.harness.asv_classes import Compared, Counted, Grid, Timed, TimedOnDevice
+from bench.harness.asv_classes import Compared, Grid, Timed, TimedOnDevice
 
 CELLS = kernel_blocks.cells()
 
@@ -60,27 +63,3 @@ class ExpandDevice(TimedOnDevice):
 
     def time_expand_device_sync(self, num_ids: int, blocks_per_kv_block: int, subject: str) -> None:
         self.run_sync()
-
-
-class ExpandCounts(Counted):
-    """What `send` uploads and launches."""
-
-    grid = Grid.of(CELLS, "expand_counts")
-    params = grid.params
-    param_names = grid.param_names
-    version = grid.version
-
-    def track_uploads(self, num_ids: int, blocks_per_kv_block: int, subject: str) -> float:
-        return self.counts["uploads"].value
-
-    track_uploads.unit = "copies"
-
-    def track_upload_bytes(self, num_ids: int, blocks_per_kv_block: int, subject: str) -> float:
-        return self.counts["upload_bytes"].value
-
-    track_upload_bytes.unit = "B"
-
-    def track_launches(self, num_ids: int, blocks_per_kv_block: int, subject: str) -> float:
-        return self.counts["launches"].value
-
-    track_launches.unit = "launches"
