@@ -303,11 +303,12 @@ def test_the_action_has_no_expression_in_its_commands_and_its_token_in_one_step(
     assert set(given) == set(ACTION["inputs"])
 
 
-@pytest.mark.parametrize("job", ["guard", "comment"])
-def test_the_job_for_another_repository_gives_the_action_what_it_takes(job):
+@pytest.mark.parametrize(("job", "runs"), [("guard", ["guard", "accuracy"]), ("comment", ["comment"])])
+def test_the_job_for_another_repository_gives_the_action_what_it_takes(job, runs):
     steps = yaml.safe_load((ROOT / "examples/ci/cache.yml").read_text())["jobs"][job]["steps"]
-    (step,) = [step for step in steps if step.get("uses", "").startswith("OWNER/hybrid-kv@")]
-    assert step["with"].keys() <= ACTION["inputs"].keys()
+    given = [step["with"] for step in steps if step.get("uses", "").startswith("OWNER/hybrid-kv@")]
+    assert [inputs.get("run", ACTION["inputs"]["run"]["default"]) for inputs in given] == runs
+    assert all(inputs.keys() <= ACTION["inputs"].keys() for inputs in given)
 
 
 def test_the_action_guards_and_keeps_its_verdict(script, tmp_path):
