@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hybrid_kv.cache.block_hash import BlockHashes
-from hybrid_kv.cache.request_blocks import NO_HIT, NewBlocks, PrefixHit
+from hybrid_kv.cache.request_blocks import NO_BLOCKS, NO_HIT, NewBlocks, PrefixHit
 from hybrid_kv.cache.spec import StateProgress
 from hybrid_kv.sampling import SamplingParams, TokenLogprobs
 
@@ -52,27 +52,29 @@ class Request:
         return self.prompt_token_ids + self.output_token_ids
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class ScheduledRequest:
-    """`num_tokens` tokens of one request, from `num_computed_tokens` on; the last `num_drafts` of them are drafts.
+    """A step of one request: `num_tokens` of its tokens, from `num_computed_tokens` on.
 
-    With asynchronous scheduling the step before may still be in flight. Then `drafts` is None: the tokens and the
-    drafts that the step before ends with are the runner's to fill in, `num_drafts` is how many there is room for, and
-    `num_computed_tokens` is what is certain.
+    The last `num_drafts` of them are drafts. With asynchronous scheduling the step before may still
+    be in flight, and the request *awaits* its drafts: these and the tokens before them are the
+    runner's to fill in, `num_drafts` is how many there is room for, and `num_computed_tokens` is
+    what is certain.
     """
 
     request: Request
     num_tokens: int
     num_computed_tokens: int
-    new_blocks: NewBlocks  # filled in once there is room; nothing changes after that
-    overwrite: bool  # the row has a new owner
     samples: bool  # the step computes the last known token, so that its logits give the next one
-    drafts: tuple[int, ...] | None = ()
+    overwrite: bool = False  # the row has a new owner
+    new_blocks: NewBlocks = NO_BLOCKS  # filled in once there is room; nothing changes after that
+    awaits_drafts: bool = False
+    drafts: tuple[int, ...] = ()
     num_drafts: int = 0
     attempt: int = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.drafts is not None:
+        if not self.awaits_drafts:
             self.num_drafts = len(self.drafts)
         # A request that was preempted since has no use for what the step computed, only for its tokens.
         self.attempt = self.request.num_preemptions

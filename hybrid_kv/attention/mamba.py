@@ -42,7 +42,7 @@ from hybrid_kv.kernels.causal_conv1d import window_places
 from hybrid_kv.kernels.common.ragged import Ragged
 from hybrid_kv.kernels.common.spans import Boundaries, Spans
 from hybrid_kv.kernels.common.strided import gather_tokens
-from hybrid_kv.kernels.common.upload import Array, Staged, move, together
+from hybrid_kv.kernels.common.upload import Array, Staged, move, stage_fields, together
 from hybrid_kv.kernels.ssd import CHUNK_BYTES
 
 Ints = npt.NDArray[np.int64]
@@ -102,10 +102,12 @@ class MambaMetadata:
         row = torch.arange(len(lengths), device=lengths.device)
         if self.boundaries is None:
             return row, lengths, last
-        rows, offsets, blocks = (
-            torch.cat(pair) for pair in zip((row, lengths, last), self.boundaries, strict=True)
+        inside = self.boundaries
+        return (
+            torch.cat([row, inside.rows]),
+            torch.cat([lengths, inside.offsets]),
+            torch.cat([last, inside.blocks]),
         )
-        return rows, offsets, blocks
 
     @cached_property
     def fresh(self) -> torch.Tensor | None:
@@ -130,8 +132,57 @@ class MambaMetadata:
         return targets[:, :1].repeat(1, self.max_query_len)
 
 
-def _same(built: MambaMetadata) -> MambaMetadata:
-    return built
+class RowBlocks(NamedTuple):
+    """The block ids of each row of a step, on the device."""
+
+    windows: torch.Tensor  # [R]
+    sources: torch.Tensor  # [R]
+    targets: torch.Tensor  # [R, 1 + blocks for drafts]
+
+
+@dataclass(frozen=True)
+class MambaIndices:
+    """The indices of one step of a Mamba group: arrays of the host, then tensors of the device.
+
+    A *cell* is a place in the group's block table, all rows back to back. Shapes as in
+    `MambaMetadata`; all are int64 unless a comment says otherwise.
+    """
+
+    window_rows: Any  # [R]
+    # Cells of the R windows, of the R sources, and of the targets of each row: the device gathers
+    # all of them at once.
+    cells: Any
+    is_block: Any  # as `cells`: 1, or 0 where a row has no token and the null block is meant
+    has_initial_state: Any  # [P] bool
+    boundary_rows: Any  # [M], of the prefills
+    boundary_cells: Any  # [M]
+    boundary_offsets: Any  # [M], tokens of the row up to the boundary
+
+    @staticmethod
+    def row_cells(
+        windows: Ints, sources: Ints, targets: Ints, is_target: npt.NDArray[np.bool_]
+    ) -> tuple[Ints, Ints]:
+        """Return `cells` and `is_block` of [R] windows, [R] sources and [R, n] targets."""
+        is_block = np.concatenate([np.ones(2 * len(windows), dtype=np.int64), is_target.ravel()])
+        return np.concatenate([windows, sources, targets.ravel()]), is_block
+
+    def row_blocks(self, table: torch.Tensor, out: torch.Tensor) -> RowBlocks:
+        """Gather the blocks of all rows from the flat block table, on the device."""
+        # Times 0 is the null block, where a row has no token.
+        blocks = torch.mul(table.index_select(0, self.cells), self.is_block, out=out)
+        num_rows = len(self.window_rows)
+        return RowBlocks(
+            windows=blocks[:num_rows],
+            sources=blocks[num_rows : 2 * num_rows],
+            targets=blocks[2 * num_rows :].view(num_rows, -1),
+        )
+
+    def boundaries(self, table: torch.Tensor) -> Boundaries | None:
+        """Gather the blocks of the states inside of prefills; None if there are none."""
+        if not len(self.boundary_rows):
+            return None
+        blocks = table.index_select(0, self.boundary_cells).long()
+        return Boundaries(self.boundary_rows, self.boundary_offsets, blocks)
 
 
 class MambaMetadataBuilder:
@@ -190,38 +241,21 @@ class MambaMetadataBuilder:
             num_gathers: changes whenever `block_table` may (`BlockTables.num_gathers`); None: it
                 may have.
         """
-        num_rows = common.num_reqs_padded
-        split = common.num_decodes
-        key: tuple[object, ...] | None = None
-        if num_gathers is not None and not rollback[0] and not common.num_prefills:
-            known = common.query_lens, current_blocks, prev_step, window_rows
-            key = num_gathers, *(values.tobytes() for values in known)
-            if self._built is not None and self._built[0] == key:
-                return (), partial(_same, self._built[1])
-        # A prefill has one state to write, whatever its length.
-        num_states = np.where(np.arange(num_rows) < split, common.query_lens, 1)
-        has_state = common.num_computed_tokens[split:] > 0
-        row = block_idx = offset = num_states[:0]
-        if common.num_prefills and self.spec.mode.keeps_inside:
-            row, block_idx, offset = boundaries_inside(
-                self.spec, common.num_computed_tokens[split:], current_blocks[split:]
-            )
-        # Where the blocks stand in the table, all rows back to back: the device gathers them at
-        # once.
-        starts = np.arange(num_rows) * block_table.shape[1]
-        sources = self.rollback.source_logical_blocks(prev_step, window_rows)
-        owned = self._offsets < num_states[:, None]
-        targets = np.where(owned, current_blocks[:, None] + self._offsets, 0)
-        places = np.concatenate(
-            [starts + prev_step, starts + sources, (starts[:, None] + targets).ravel()]
+        key = self._key(common, current_blocks, prev_step, window_rows, rollback, num_gathers)
+        if key is not None and self._built is not None and self._built[0] == key:
+            return (), partial(_same, self._built[1])
+        indices = self._indices(
+            common, block_table.shape[1], current_blocks, prev_step, window_rows
         )
-        is_block = np.concatenate([np.ones(2 * num_rows, dtype=np.int64), owned.ravel()])
-        inside = starts[row + split] + block_idx
-        indices = move(window_rows, places, is_block, has_state, row, inside, offset)
         cuts: Sequence[Array] = ()
         if common.num_prefills and self.launches:
-            cuts = Spans.cuts(common.query_lens[split:], row, offset, self._chunk_size)
-        arrays, make_all = together(indices, move(*cuts), rollback)
+            cuts = Spans.cuts(
+                common.query_lens[common.num_decodes :],
+                indices.boundary_rows,
+                indices.boundary_offsets,
+                self._chunk_size,
+            )
+        arrays, make_all = together(stage_fields(indices), move(*cuts), rollback)
 
         def make(*moved: torch.Tensor) -> MambaMetadata:
             built = self._make(common, block_table, *make_all(*moved))
@@ -230,49 +264,98 @@ class MambaMetadataBuilder:
 
         return arrays, make
 
+    @staticmethod
+    def _key(
+        common: CommonAttentionMetadata,
+        current_blocks: Ints,
+        prev_step: Ints,
+        window_rows: Ints,
+        rollback: Staged[RollbackStep],
+        num_gathers: int | None,
+    ) -> tuple[object, ...] | None:
+        """Return what the metadata of a step depends on; None if it must be made anew."""
+        if num_gathers is None or rollback[0] or common.num_prefills:
+            return None
+        known = common.query_lens, current_blocks, prev_step, window_rows
+        return num_gathers, *(values.tobytes() for values in known)
+
+    def _indices(
+        self,
+        common: CommonAttentionMetadata,
+        width: int,
+        current_blocks: Ints,
+        prev_step: Ints,
+        window_rows: Ints,
+    ) -> MambaIndices:
+        """Return the indices of one step, on the host.
+
+        Args:
+            width: of the block table.
+        """
+        num_rows = common.num_reqs_padded
+        split = common.num_decodes
+        # A prefill has one state to write, whatever its length.
+        num_states = np.where(np.arange(num_rows) < split, common.query_lens, 1)
+        row = block_idx = offset = num_states[:0]
+        if common.num_prefills and self.spec.mode.keeps_inside:
+            row, block_idx, offset = boundaries_inside(
+                self.spec, common.num_computed_tokens[split:], current_blocks[split:]
+            )
+        starts = np.arange(num_rows) * width
+        sources = self.rollback.source_logical_blocks(prev_step, window_rows)
+        is_target = self._offsets < num_states[:, None]
+        targets = np.where(is_target, current_blocks[:, None] + self._offsets, 0)
+        cells, is_block = MambaIndices.row_cells(
+            starts + prev_step, starts + sources, starts[:, None] + targets, is_target
+        )
+        return MambaIndices(
+            window_rows=window_rows,
+            cells=cells,
+            is_block=is_block,
+            has_initial_state=common.num_computed_tokens[split:] > 0,
+            boundary_rows=row,
+            boundary_cells=starts[row + split] + block_idx,
+            boundary_offsets=offset,
+        )
+
     def _make(
         self,
         common: CommonAttentionMetadata,
         block_table: torch.Tensor,
-        indices: Sequence[torch.Tensor],
+        indices: MambaIndices,
         cuts: Sequence[torch.Tensor],
         rollback: RollbackStep,
     ) -> MambaMetadata:
         """Make the metadata of what `build` staged, on the device."""
-        num_rows = common.num_reqs_padded
         split = common.num_decodes
-        window_rows, places, is_block, initial, row, inside, offset = indices
-        skipped = self.window_rows[:num_rows]
-        skipped.copy_(window_rows)
+        window_rows = self.window_rows[: common.num_reqs_padded]
+        window_rows.copy_(indices.window_rows)
         table = block_table.view(-1)
-        # Times 0 is the null block, where a row has no token.
-        blocks = torch.mul(table.index_select(0, places), is_block, out=self.blocks[: len(places)])
-        windows = blocks[:num_rows]
-        sources = blocks[num_rows : 2 * num_rows]
-        states = blocks[2 * num_rows :]
-        states = states.view(num_rows, len(self._offsets))
-
-        boundaries = spans = None
-        if len(row):
-            boundaries = Boundaries(row, offset, table.index_select(0, inside).long())
+        blocks = indices.row_blocks(table, self.blocks[: len(indices.cells)])
+        boundaries = indices.boundaries(table)
+        spans = None
         if cuts:
             lengths = torch.from_numpy(common.query_lens[split:])
-            spans = Spans(lengths, states[split:, 0], boundaries, self._chunk_size, cuts)
+            spans = Spans(lengths, blocks.targets[split:, 0], boundaries, self._chunk_size, cuts)
         return MambaMetadata(
             num_decodes=split,
             num_decode_tokens=common.num_decode_tokens,
             decode_rows=common.decode_rows,
             prefill_rows=common.prefill_rows,
-            window_indices=windows,
-            window_rows=skipped,
+            window_indices=blocks.windows,
+            window_rows=window_rows,
             max_query_len=1 + self.spec.num_speculative_tokens,
             rollback=rollback,
-            source_indices=sources,
-            state_indices=states,
-            has_initial_state=initial if common.num_prefills else None,
+            source_indices=blocks.sources,
+            state_indices=blocks.targets,
+            has_initial_state=indices.has_initial_state if common.num_prefills else None,
             boundaries=boundaries,
             spans=spans,
         )
+
+
+def _same(built: MambaMetadata) -> MambaMetadata:
+    return built
 
 
 def last_scheduled_block_idx(spec: MambaSpec, num_computed_tokens: Ints, query_lens: Ints) -> Ints:
@@ -326,6 +409,11 @@ def boundary_copies(
     drafts = (logical_blocks + 1) * spec.block_size - 1 - num_computed_tokens
     rows = np.flatnonzero((drafts < query_lens) & (current_blocks + drafts != logical_blocks))
     return BoundaryCopies(rows, current_blocks[rows], drafts[rows], logical_blocks[rows])
+
+
+def stage_copies(copies: BoundaryCopies) -> Staged[BoundaryCopies]:
+    """Stage the copies of arrays as copies of tensors."""
+    return copies, BoundaryCopies
 
 
 def due_copies(copies: BoundaryCopies, accepted: torch.Tensor) -> BoundaryCopies:

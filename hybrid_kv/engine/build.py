@@ -12,26 +12,46 @@ import psutil
 import torch
 
 from hybrid_kv.attention.rollback import rollback_spec
-from hybrid_kv.cache.backend import AttentionBackend, BackendContext, get_backend
+from hybrid_kv.cache.backend import (
+    AttentionBackend,
+    BackendContext,
+    get_backend,
+    init_attn_backend,
+)
 from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.cache.offload import KVOffload, check_offloadable
-from hybrid_kv.cache.plan import CachePlan, apply_block_sizes, plan_cache, update_block_size_for_backend
+from hybrid_kv.cache.plan import (
+    CachePlan,
+    apply_block_sizes,
+    plan_cache,
+    update_block_size_for_backend,
+)
 from hybrid_kv.cache.spec import KVCacheConfig, KVCacheSpec, group_layers, with_rollback
 from hybrid_kv.config import CacheConfig, ConfigError, EngineConfig, SchedulerConfig
 from hybrid_kv.engine.host_memory import keep_freed_memory
-from hybrid_kv.engine.runner import ModelRunner, Proposer
+from hybrid_kv.engine.runner import DraftSource, ModelRunner, Proposer
 from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.engine.text import Tokenizer
-from hybrid_kv.models.interface import DraftHead, Model
-from hybrid_kv.models.loader import check_model, fingerprint, load_eos_token_ids, load_head, load_model, load_tokenizer
+from hybrid_kv.models.interface import Model
+from hybrid_kv.models.loader import (
+    check_model,
+    fingerprint,
+    load_eos_token_ids,
+    load_head,
+    load_model,
+    load_tokenizer,
+)
 from hybrid_kv.observe import EngineObserver
 from hybrid_kv.sanitizer import Sanitizer
 from hybrid_kv.spec_decode.propose import NgramProposer
 
 DEFAULT_CPU_CACHE_BYTES = 2**30
-# What the host keeps besides the cache, to tell sizes that can never fit: of a token its id, position or slot in 64
-# bits; of a table's entry the table, the input table and what is staged; of a block the pool's and the manager's part.
-TOKEN_BYTES, TABLE_BYTES, BLOCK_BYTES = 8, 12, 22
+# What the host keeps besides the cache, to tell sizes that can never fit: of a token its id,
+# position or slot in 64 bits; of a table's entry the table, the input table and what is staged; of
+# a block the pool's and the manager's part.
+TOKEN_BYTES = 8
+TABLE_BYTES = 12
+BLOCK_BYTES = 22
 
 LOGGER = logging.getLogger(__name__)
 
@@ -50,75 +70,116 @@ class Parts:
 
 
 def build(
-    model: str | Path | Model, tokenizer: Tokenizer | None, proposer: Proposer | None, config: EngineConfig
+    model: str | Path | Model,
+    tokenizer: Tokenizer | None,
+    proposer: Proposer | None,
+    config: EngineConfig,
 ) -> Parts:
-    """The parts of an engine, wired; the arguments are those of `engine.llm.LLM`.
+    """Return the parts of an engine, wired; the arguments are those of `engine.llm.LLM`.
 
     Raises:
-        ConfigError: the model, an option or the cache plan cannot be used; no cache is allocated then.
+        ConfigError: the model, an option or the cache plan cannot be used; no cache is allocated
+            then.
     """
     _check_together(model, proposer, config)
     device = _device(config.device)
     if device.type == "cpu":
         keep_freed_memory()
     target, tokenizer, eos_token_ids = _load(model, tokenizer, config, device)
-    proposer, head = _drafts(model, target, proposer, config)
-    K = config.speculative.num_speculative_tokens
-    layers = target.layer_specs | (head.layer_specs if head is not None else {})
-    rollback = rollback_spec(config.cache, K, config.async_scheduling, list(layers.values()))
-    layers = {name: with_rollback(spec, rollback) for name, spec in layers.items()}
+    drafts = _drafts(model, target, proposer, config)
+    layers = _layers(target, drafts, config)
     platform = config.platform if config.platform != "auto" else device.type
-    backend, context = get_backend(config.attention_backend, platform), BackendContext.for_layers(platform, layers)
+    backend = get_backend(config.attention_backend, platform)
+    context = BackendContext.for_layers(platform, layers)
     plan = _plan(layers, config, backend, context, target.mamba_chunk_size, device)
     _check_memory(plan, config.scheduler, device)
     observers: list[EngineObserver] = []
-    manager = KVCacheManager(
-        plan.config,
-        config.cache.enable_prefix_caching,
-        num_lookahead_tokens=K if head is not None else 0,
-        max_model_len=config.scheduler.max_model_len,
-        num_uncertain_tokens=K if config.async_scheduling else 0,
-        observers=observers,
-    )
-    if head is not None:
-        # Hits end at multiples of the block size. Without a cache too, so that the head drafts the same there.
-        head.grid = plan.sizes.block_size
-    runner = ModelRunner(target, plan, backend, context, config, device, observers, proposer, head)
+    manager = _manager(plan, drafts, config, observers)
+    if drafts.head is not None:
+        # Hits end at multiples of the block size. Without a cache too, so that the head drafts the
+        # same there.
+        drafts.head.grid = plan.sizes.block_size
+    groups = init_attn_backend(plan.config, backend, context)
+    runner = ModelRunner(target, plan, groups, config, device, observers, drafts)
     if _has_offload(config.cache):
         manager.offload = _offload(model, plan, runner, backend, config.cache)
     if config.sanitize:
-        sanitizer = Sanitizer(
-            manager.pool,
-            runner.groups,
-            runner.raw_buffers,
-            config.scheduler,
-            config.cache.kv_offload_folder is None,
-            runner.row_memory,
-            head.layer_specs if head is not None else (),
-        )
-        observers.append(sanitizer)
-    scheduler = Scheduler(config.scheduler, manager, K, runner.flush)
+        observers.append(_sanitizer(manager, runner, drafts, config))
+    num_speculative_tokens = config.speculative.num_speculative_tokens
+    scheduler = Scheduler(config.scheduler, manager, num_speculative_tokens, runner.flush)
     return Parts(target, tokenizer, eos_token_ids, plan, manager, runner, scheduler)
 
 
-def _check_together(model: str | Path | Model, proposer: Proposer | None, config: EngineConfig) -> None:
-    """Refuse what is no model, and options that contradict the other arguments, before anything is loaded."""
+def _layers(target: Model, drafts: DraftSource, config: EngineConfig) -> dict[str, KVCacheSpec]:
+    """Return the cache of every layer, with the memory that rolling back drafts takes."""
+    layers = target.layer_specs | (drafts.head.layer_specs if drafts.head is not None else {})
+    rollback = rollback_spec(
+        config.cache,
+        config.speculative.num_speculative_tokens,
+        config.async_scheduling,
+        list(layers.values()),
+    )
+    return {name: with_rollback(spec, rollback) for name, spec in layers.items()}
+
+
+def _manager(
+    plan: CachePlan, drafts: DraftSource, config: EngineConfig, observers: list[EngineObserver]
+) -> KVCacheManager:
+    num_speculative_tokens = config.speculative.num_speculative_tokens
+    return KVCacheManager(
+        plan.config,
+        config.cache.enable_prefix_caching,
+        num_lookahead_tokens=num_speculative_tokens if drafts.head is not None else 0,
+        max_model_len=config.scheduler.max_model_len,
+        num_uncertain_tokens=num_speculative_tokens if config.async_scheduling else 0,
+        observers=observers,
+    )
+
+
+def _sanitizer(
+    manager: KVCacheManager, runner: ModelRunner, drafts: DraftSource, config: EngineConfig
+) -> Sanitizer:
+    return Sanitizer(
+        manager.pool,
+        runner.groups,
+        runner.raw_buffers,
+        config.scheduler,
+        config.cache.kv_offload_folder is None,
+        runner.row_memory,
+        drafts.head.layer_specs if drafts.head is not None else (),
+    )
+
+
+def _check_together(
+    model: str | Path | Model, proposer: Proposer | None, config: EngineConfig
+) -> None:
+    """Refuse what is no model, and options that contradict the other arguments.
+
+    Nothing is loaded yet.
+    """
     if not isinstance(model, str | Path) and not hasattr(model, "layer_specs"):
         raise ConfigError(
-            f"a model of type {type(model).__name__} is neither a checkpoint folder nor a model with layer_specs"
+            f"a model of type {type(model).__name__} is neither a checkpoint folder nor a model "
+            "with layer_specs"
         )
     speculative = config.speculative
     if proposer is not None and speculative.speculative_method is not None:
         raise ConfigError(
-            f"speculative_method={speculative.speculative_method!r} and proposer= are two sources of drafts; "
-            "give one of them"
+            f"speculative_method={speculative.speculative_method!r} and proposer= are two sources "
+            "of drafts; give one of them"
         )
     if proposer is not None and not speculative.num_speculative_tokens:
         raise ConfigError("a proposer needs num_speculative_tokens >= 1")
-    if speculative.num_speculative_tokens and proposer is None and speculative.speculative_method is None:
-        # Not refused: the logical blocks of K drafts that are never made are a layout worth testing.
+    if (
+        speculative.num_speculative_tokens
+        and proposer is None
+        and speculative.speculative_method is None
+    ):
+        # Not refused: the logical blocks of K drafts that are never made are a layout worth
+        # testing.
         LOGGER.warning(
-            "num_speculative_tokens=%d takes cache, but nothing drafts; give speculative_method or proposer=",
+            "num_speculative_tokens=%d takes cache, but nothing drafts; give speculative_method or "
+            "proposer=",
             speculative.num_speculative_tokens,
         )
     text = getattr(model, "fingerprint", None)
@@ -126,7 +187,8 @@ def _check_together(model: str | Path | Model, proposer: Proposer | None, config
     if config.cache.kv_offload_folder is not None and not is_known:
         raise ConfigError(
             "kv_offload_folder: files outlive this process, and nothing tells the weights of this "
-            f"{type(model).__name__} from another's; give it a text `fingerprint`, or use kv_offload_bytes alone"
+            f"{type(model).__name__} from another's; give it a text `fingerprint`, or use "
+            "kv_offload_bytes alone"
         )
 
 
@@ -145,9 +207,12 @@ def _device(name: str) -> torch.device:
 
 
 def _load(
-    model: str | Path | Model, tokenizer: Tokenizer | None, config: EngineConfig, device: torch.device
+    model: str | Path | Model,
+    tokenizer: Tokenizer | None,
+    config: EngineConfig,
+    device: torch.device,
 ) -> tuple[Model, Tokenizer | None, frozenset[int]]:
-    """The model, its tokenizer and the tokens that end a text."""
+    """Return the model, its tokenizer and the tokens that end a text."""
     eos_token_ids: frozenset[int] = frozenset()
     if isinstance(model, str | Path):
         check_model(model, config)  # before transformers reads the same file, and says less
@@ -161,17 +226,25 @@ def _load(
 
 def _drafts(
     model: str | Path | Model, target: Model, proposer: Proposer | None, config: EngineConfig
-) -> tuple[Proposer | None, DraftHead | None]:
+) -> DraftSource:
     """Return the source of drafts: a proposer, a head of the checkpoint, or neither."""
     speculative = config.speculative
     if proposer is not None or speculative.speculative_method is None:
-        return proposer, None
+        return DraftSource(proposer)
     if speculative.speculative_method == "ngram":
-        lookup = speculative.prompt_lookup_max, speculative.prompt_lookup_min
-        return NgramProposer(speculative.num_speculative_tokens, *lookup), None
+        return DraftSource(
+            NgramProposer(
+                speculative.num_speculative_tokens,
+                speculative.prompt_lookup_max,
+                speculative.prompt_lookup_min,
+            )
+        )
     if not isinstance(model, str | Path):
-        raise ConfigError('speculative_method="mtp" needs a checkpoint folder; give LLM(..., proposer=...) instead')
-    return None, load_head(model, target)
+        raise ConfigError(
+            'speculative_method="mtp" needs a checkpoint folder; give LLM(..., proposer=...) '
+            "instead"
+        )
+    return DraftSource(head=load_head(model, target))
 
 
 def _plan(
@@ -182,10 +255,18 @@ def _plan(
     mamba_chunk_size: int | None,
     device: torch.device,
 ) -> CachePlan:
-    eight_bit = [name for name, spec in layers.items() if any(dtype.itemsize == 1 for dtype in spec.cache_dtypes)]
+    eight_bit = [
+        name
+        for name, spec in layers.items()
+        if any(dtype.itemsize == 1 for dtype in spec.cache_dtypes)
+    ]
     if eight_bit:
-        raise ConfigError(f"layer {eight_bit[0]} has an fp8 cache, which can be planned but not run yet; use bfloat16")
-    cache, arguments = config.cache, (backend, context, config.scheduler.max_model_len, mamba_chunk_size)
+        raise ConfigError(
+            f"layer {eight_bit[0]} has an fp8 cache, which can be planned but not run yet; use "
+            "bfloat16"
+        )
+    cache = config.cache
+    arguments = (backend, context, config.scheduler.max_model_len, mamba_chunk_size)
     if cache.num_blocks is None and cache.memory_bytes is None:
         cache = replace(cache, num_blocks=_default_num_blocks(layers, config, arguments, device))
     plan = plan_cache(layers, cache, *arguments, config.scheduler.max_num_seqs)
@@ -195,11 +276,17 @@ def _plan(
 
 
 def _check_memory(plan: CachePlan, limits: SchedulerConfig, device: torch.device) -> None:
-    """Refuse what cannot be allocated before any of it is: zeroed memory is granted first and missed later."""
+    """Refuse what cannot be allocated, before any of it is.
+
+    Zeroed memory is granted first and missed later.
+    """
     cache = plan.config.total_bytes + plan.row_bytes
     widths = [
-        group.spec.block_table_width(limits.max_model_len) * (group.spec.block_size // kernel_block_size)
-        for group, kernel_block_size in zip(plan.config.groups, plan.kernel_block_sizes, strict=True)
+        group.spec.block_table_width(limits.max_model_len)
+        * (group.spec.block_size // kernel_block_size)
+        for group, kernel_block_size in zip(
+            plan.config.groups, plan.kernel_block_sizes, strict=True
+        )
     ]
     rows = limits.max_num_seqs * (TOKEN_BYTES * limits.max_model_len + TABLE_BYTES * sum(widths))
     steps = TOKEN_BYTES * (2 + len(widths)) * limits.max_num_batched_tokens
@@ -208,27 +295,36 @@ def _check_memory(plan: CachePlan, limits: SchedulerConfig, device: torch.device
     free = torch.cuda.mem_get_info(device)[0] if is_gpu else psutil.virtual_memory().available
     if (cache if is_gpu else needed) > free:
         raise ConfigError(
-            f"num_blocks={plan.config.num_blocks} ({cache} B), max_num_seqs={limits.max_num_seqs}, max_model_len="
-            f"{limits.max_model_len} and max_num_batched_tokens={limits.max_num_batched_tokens} take {needed} B "
-            f"({needed / 2**30:,.1f} GiB), {free} B ({free / 2**30:,.1f} GiB) are free on {device.type}; lower the "
-            "largest of them"
+            f"num_blocks={plan.config.num_blocks} ({cache} B), max_num_seqs={limits.max_num_seqs}, "
+            f"max_model_len={limits.max_model_len} and "
+            f"max_num_batched_tokens={limits.max_num_batched_tokens} take {needed} B "
+            f"({needed / 2**30:,.1f} GiB), {free} B ({free / 2**30:,.1f} GiB) are free on "
+            f"{device.type}; lower the largest of them"
         )
 
 
 def _default_num_blocks(
-    layers: dict[str, KVCacheSpec], config: EngineConfig, arguments: tuple[Any, ...], device: torch.device
+    layers: dict[str, KVCacheSpec],
+    config: EngineConfig,
+    arguments: tuple[Any, ...],
+    device: torch.device,
 ) -> int:
-    """Room for `max_num_seqs` requests of full length, within 1 GiB on a CPU or 90 % of a GPU's free memory."""
+    """Return the blocks of `max_num_seqs` requests of full length.
+
+    They take at most 1 GiB on a CPU, or 90 % of a GPU's free memory.
+    """
     scheduler = config.scheduler
     sizes = update_block_size_for_backend(layers, config.cache, *arguments)
     groups = group_layers(apply_block_sizes(layers, sizes, config.cache.mamba_cache_mode))
-    wanted = 1 + scheduler.max_num_seqs * sum(g.spec.max_blocks_per_request(scheduler.max_model_len) for g in groups)
+    num_blocks = 1 + scheduler.max_num_seqs * sum(
+        g.spec.max_blocks_per_request(scheduler.max_model_len) for g in groups
+    )
     memory = DEFAULT_CPU_CACHE_BYTES
     if device.type == "cuda":
         memory = torch.cuda.mem_get_info(device)[0] * 9 // 10
     empty = KVCacheConfig(0, groups)
     memory -= scheduler.max_num_seqs * empty.bytes_per_row
-    return max(2, min(wanted, memory // empty.block_bytes))
+    return max(2, min(num_blocks, memory // empty.block_bytes))
 
 
 def _has_offload(cache: CacheConfig) -> bool:
@@ -253,14 +349,17 @@ def _offload(
     )
     if 0 < cache.kv_offload_bytes < (largest := max(offload.block_bytes)):
         LOGGER.warning(
-            "kv_offload_bytes=%d is less than one block of %d B: host memory will restore nothing; raise it",
+            "kv_offload_bytes=%d is less than one block of %d B: host memory will restore nothing; "
+            "raise it",
             cache.kv_offload_bytes,
             largest,
         )
     return offload
 
 
-def _identity(model: str | Path | Model, runner: ModelRunner, backend: type[AttentionBackend]) -> str:
+def _identity(
+    model: str | Path | Model, runner: ModelRunner, backend: type[AttentionBackend]
+) -> str:
     """Return what a stored block depends on besides the plan: the weights, and a page's layout."""
     layout = [backend.name, *(str(group.kernel_block_size) for group in runner.groups)]
     return " ".join([*layout, weights_identity(model, runner.model)])
@@ -285,10 +384,13 @@ def weights_identity(model: str | Path | Model, loaded: Model) -> str:
     if not isinstance(model, torch.nn.Module):
         if not (isinstance(text := getattr(model, "fingerprint", None), str) and text):
             raise ConfigError(
-                f"nothing tells the weights of this {type(model).__name__} from another's; give it a text `fingerprint`"
+                f"nothing tells the weights of this {type(model).__name__} from another's; give it "
+                "a text `fingerprint`"
             )
         return text
     weights = blake2b(repr(model).encode())
     for name, tensor in model.state_dict().items():
-        weights.update(name.encode() + tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        weights.update(
+            name.encode() + tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        )
     return weights.hexdigest()

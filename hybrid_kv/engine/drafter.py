@@ -1,12 +1,12 @@
-"""Drives a multi-token-prediction head beside the target: K passes of one small layer after every step.
+"""Runs a multi-token-prediction head after the target: K passes of one small layer in every step.
 
-The first pass runs over all tokens that the step computed, since the head needs its own K and V of them; it also
-replaces what earlier passes wrote for drafts, with the target's hidden states in place of the head's. Only the last
-token that a request keeps attends and is drafted from. Each further pass takes the head's output and its draft one
-position on.
+The first pass runs over all tokens that the step computed, since the head needs its own K and V of
+them; it also replaces what earlier passes wrote for drafts, with the target's hidden states in
+place of the head's. Only the last token that a request keeps attends and is drafted from. Each
+further pass takes the head's output and its draft one position on.
 
-The host does not know what was accepted when it starts the passes: all shapes follow from what was scheduled, and what
-is computed behind a rejected draft is replaced before it is read.
+The host does not know what was accepted when it starts the passes: all shapes follow from what was
+scheduled, and what is computed after a rejected draft is replaced before it is read.
 """
 
 from __future__ import annotations
@@ -34,19 +34,21 @@ Ints = npt.NDArray[np.int64]
 
 
 class Drafting(NamedTuple):
-    """A step's tokens and its *readers*, the requests that are drafted for, before their drafts are verified.
+    """A step's tokens and its *readers*, the requests that are drafted for.
 
-    Token t of the batch makes the pair at the position behind it. T tokens, n readers, K passes.
+    Their drafts of the step before are not verified yet. Token t of the batch makes the pair at the
+    position after it. T tokens, n readers, K passes.
 
     Attributes:
         queried: [T + (K - 1) * n], whose token in the batch each is, on the host.
-        longest: tokens of the longest reader after the first pass, if all of its drafts are accepted.
+        longest: tokens of the longest reader after the first pass, if all of its drafts are
+            accepted.
         fits: no token can lie beyond its row's room.
         next_ids, positions: [T], of the pairs; ids that the step samples are not known yet.
         token_rows: [T + (K - 1) * n], of the engine.
         ends: [n], of the first token that each reader samples; the drafts that are accepted follow.
         readers: [n], in the batch.
-        further: [K - 1, 1], how many positions behind the last pair.
+        further: [K - 1, 1], how many positions after the last pair.
     """
 
     queried: Ints
@@ -79,7 +81,9 @@ class MTPDrafter:
     max_model_len: int
     compute: Compute
 
-    def stage(self, batch: Sequence[ScheduledRequest], token_rows: Ints, positions: Ints) -> Staged[Drafting]:
+    def stage(
+        self, batch: Sequence[ScheduledRequest], token_rows: Ints, positions: Ints
+    ) -> Staged[Drafting]:
         """Stage the inputs of drafting that the host knows before the step.
 
         Args:
@@ -91,9 +95,15 @@ class MTPDrafter:
         lasts = np.cumsum(lengths)[readers] - 1
         ends = lasts - np.array([item.num_drafts for item in batch])[readers]
         passes = self.num_passes - 1
-        queried = np.concatenate([np.repeat(np.arange(len(batch)), lengths), np.tile(readers, passes)])
+        queried = np.concatenate(
+            [np.repeat(np.arange(len(batch)), lengths), np.tile(readers, passes)]
+        )
         all_rows = np.concatenate([token_rows, np.tile(token_rows[lasts], passes)])
-        known = queried, int(positions[lasts].max()) + 2, bool(positions.max() + self.num_passes < self.max_model_len)
+        known = (
+            queried,
+            int(positions[lasts].max()) + 2,
+            bool(positions.max() + self.num_passes < self.max_model_len),
+        )
         pairs = self.token_ids[token_rows, positions + 1], positions + 1
         arrays = *pairs, all_rows, ends, readers, np.arange(1, 1 + passes)[:, None]
         return arrays, lambda *moved: Drafting(*known, *moved)
@@ -107,11 +117,14 @@ class MTPDrafter:
         accepted: torch.Tensor | None,
         observers: Sequence[EngineObserver] = (),
     ) -> torch.Tensor | None:
-        """Drafts [num_requests, K] int64 of those that sample, on their device; None if there are none.
+        """Return drafts [num_requests, K] int64 of those that sample, on their device.
+
+        None if there are none.
 
         Args:
             hidden: [num_tokens or more, hidden_size], the target's.
-            sampled, rows: the drawn tokens, and whose of the batch's tokens they follow; None: of all of them.
+            sampled, rows: the drawn tokens, and whose of the batch's tokens they follow; None: of
+                all of them.
             accepted: how many drafts of each reader; None: it had none.
             observers: notified where K and V will go.
         """
@@ -119,35 +132,46 @@ class MTPDrafter:
         if sampled is not None:
             next_ids = sampled if rows is None else next_ids.index_copy_(0, rows, sampled)
         wanted = step.ends if accepted is None else step.ends + accepted
-        # Slots of all passes at once: every pair of the first, then pass by pass the next one of each reader.
+        # Slots of all passes at once: every pair of the first, then pass by pass the next one of
+        # each reader.
         positions = torch.cat([step.positions, (step.positions[wanted] + step.further).flatten()])
         all_places, all_slots = self._slots(step.token_rows, positions, step.fits)
         for observer in observers:
             observer.on_draft(self.group.group_id, step.queried, positions, all_slots)
         num_readers = len(wanted)
         counts = [len(next_ids)] + [num_readers] * (self.num_passes - 1)
-        places, slots = all_places.split(counts), all_slots.split(counts)
+        places = all_places.split(counts)
+        slots = all_slots.split(counts)
         queries = Ragged(torch.ones(num_readers, dtype=torch.int64), hidden.device)
         table = self.block_tables.input_tables[self.group.group_id][step.readers]
 
-        out, drafts = self.head.normed(hidden[: len(next_ids)]), list[torch.Tensor]()
+        out = self.head.normed(hidden[: len(next_ids)])
+        drafts = list[torch.Tensor]()
         for i in range(self.num_passes):
             place = places[i] if i else places[0][wanted]
             num_keys = min(step.longest + i, self.max_model_len)
-            part = AttentionPart(0, num_readers, queries, place.unsqueeze(1), table, num_keys, self.compute)
+            part = AttentionPart(
+                0, num_readers, queries, place.unsqueeze(1), table, num_keys, self.compute
+            )
             metadata = PagedAttentionMetadata(SlotMapping(slots[i]), (part,), places[i])
             context = ForwardContext(dict.fromkeys(self.head.layer_specs, metadata), self.views)
-            out = self.head(out, drafts[-1], context) if i else self.head(out, next_ids, context, wanted)
+            out = (
+                self.head(out, drafts[-1], context)
+                if i
+                else self.head(out, next_ids, context, wanted)
+            )
             if sampled is None:
                 return None
             drafts.append(self.head.compute_logits(out).argmax(-1))
         return torch.stack(drafts, dim=1)
 
-    def _slots(self, rows: torch.Tensor, positions: torch.Tensor, fit: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def _slots(
+        self, rows: torch.Tensor, positions: torch.Tensor, fit: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Position and slot of each token.
 
-        One at the end of its row's room gets no slot and a position inside it: its draft is worthless, those of the
-        other rows must not be (vllm#58080).
+        One at the end of its row's room gets no slot and a position inside it: its draft is
+        worthless, those of the other rows must not be (vllm#58080).
 
         Args:
             fit: none is there.

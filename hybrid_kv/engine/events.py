@@ -7,15 +7,17 @@ So the router can send a prompt where most of it is cached.
     known.apply(log.take())  # again and again
     known.predict(prompt)  # tokens that this engine would restore
 
-Contract. A block is named by its group and its chained hash, as in the engine's own lookups. A router that counts
-blocks of one size finds nothing: the blocks of a hybrid's groups have unequal sizes, and are larger than what a router
-expects (vllm!43258). So the engine says once which blocks each group has; the router answers the engine's own question:
-how much of a prompt every group can restore.
+Contract. A block is named by its group and its chained hash, as in the engine's own lookups. A
+router that counts blocks of one size finds nothing: the blocks of a hybrid's groups have unequal
+sizes, and are larger than what a router expects (vllm!43258). So the engine says once which blocks
+each group has; the router answers the engine's own question: how much of a prompt every group can
+restore.
 
-What is reported is the difference since the last time, so that a key is in one of two sets and events have no order. A
-router that misses one forgets all that it knew: it predicts too little until the next `snapshot`, never too much.
-Events that come twice, or behind later ones, say nothing, and neither do those of a log that another one has followed.
-What an offload tier holds is not reported: the engine may restore more than is predicted.
+What is reported is the difference since the last time, so that a key is in one of two sets and
+events have no order. A router that misses one forgets all that it knew: it predicts too little
+until the next `snapshot`, never too much. Events that come twice, or behind later ones, say
+nothing, and neither do those of a log that another one has followed. What an offload tier holds is
+not reported: the engine may restore more than is predicted.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ from hybrid_kv.observe import EngineObserver
 
 @dataclass(frozen=True)
 class Group:
-    """Blocks of `block_size` tokens. `is_state`: each one restores all tokens before its end, not its own alone."""
+    """Blocks of `block_size` tokens.
+
+    `is_state`: each one restores all tokens before its end, not its own alone.
+    """
 
     block_size: int
     is_state: bool
@@ -69,7 +74,9 @@ class EventLog(EngineObserver):
         self._is_stored: dict[BlockKey, bool] = {}  # of keys that changed
         llm.observers.append(self)
 
-    def on_publish(self, request_id: str, group: int, first: int, blocks: Sequence[tuple[BlockKey, int]]) -> None:
+    def on_publish(
+        self, request_id: str, group: int, first: int, blocks: Sequence[tuple[BlockKey, int]]
+    ) -> None:
         self._is_stored.update((key, True) for key, _ in blocks)
 
     def on_unpublish(self, keys: Sequence[BlockKey]) -> None:
@@ -80,11 +87,15 @@ class EventLog(EngineObserver):
         if not self._number:
             return self.snapshot()
         stored = frozenset(key for key, is_stored in self._is_stored.items() if is_stored)
-        return self._next(CacheEvents(self._number, stored, frozenset(self._is_stored.keys() - stored)))
+        return self._next(
+            CacheEvents(self._number, stored, frozenset(self._is_stored.keys() - stored))
+        )
 
     def snapshot(self) -> CacheEvents:
         """All that lookups find, for a router that begins, or has missed events."""
-        return self._next(CacheEvents(self._number, frozenset(self._pool.published_keys()), is_snapshot=True))
+        return self._next(
+            CacheEvents(self._number, frozenset(self._pool.published_keys()), is_snapshot=True)
+        )
 
     def _next(self, events: CacheEvents) -> CacheEvents:
         self._number += 1
@@ -103,14 +114,17 @@ class KnownCache:
     """
 
     def __init__(self, groups: Sequence[Group], hit_granularity: int) -> None:
-        self.groups, self.hit_granularity = groups, hit_granularity
+        self.groups = groups
+        self.hit_granularity = hit_granularity
         self.keys: set[BlockKey] = set()
         self._next = 0
         self._log = ""
         self._ended: set[str] = set()  # logs that another one has followed
 
     def apply(self, events: CacheEvents) -> None:
-        """Take over what has changed. After a gap, or from a new log, nothing is known but what these events say.
+        """Take over what has changed.
+
+        After a gap, or from a new log, drop all known keys and keep only those of these events.
 
         Those that come twice or late say nothing: what they stored may be gone.
         """
@@ -131,15 +145,23 @@ class KnownCache:
 
         The last one is always computed.
         """
-        limit, hashes = len(token_ids) - 1, BlockHashes(salt)
+        limit = len(token_ids) - 1
+        hashes = BlockHashes(salt)
         chains = [hashes.chain(group.block_size, token_ids, limit) for group in self.groups]
         ends = range(limit // self.hit_granularity * self.hit_granularity, 0, -self.hit_granularity)
         return next(
-            (end for end in ends if all(self._has(index, chains[index], end) for index in range(len(chains)))), 0
+            (
+                end
+                for end in ends
+                if all(self._has(index, chains[index], end) for index in range(len(chains)))
+            ),
+            0,
         )
 
     def _has(self, index: int, chain: Sequence[bytes], end: int) -> bool:
         """Return whether a group can restore so many tokens."""
         group = self.groups[index]
         blocks = chain[: end // group.block_size]
-        return all((index, block) in self.keys for block in (blocks[-1:] if group.is_state else blocks))
+        return all(
+            (index, block) in self.keys for block in (blocks[-1:] if group.is_state else blocks)
+        )

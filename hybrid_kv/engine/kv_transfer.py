@@ -1,24 +1,28 @@
-"""A request leaves the engine that computed its prompt, and goes on in another one: prefill and decode split.
+"""The hand-over of a request to another engine, after its prompt: prefill and decode split.
 
     kv_transfer = prefill.send_request(request)
     request = decode.receive_request(kv_transfer)
 
-Contract. What goes over is what the model has made of the request's tokens, in the layers' own terms: of an attention
-layer K and V (or the latent) of every computed token, of a Mamba layer the window and the states after the last one.
-No block, logical block, page or kernel block goes over: where these lie is each engine's own affair. So the two may
-differ in block size, kernel block size, cache mode, number of blocks, drafts and asynchronous scheduling.
+Contract. What goes over is what the model has made of the request's tokens, in the layers' own
+terms: of an attention layer K and V (or the latent) of every computed token, of a Mamba layer the
+window and the states after the last one. No block, logical block, page or kernel block goes over:
+where these lie is each engine's own affair. So the two may differ in block size, kernel block size,
+cache mode, number of blocks, drafts and asynchronous scheduling.
 
-- The state is read where the next step would read it (`StateCursor`, `Rollback.source_logical_blocks`): with drafts
-  that is not the request's last block (asc!11262), and with a prefix cache a request has several blocks and gaps
-  between them (vllm!50153). It is written where the first step of a request that starts behind a hit reads it.
-- A draft head's layer is an attention layer with one token more: the pair (hidden state of token n - 1, token n) is
-  computed with token n - 1. Drafts themselves stay behind: the first step has none.
-- `receive_request` refuses what does not fit before anything is allocated: other weights, another dtype or form of a
-  layer's cache, a layer that the other engine does not have.
-- A request that is taken over waits in the queue like any other, its tensors beside it. Its first step is that of a
-  request whose hit leaves one token. It is preempted like any other: then its tokens are computed again.
-- One that is handed over is gone from its engine; the prefixes that it has published stay. `KVTransfer` is good for any
-  number of engines, and no engine must be notified if none takes it.
+- The state is read where the next step would read it (`StateCursor`,
+  `Rollback.source_logical_blocks`): with drafts that is not the request's last block (asc!11262),
+  and with a prefix cache a request has several blocks and gaps between them (vllm!50153). It is
+  written where the first step of a request that starts behind a hit reads it.
+- A draft head's layer is an attention layer with one token more: the pair (hidden state of token n
+  - 1, token n) is computed with token n - 1. Drafts themselves stay behind: the first step has
+  none.
+- `receive_request` refuses what does not fit before anything is allocated: other weights, another
+  dtype or form of a layer's cache, a layer that the other engine does not have.
+- A request that is taken over waits in the queue like any other, its tensors beside it. Its first
+  step is that of a request whose hit leaves one token. It is preempted like any other: then its
+  tokens are computed again.
+- One that is handed over is gone from its engine; the prefixes that it has published stay.
+  `KVTransfer` is good for any number of engines, and no engine must be notified if none takes it.
 """
 
 from __future__ import annotations
@@ -48,8 +52,9 @@ class KVTransfer:
     Attributes:
         weights: identifies the model that computed it (`engine.build.weights_identity`).
         output_token_ids: at least one; all tokens but the last of these are computed.
-        layers: by name, on the host. Attention: K and V [num_tokens, num_kv_heads, head_size], or latents [num_tokens,
-            head_size]. Mamba: of each part a window [kernel - 1, …] or a state.
+        layers: by name, on the host. Attention: K and V [num_tokens, num_kv_heads, head_size], or
+            latents [num_tokens, head_size]. Mamba: of each part a window [kernel - 1, …] or a
+            state.
     """
 
     weights: str
@@ -76,19 +81,30 @@ def pack(request: Request, runner: ModelRunner, weights: str) -> KVTransfer:
 
     Its states must be in their blocks.
     """
-    row, layers = request.row, dict[str, Tensors]()
+    row = request.row
+    layers = dict[str, Tensors]()
     for group, name, spec in _layers(runner):
-        views, logical_blocks = runner.views[name], runner.block_tables.tables[group.group_id][row].long()
+        views = runner.views[name]
+        logical_blocks = runner.block_tables.tables[group.group_id][row].long()
         if isinstance(spec, MambaSpec):
-            (current_block,), (first,) = own = runner.cursors.current_block[[row]], runner.cursors.window_row[[row]]
+            (current_block,), (first,) = own = (
+                runner.cursors.current_block[[row]],
+                runner.cursors.window_row[[row]],
+            )
             (source,) = runner.builders[group.group_id].rollback.source_logical_blocks(*own)
-            window, state = int(logical_blocks[current_block]), int(logical_blocks[source])
+            window = int(logical_blocks[current_block])
+            state = int(logical_blocks[source])
             parts = (
                 view[state] if rows is None else view[window, first : first + rows]
                 for view, rows in zip(views, _window_rows(spec), strict=True)
             )
         else:
-            places = _places(logical_blocks, _num_slots(name, request.num_computed_tokens, runner), spec, views[0])
+            places = _places(
+                logical_blocks,
+                _num_slots(name, request.num_computed_tokens, runner),
+                spec,
+                views[0],
+            )
             parts = (view[places] for view in views)
         layers[name] = tuple(part.to("cpu", copy=True) for part in parts)
     return KVTransfer(
@@ -107,28 +123,37 @@ def check_fits(kv_transfer: KVTransfer, runner: ModelRunner, weights: str) -> No
     """Raise `ConfigError` unless an engine of these `weights` can go on with the request."""
     if kv_transfer.weights != weights:
         raise ConfigError(
-            "receive_request: the request was computed with another model or dtype; give both engines the same"
+            "receive_request: the request was computed with another model or dtype; give both "
+            "engines the same"
         )
     for _, name, spec in _layers(runner):
         if name not in kv_transfer.layers:
             raise ConfigError(
-                f"receive_request: layer {name} is not in the engine that computed the request; if it is a draft "
-                "head's, give both engines its speculative_method"
+                f"receive_request: layer {name} is not in the engine that computed the request; if "
+                "it is a draft head's, give both engines its speculative_method"
             )
-        given, wanted = list(_forms_of(kv_transfer.layers[name], spec)), list(_forms(runner.views[name], spec))
+        given = list(_forms_of(kv_transfer.layers[name], spec))
+        wanted = list(_forms(runner.views[name], spec))
         if given != wanted:
             raise ConfigError(
-                f"receive_request: layer {name} was cached as {_text(given)}, this engine caches {_text(wanted)}; give "
-                "both engines the same cache dtypes and state_scheme"
+                f"receive_request: layer {name} was cached as {_text(given)}, this engine caches "
+                f"{_text(wanted)}; give both engines the same cache dtypes and state_scheme"
             )
 
 
-def unpack(kv_transfer: KVTransfer, runner: ModelRunner, request: Request, blocks: NewBlocks) -> None:
-    """Write a request's tensors where its first step reads them, in `blocks`, those of all its logical blocks."""
+def unpack(
+    kv_transfer: KVTransfer, runner: ModelRunner, request: Request, blocks: NewBlocks
+) -> None:
+    """Write a request's tensors where its first step reads them.
+
+    Args:
+        blocks: those of all its logical blocks.
+    """
     num_tokens = kv_transfer.num_computed_tokens
     ids = blocks.per_group()
     for group, name, spec in _layers(runner):
-        views, parts = runner.views[name], kv_transfer.layers[name]
+        views = runner.views[name]
+        parts = kv_transfer.layers[name]
         logical_blocks = torch.from_numpy(ids[group.group_id]).to(runner.device).long()
         if isinstance(spec, MambaSpec):
             block = int(logical_blocks[spec.mode.current_block(num_tokens - 1, spec.block_size)])
@@ -143,21 +168,27 @@ def unpack(kv_transfer: KVTransfer, runner: ModelRunner, request: Request, block
 
 
 def _layers(runner: ModelRunner) -> Iterator[tuple[AttentionGroup, str, KVCacheSpec]]:
-    """Every layer with a cache."""
+    """Yield every layer that has a cache."""
     for group in runner.groups:
-        for name, spec in zip(group.layer_names, layer_specs(group.layer_names, group.spec), strict=True):
+        for name, spec in zip(
+            group.layer_names, layer_specs(group.layer_names, group.spec), strict=True
+        ):
             yield group, name, spec
 
 
 def _num_slots(name: str, num_computed_tokens: int, runner: ModelRunner) -> int:
-    """Slots of a layer that are written: those of a draft head are one token ahead of the target's."""
+    """Return the written slots of a layer; a draft head is one token ahead of the target."""
     return num_computed_tokens + (name not in runner.model.layer_specs)
 
 
-def _places(logical_blocks: torch.Tensor, count: int, spec: KVCacheSpec, view: torch.Tensor) -> Tensors:
+def _places(
+    logical_blocks: torch.Tensor, count: int, spec: KVCacheSpec, view: torch.Tensor
+) -> Tensors:
     """Kernel block and offset of a request's first `count` tokens."""
     positions = torch.arange(count, device=logical_blocks.device)
-    slots = slot_mapping(logical_blocks[None], torch.zeros_like(positions), positions, spec.block_size)
+    slots = slot_mapping(
+        logical_blocks[None], torch.zeros_like(positions), positions, spec.block_size
+    )
     return slots // view.shape[1], slots % view.shape[1]
 
 
@@ -166,7 +197,10 @@ def _window_rows(spec: MambaSpec) -> list[int | None]:
 
     Those for drafts are left out.
     """
-    return [part.shape[0] - spec.num_speculative_tokens if part.role == "window" else None for part in spec.parts]
+    return [
+        part.shape[0] - spec.num_speculative_tokens if part.role == "window" else None
+        for part in spec.parts
+    ]
 
 
 def _forms(views: Sequence[torch.Tensor], spec: KVCacheSpec) -> Iterator[Form]:

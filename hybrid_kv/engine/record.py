@@ -1,4 +1,7 @@
-"""Hidden states and logits of every token that the engine computes, not only of those that it samples from."""
+"""Hidden states and logits of every token that the engine computes.
+
+Sampling needs those of a few tokens alone.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +33,13 @@ class _Recorder(EngineObserver):
 def recorded(llm: LLM, seen: Seen) -> Iterator[None]:
     """Show what each step computes, as long as the context lasts.
 
-    What came from the cache is not computed. A token may be computed twice: after a preemption, or first as a draft.
+    What came from the cache is not computed. A token may be computed twice: after a preemption, or
+    first as a draft.
 
     Args:
-        seen: called in each step for each of its requests, with the hidden states [item.num_tokens, …] of the
-            tokens from `item.num_computed_tokens` on; `llm.model.compute_logits` makes logits of them.
+        seen: called in each step for each of its requests, with the hidden states [item.num_tokens,
+            …] of the tokens from `item.num_computed_tokens` on; `llm.model.compute_logits` makes
+            logits of them.
     """
     recorder = _Recorder(seen)
     llm.observers.append(recorder)
@@ -50,10 +55,11 @@ def record_logits(
     params: SamplingParams | Sequence[SamplingParams],
     disturb: Callable[[LLM], None] | None = None,
 ) -> Iterator[tuple[RequestOutput, torch.Tensor]]:
-    """Each request's output, and the logits [num_computed, vocab_size] that the engine computed for its tokens.
+    """Yield each request's output and the logits [num_computed, vocab_size] of its tokens.
 
-    They are those of its last tokens but one: what came from the cache has none, and nothing follows the last token. A
-    token that was computed twice (after a preemption, or first as another token's draft) keeps its last logits.
+    They are those of its last tokens but one: what came from the cache has none, and nothing
+    follows the last token. A token that was computed twice (after a preemption, or first as another
+    token's draft) keeps its last logits.
 
     Args:
         disturb: called before every step.
@@ -61,13 +67,13 @@ def record_logits(
     rows: dict[str, dict[int, torch.Tensor]] = {}
 
     def seen(item: ScheduledRequest, hidden: torch.Tensor) -> None:
-        own = rows.setdefault(item.request.request_id, {})
-        own.update(enumerate(llm.model.compute_logits(hidden), item.num_computed_tokens))
+        logits = rows.setdefault(item.request.request_id, {})
+        logits.update(enumerate(llm.model.compute_logits(hidden), item.num_computed_tokens))
 
     with recorded(llm, seen):
         outputs = llm.generate(prompts, params, progress=False, on_step=disturb)
     for output in outputs:
-        own = rows[output.request_id]
-        # Behind the last computed token lie drafts that were rejected.
+        logits = rows[output.request_id]
+        # After the last computed token lie drafts that were rejected.
         end = len(output.prompt_token_ids) + len(output.token_ids) - 1
-        yield output, torch.stack([own[i] for i in range(min(own), end)])
+        yield output, torch.stack([logits[i] for i in range(min(logits), end)])

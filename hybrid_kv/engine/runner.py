@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -14,31 +13,30 @@ import torch
 from hybrid_kv.attention.common import CommonAttentionMetadata
 from hybrid_kv.attention.mamba import (
     BoundaryCopies,
+    MambaMetadata,
     MambaMetadataBuilder,
     boundary_copies,
     due_copies,
-    last_scheduled_block_idx,
     postprocess_mamba,
+    stage_copies,
 )
 from hybrid_kv.attention.paged import Compute, build_paged_attention_metadata, compute_of
-from hybrid_kv.attention.rollback import Rollback, RollbackStep
+from hybrid_kv.attention.rollback import RollbackStep
 from hybrid_kv.cache.backend import (
-    AttentionBackend,
     AttentionGroup,
-    BackendContext,
     CUDAGraphSupport,
     get_attention_cg_support_info,
-    init_attn_backend,
 )
 from hybrid_kv.cache.block_table import BlockTables, LaunchedBlockTables
 from hybrid_kv.cache.layout import allocate_raw_buffers, allocate_row_memory, bind_views
 from hybrid_kv.cache.plan import CachePlan
 from hybrid_kv.cache.spec import MambaSpec, layer_specs
-from hybrid_kv.config import EngineConfig
-from hybrid_kv.engine.drafter import MTPDrafter
+from hybrid_kv.config import EngineConfig, SchedulerConfig
+from hybrid_kv.engine.drafter import Drafting, MTPDrafter
 from hybrid_kv.engine.state_cursor import StateCursor
+from hybrid_kv.engine.step_inputs import StepInputs, padded_size
 from hybrid_kv.kernels.common.launch import choose
-from hybrid_kv.kernels.common.upload import Staged, download, fill, move, now, together
+from hybrid_kv.kernels.common.upload import Pending, StepUpload, download, fill
 from hybrid_kv.kernels.recompute import RecomputeStep
 from hybrid_kv.models.interface import DraftHead, Model
 from hybrid_kv.models.layers import ForwardContext
@@ -49,7 +47,8 @@ from hybrid_kv.spec_decode.verify import Sampling, gained, stage_sampling, verif
 
 Ints = npt.NDArray[np.int64]
 
-LOGITS_ROWS = 64  # prompt tokens whose logits are made at once: 64 of 131,072 words are 32 MiB in float32
+# Prompt tokens whose logits are made at once: 64 of 131,072 words are 32 MiB in float32
+LOGITS_ROWS = 64
 
 
 class Proposer(Protocol):
@@ -61,20 +60,24 @@ class Proposer(Protocol):
         token_ids: Sequence[npt.NDArray[np.int64]],
         num_tokens: npt.NDArray[np.int64],
     ) -> list[list[int]]:
-        """At most K tokens for each request; from the first one outside the vocabulary on they are ignored.
+        """Return at most K tokens for each request.
+
+        From the first one outside the vocabulary on they are ignored.
 
         Args:
             requests: as they were before the step.
-            token_ids: of each request [max_model_len + 1]; beyond its `num_tokens` lie rejected drafts.
+            token_ids: of each request [max_model_len + 1]; beyond its `num_tokens` lie rejected
+                drafts.
             num_tokens: [num_requests], known tokens, those of this step included.
         """
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """The batch of a step, and by request id its tokens, and the drafts that follow them.
+    """The batch of a step, and by request id its tokens and the drafts that follow them.
 
-    For requests that want it also how likely the tokens are, and those of the prompt that follow the step's.
+    For requests that want it also how likely the tokens are, and those of the prompt that follow
+    the step's.
     """
 
     batch: list[ScheduledRequest]
@@ -84,112 +87,138 @@ class StepOutput:
     prompt_logprobs: dict[str, list[TokenLogprobs]]
 
 
-class Step(NamedTuple):
-    """A prepared step, before the model runs.
+@dataclass(frozen=True)
+class DraftSource:
+    """The source of drafts: a proposer on the host, a head of the checkpoint, or neither."""
+
+    proposer: Proposer | None = None
+    head: DraftHead | None = None
+
+
+@dataclass(frozen=True)
+class PreparedStep:
+    """A step before the model runs.
 
     Attributes:
-        rows: [num_reqs], of the engine.
-        current_blocks: [num_reqs_padded], the current state blocks of the Mamba layers; zeros without any.
-        copies: of boundary states, due if all drafts are accepted; `moved_copies`, if there are any: on the device.
+        copies: of boundary states, due if all drafts are accepted; `moved_copies`, if there are
+            any: on the device.
         drafting: what the drafter staged, if there is one.
     """
 
+    inputs: StepInputs
     context: ForwardContext
-    num_tokens_padded: int
     sampling: Sampling
-    rows: Ints
-    common: CommonAttentionMetadata
-    current_blocks: Ints
     copies: BoundaryCopies
-    moved_copies: Sequence[torch.Tensor]
-    drafting: Any
+    moved_copies: BoundaryCopies | None
+    drafting: Drafting | None
+
+
+class Sampled(NamedTuple):
+    """The results of sampling, on the device; None where nothing was there to compute."""
+
+    logits: torch.Tensor | None
+    drawn: torch.Tensor | None
+    accepted: torch.Tensor | None
+    proposed: torch.Tensor | None
 
 
 class ModelRunner:
     """Owns the cache memory, the block tables and every buffer that a captured graph would read.
 
-    A request's tokens live in row `request.row` of `token_ids` while it runs, and so does what the next step must know
-    of the last one, in `cursors`, and what the rollback scheme keeps of it, in `row_memory`. The batch is ordered
-    decodes first; a pure decode step is padded to a captured size with rows on the null block.
+    A request's tokens live in row `request.row` of `token_ids` while it runs, and so does what the
+    next step must know of the last one, in `cursors`, and what the rollback scheme keeps of it, in
+    `row_memory`. The batch is ordered decodes first; a pure decode step is padded to a captured
+    size with rows on the null block.
     """
 
     def __init__(
         self,
         model: Model,
         plan: CachePlan,
-        backend: type[AttentionBackend],
-        context: BackendContext,
+        groups: Sequence[AttentionGroup],
         config: EngineConfig,
         device: torch.device,
         observers: list[EngineObserver],
-        proposer: Proposer | None = None,
-        head: DraftHead | None = None,
+        drafts: DraftSource,
     ) -> None:
         self.model = model
-        self.proposer = proposer
+        self.proposer = drafts.proposer
         self.device = device
         self.kernels = choose(config.kernels, device)
-        self.groups = init_attn_backend(plan.config, backend, context)
-        max_num_seqs = config.scheduler.max_num_seqs
-        # What tokens leave behind for later steps. These three stay, and are empty while there is no memory.
+        self.groups = groups
+        self.observers = observers
+        self.batch: list[ScheduledRequest] = []  # of the last step, in batch order
+        limits = config.scheduler
+        self._max_model_len = limits.max_model_len
+        self._num_speculative_tokens = config.speculative.num_speculative_tokens
+        # What tokens leave behind for later steps. These three stay, and are empty while there is
+        # no memory.
         self.raw_buffers: list[torch.Tensor] = []
         self.views: dict[str, tuple[torch.Tensor, ...]] = {}
         self.row_memory: dict[str, Any] = {}
-        self._memory = plan.config, max_num_seqs
+        self._memory = plan.config, limits.max_num_seqs
         self.allocate_memory()
-        max_model_len = config.scheduler.max_model_len
-        self._captured = [size for size in config.captured_batch_sizes if size <= max_num_seqs]
-        if get_attention_cg_support_info(self.groups) == CUDAGraphSupport.NEVER:
-            self._captured = []
+        self.captured_sizes = [
+            size for size in config.captured_batch_sizes if size <= limits.max_num_seqs
+        ]
+        if get_attention_cg_support_info(groups) == CUDAGraphSupport.NEVER:
+            self.captured_sizes = []
         # Padding rows come on top of a full budget of drafts.
-        max_tokens = config.scheduler.max_num_batched_tokens + max_num_seqs
-        self._slot_groups = [group.group_id for group in self.groups if not group.backend.is_ssm()]
-        sizes = (
-            [group.spec.block_size for group in self.groups],
-            [group.kernel_block_size for group in self.groups],
-            max_num_seqs,
-            max_tokens,
-            [group.spec.block_table_width(max_model_len) for group in self.groups],
-            device,
-            self._slot_groups,
-        )
-        launches = self.kernels == "triton"
-        self.block_tables = LaunchedBlockTables(*sizes) if launches else BlockTables(*sizes)
-        self._computes = {group_id: self._compute(self.groups[group_id]) for group_id in self._slot_groups}
-        self.builders = {
-            group.group_id: MambaMetadataBuilder(group.spec, max_num_seqs, device, launches)
-            for group in self.groups
-            if isinstance(group.spec, MambaSpec)
-        }
-        # Mamba layers have one block size, so one current state block serves all of their groups.
-        self._mamba_spec = next((builder.spec for builder in self.builders.values()), None)
-        self.cursors = StateCursor(max_num_seqs)
-        self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
-        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)  # known ones, in `token_ids`
-        self._drafts: list[list[int]] = [[] for _ in range(max_num_seqs)]
+        max_tokens = limits.max_num_batched_tokens + limits.max_num_seqs
         self.input_ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
-        self._num_speculative_tokens = config.speculative.num_speculative_tokens
-        self._max_model_len = max_model_len
-        self._drafter: MTPDrafter | None = None
-        if head is not None:
-            (name,) = head.layer_specs
-            group = next(group for group in self.groups if name in group.layer_names)
-            self._drafter = MTPDrafter(
-                head,
-                self._num_speculative_tokens,
-                group,
-                self.views,
-                self.block_tables,
-                self.token_ids,
-                max_model_len,
-                self._computes[group.group_id],
-            )
-        self.batch: list[ScheduledRequest] = []  # of the last step, in batch order
-        self.observers = observers
+        self.token_ids = np.zeros((limits.max_num_seqs, limits.max_model_len + 1), dtype=np.int64)
+        # Known ones, in `token_ids`
+        self.num_tokens = np.zeros(limits.max_num_seqs, dtype=np.int64)
+        self._drafts: list[list[int]] = [[] for _ in range(limits.max_num_seqs)]
+        self.block_tables = self._make_block_tables(limits, max_tokens)
+        self._computes = {
+            group.group_id: self._compute(group) for group in groups if not group.backend.is_ssm()
+        }
+        launches = self.kernels == "triton"
+        self.builders = {
+            group.group_id: MambaMetadataBuilder(group.spec, limits.max_num_seqs, device, launches)
+            for group in groups
+            if isinstance(group.spec, MambaSpec)
+        }
+        self._mamba_spec = next((builder.spec for builder in self.builders.values()), None)
+        self.cursors = StateCursor(limits.max_num_seqs, self._mamba_spec)
+        self._drafter = self._make_drafter(drafts.head) if drafts.head is not None else None
+
+    def _make_block_tables(self, limits: SchedulerConfig, max_tokens: int) -> BlockTables:
+        tables = LaunchedBlockTables if self.kernels == "triton" else BlockTables
+        return tables(
+            block_sizes=[group.spec.block_size for group in self.groups],
+            kernel_block_sizes=[group.kernel_block_size for group in self.groups],
+            max_num_reqs=limits.max_num_seqs,
+            max_num_batched_tokens=max_tokens,
+            max_num_blocks_per_group=[
+                group.spec.block_table_width(limits.max_model_len) for group in self.groups
+            ],
+            device=self.device,
+            slot_groups=[group.group_id for group in self.groups if not group.backend.is_ssm()],
+        )
+
+    def _make_drafter(self, head: DraftHead) -> MTPDrafter:
+        (name,) = head.layer_specs
+        group = next(group for group in self.groups if name in group.layer_names)
+        return MTPDrafter(
+            head,
+            self._num_speculative_tokens,
+            group,
+            self.views,
+            self.block_tables,
+            self.token_ids,
+            self._max_model_len,
+            self._computes[group.group_id],
+        )
 
     def _compute(self, group: AttentionGroup) -> Compute:
-        dtypes = {dtype for spec in layer_specs(group.layer_names, group.spec) for dtype in spec.cache_dtypes}
+        dtypes = {
+            dtype
+            for spec in layer_specs(group.layer_names, group.spec)
+            for dtype in spec.cache_dtypes
+        }
         return compute_of(group.backend.get_compute(self.device.type, self.kernels, dtypes))
 
     def allocate_memory(self) -> None:
@@ -207,69 +236,97 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
     def padded_size(self, num_reqs: int) -> int:
-        """Rows of a pure decode step of `num_reqs` requests: the next captured size, or as many as there are."""
-        return next((size for size in self._captured if size >= num_reqs), num_reqs)
+        """Return the rows of a pure decode step of `num_reqs` requests."""
+        return padded_size(num_reqs, self.captured_sizes)
 
     @torch.inference_mode()
     def execute(self, scheduled: Sequence[ScheduledRequest]) -> StepOutput:
-        """Run one step: sample where the last known token was computed, verify drafts, propose new ones."""
+        """Run one step.
+
+        Sample where the last known token was computed, verify drafts, propose new ones.
+        """
         for observer in self.observers:
             observer.on_schedule(scheduled)
-        resolved = [item if item.drafts is not None else self._resolve(item) for item in scheduled]
-        self.batch = batch = sorted(resolved, key=lambda item: not item.is_decode)
+        resolved = [self._resolve(item) if item.awaits_drafts else item for item in scheduled]
+        self.batch = batch = sorted(resolved, key=_is_prefill)
         for observer in self.observers:
             observer.on_prepare(batch)
         step = self._prepare(batch)
         for observer in self.observers:
             observer.on_step(batch, self.input_ids, self.positions, step.context.metadata)
-        inputs = self.input_ids[: step.num_tokens_padded], self.positions[: step.num_tokens_padded]
-        hidden = self.model(*inputs, step.context)
+        num_tokens = step.inputs.num_tokens_padded
+        hidden = self.model(self.input_ids[:num_tokens], self.positions[:num_tokens], step.context)
         for observer in self.observers:
             observer.on_hidden(batch, hidden)
-        logits, drawn, accepted, proposed = self._sample(step, hidden)
-        *read, proposals = download(drawn, accepted, proposed)  # the step's one wait
-        tokens, logprobs = self._commit(batch, step.sampling, logits, *read)
+        sampled = self._sample(step, hidden)
+        # The step's one wait
+        drawn, accepted, proposals = download(sampled.drawn, sampled.accepted, sampled.proposed)
+        verified = gained(drawn, accepted, [batch[i].num_drafts for i in step.sampling.places])
+        tokens, logprobs = self._commit(batch, step.sampling, sampled.logits, verified)
         prompt_logprobs = self._prompt_logprobs(batch, hidden)
         self._postprocess(step, [max(1, len(new)) for new in tokens])
         for observer in self.observers:
             observer.on_commit(tokens)
         drafts = self._propose(batch, tokens, proposals)
-        sampled = {item.request.request_id: new for item, new in zip(batch, tokens, strict=True) if new}
+        tokens_by_id = {
+            item.request.request_id: new for item, new in zip(batch, tokens, strict=True) if new
+        }
         for item in batch:
             self._drafts[item.request.row] = drafts.get(item.request.request_id, [])
-        return StepOutput(batch, sampled, drafts, logprobs, prompt_logprobs)
+        return StepOutput(batch, tokens_by_id, drafts, logprobs, prompt_logprobs)
 
     @torch.inference_mode()
     def flush(self, request: Request) -> None:
-        """Write the state at the last block boundary among a request's tokens, before it gives up its row and blocks.
+        """Write a request's state at its last block boundary, before it gives up row and blocks.
 
-        A later step, whose tokens are not known yet, has written it already if it began behind that boundary.
+        A later step, whose tokens are not known yet, has written it already if it began after that
+        boundary.
         """
         spec = self._mamba_spec
         assert spec is not None
-        if self.cursors.begin[request.row] >= request.num_computed_tokens // spec.block_size * spec.block_size:
+        boundary = request.num_computed_tokens // spec.block_size * spec.block_size
+        if self.cursors.begin[request.row] >= boundary:
             return
-        self._write_states(request, lambda rollback, *where: rollback.flush(*where))
+        rows, num_gained = self._gained(request)
+        self._write_states(
+            request,
+            (
+                (group_id, builder.rollback.flush(rows, num_gained, self._row(group_id, request)))
+                for group_id, builder in self.builders.items()
+            ),
+        )
 
     @torch.inference_mode()
     def flush_all(self, request: Request) -> None:
-        """Write the states after the last token of a request, before another engine goes on with it."""
-        current_blocks = self.cursors.current_block[request.row : request.row + 1]
+        """Write a request's states after its last token, before another engine goes on with it."""
+        rows, num_gained = self._gained(request)
+        current_blocks = self.cursors.current_block[rows]
         self._write_states(
-            request, lambda rollback, rows, gained, table: rollback.flush_all(rows, gained, current_blocks, table)
+            request,
+            (
+                (
+                    group_id,
+                    builder.rollback.flush_all(
+                        rows, num_gained, current_blocks, self._row(group_id, request)
+                    ),
+                )
+                for group_id, builder in self.builders.items()
+            ),
         )
 
-    def _write_states(
-        self, request: Request, due: Callable[[Rollback, Ints, Ints, torch.Tensor], RollbackStep]
-    ) -> None:
-        """Write the states that are `due` of a request that runs no tokens, in all layers."""
+    def _gained(self, request: Request) -> tuple[Ints, Ints]:
+        """Return the row of a request, and the tokens that it has gained since its last step."""
         rows = np.array([request.row], dtype=np.int64)
-        gained = self.cursors.num_gained(rows, np.array([request.num_computed_tokens]))
+        return rows, self.cursors.num_gained(rows, np.array([request.num_computed_tokens]))
+
+    def _row(self, group_id: int, request: Request) -> torch.Tensor:
+        """Return a request's row of a group's block table."""
+        return self.block_tables.tables[group_id][request.row : request.row + 1]
+
+    def _write_states(self, request: Request, due: Iterable[tuple[int, RollbackStep]]) -> None:
+        """Write the states that are due in each group, of a request that runs no tokens."""
         steps: dict[str, RecomputeStep] = {}
-        for group_id, builder in self.builders.items():
-            step = due(
-                builder.rollback, rows, gained, self.block_tables.tables[group_id][request.row : request.row + 1]
-            )
+        for group_id, step in due:
             for observer in self.observers:
                 observer.on_flush(request, group_id, step)
             if step.history is not None:
@@ -278,17 +335,26 @@ class ModelRunner:
             self.model.flush(steps, ForwardContext({}, self.views, self.row_memory, self.kernels))
 
     def _resolve(self, item: ScheduledRequest) -> ScheduledRequest:
-        """Fill in what the step before has left: how many tokens there are, and which drafts follow them.
+        """Fill in the tokens and drafts that a request awaited from the step before.
 
-        A request that this step finds complete runs its last token once more; the result is dropped.
+        A request that this step finds complete runs its last token once more; the result is
+        dropped.
         """
-        request, row = item.request, item.request.row
-        known = int(self.num_tokens[row])
-        room = min(request.params.max_tokens - (known - len(request.prompt_token_ids)), self._max_model_len - known)
-        drafts = tuple(self._drafts[row][: max(0, min(item.num_drafts, room - 1))])
-        return replace(item, num_computed_tokens=known - 1, num_tokens=1 + len(drafts), drafts=drafts)
+        request = item.request
+        known = int(self.num_tokens[request.row])
+        num_output = known - len(request.prompt_token_ids)
+        room = min(request.params.max_tokens - num_output, self._max_model_len - known)
+        num_drafts = max(0, min(item.num_drafts, room - 1))
+        drafts = tuple(self._drafts[request.row][:num_drafts])
+        return replace(
+            item,
+            num_computed_tokens=known - 1,
+            num_tokens=1 + len(drafts),
+            drafts=drafts,
+            awaits_drafts=False,
+        )
 
-    def _sample(self, step: Step, hidden: torch.Tensor) -> tuple[Any, ...]:
+    def _sample(self, step: PreparedStep, hidden: torch.Tensor) -> Sampled:
         """Launch logits, tokens and accepted drafts (see `verify`), and the drafts of a head.
 
         The host does not wait for them. Boundary states are copied to their blocks.
@@ -299,34 +365,49 @@ class ModelRunner:
             last = hidden[: sampling.num_rows] if sampling.rows is None else hidden[sampling.rows]
             logits = self.model.compute_logits(last)
             drawn, accepted = verify(logits, *sampling.verification)
-        if step.moved_copies and accepted is not None:
-            copies = due_copies(BoundaryCopies(*step.moved_copies), accepted)
-            for group_id, builder in self.builders.items():
-                layers = [self.views[name] for name in self.groups[group_id].layer_names]
-                table = self.block_tables.input_tables[group_id]
-                copies_states = builder.rollback.copies_states
-                for observer in self.observers:
-                    observer.on_copy(group_id, copies, table, layers, copies_states)
-                postprocess_mamba(copies, table, layers, builder.spec, copies_states)
-        if self._drafter is not None:
-            proposed = self._drafter.propose(step.drafting, hidden, drawn, sampling.rows, accepted, self.observers)
-        return logits, drawn, accepted, proposed
+        if step.moved_copies is not None and accepted is not None:
+            self._copy_boundary_states(due_copies(step.moved_copies, accepted))
+        if self._drafter is not None and step.drafting is not None:
+            proposed = self._drafter.propose(
+                step.drafting, hidden, drawn, sampling.rows, accepted, self.observers
+            )
+        return Sampled(logits, drawn, accepted, proposed)
+
+    def _copy_boundary_states(self, copies: BoundaryCopies) -> None:
+        for group_id, builder in self.builders.items():
+            layers = [self.views[name] for name in self.groups[group_id].layer_names]
+            table = self.block_tables.input_tables[group_id]
+            copies_states = builder.rollback.copies_states
+            for observer in self.observers:
+                observer.on_copy(group_id, copies, table, layers, copies_states)
+            postprocess_mamba(copies, table, layers, builder.spec, copies_states)
 
     def _commit(
-        self, batch: Sequence[ScheduledRequest], sampling: Sampling, logits: Any, *read: Any
+        self,
+        batch: Sequence[ScheduledRequest],
+        sampling: Sampling,
+        logits: Any,
+        verified: Sequence[list[int]],
     ) -> tuple[list[list[int]], dict[str, list[TokenLogprobs]]]:
-        """Return the tokens of each request: none, one, or its accepted drafts and one more."""
+        """Keep the tokens that the step gave.
+
+        Returns:
+            The tokens of each request: none, one, or its accepted drafts and one more; and by
+            request id how likely they are, for requests that want it.
+        """
         tokens: list[list[int]] = [[] for _ in batch]
         logprobs: dict[str, list[TokenLogprobs]] = {}
-        verified = gained(read[0], read[1], [batch[i].num_drafts for i in sampling.places])
         row = 0
         for i, first, new in zip(sampling.places, sampling.first_positions, verified, strict=True):
             request = batch[i].request
             tokens[i] = new
             self.token_ids[request.row, first : first + len(new)] = new
             self.num_tokens[request.row] = first + len(new)
-            if (num_top := request.params.logprobs) is not None:
-                logprobs[request.request_id] = token_logprobs(logits[row : row + len(new)], new, num_top)
+            num_top = request.params.logprobs
+            if num_top is not None:
+                logprobs[request.request_id] = token_logprobs(
+                    logits[row : row + len(new)], new, num_top
+                )
             row += 1 + batch[i].num_drafts
         return tokens, logprobs
 
@@ -334,131 +415,205 @@ class ModelRunner:
         self, batch: Sequence[ScheduledRequest], hidden: torch.Tensor
     ) -> dict[str, list[TokenLogprobs]]:
         """Return log-probabilities of the prompt tokens whose logits this step produced."""
-        found: dict[str, list[TokenLogprobs]] = {}
+        by_request: dict[str, list[TokenLogprobs]] = {}
         start = 0
         for item in batch:
-            if (num_top := item.request.params.prompt_logprobs) is not None:
-                first = item.num_computed_tokens + 1
-                wanted = item.request.prompt_token_ids[first : first + item.num_tokens]
-                own = found[item.request.request_id] = []
-                for begin in range(0, len(wanted), LOGITS_ROWS):
-                    part = wanted[begin : begin + LOGITS_ROWS]
-                    logits = self.model.compute_logits(hidden[start + begin : start + begin + len(part)])
-                    own += token_logprobs(logits, part, num_top)
+            num_top = item.request.params.prompt_logprobs
+            if num_top is not None:
+                by_request[item.request.request_id] = self._item_prompt_logprobs(
+                    item, hidden[start : start + item.num_tokens], num_top
+                )
             start += item.num_tokens
-        return found
+        return by_request
 
-    def _postprocess(self, step: Step, num_accepted: Sequence[int]) -> None:
+    def _item_prompt_logprobs(
+        self, item: ScheduledRequest, hidden: torch.Tensor, num_top: int
+    ) -> list[TokenLogprobs]:
+        first = item.num_computed_tokens + 1
+        next_tokens = item.request.prompt_token_ids[first : first + item.num_tokens]
+        logprobs: list[TokenLogprobs] = []
+        for begin in range(0, len(next_tokens), LOGITS_ROWS):
+            chunk = next_tokens[begin : begin + LOGITS_ROWS]
+            logits = self.model.compute_logits(hidden[begin : begin + len(chunk)])
+            logprobs += token_logprobs(logits, chunk, num_top)
+        return logprobs
+
+    def _postprocess(self, step: PreparedStep, num_accepted: Sequence[int]) -> None:
         """Remember where each request's state is."""
-        if (spec := self._mamba_spec) is None:
+        spec = self._mamba_spec
+        if spec is None:
             return
-        num_reqs, copies = len(step.rows), step.copies
-        computed = step.common.num_computed_tokens[:num_reqs]
+        inputs = step.inputs
+        copies = step.copies
+        num_reqs = inputs.num_reqs
+        computed = inputs.num_computed_tokens[:num_reqs]
         accepted = np.array(num_accepted, dtype=np.int64)
         window_rows = accepted - 1
-        current_blocks = step.current_blocks[:num_reqs].copy()
+        current_blocks = inputs.current_blocks[:num_reqs].copy()
         if len(copies.rows):
-            # If the accepted tokens end exactly on a block boundary, resume from the copied state; copying overwrote
-            # the first window rows of that block.
+            # If the accepted tokens end exactly on a block boundary, resume from the copied state;
+            # copying overwrote the first window rows of that block.
             ended = copies.rows[copies.drafts + 1 == accepted[copies.rows]]
             current_blocks[ended] = computed[ended] // spec.block_size
             window_rows[ended] = 0
-        self.cursors.advance(step.rows, computed, current_blocks, window_rows)
+        self.cursors.advance(inputs.rows, computed, current_blocks, window_rows)
 
     def _propose(
-        self, batch: Sequence[ScheduledRequest], tokens: Sequence[list[int]], proposed: list[list[int]] | None
+        self,
+        batch: Sequence[ScheduledRequest],
+        tokens: Sequence[list[int]],
+        proposed: list[list[int]] | None,
     ) -> dict[str, list[int]]:
-        """Drafts by request id; `proposed`: what a head has found."""
+        """Return drafts by request id.
+
+        Args:
+            proposed: by a head.
+        """
         requests = [item.request for item, new in zip(batch, tokens, strict=True) if new]
         if proposed is not None:
-            return {request.request_id: drafts for request, drafts in zip(requests, proposed, strict=True)}
+            return {
+                request.request_id: drafts
+                for request, drafts in zip(requests, proposed, strict=True)
+            }
         if self.proposer is None or not requests:
             return {}
         rows = [request.row for request in requests]
-        known, num_known = [self.token_ids[row] for row in rows], self.num_tokens[rows]
-        drafts = self.proposer.propose(requests, known, num_known)
+        known = [self.token_ids[row] for row in rows]
+        num_known = self.num_tokens[rows]
+        proposals = self.proposer.propose(requests, known, num_known)
         for observer in self.observers:
-            observer.on_propose(requests, known, num_known, drafts)
-        most, size = self._num_speculative_tokens, self.model.vocab_size
+            observer.on_propose(requests, known, num_known, proposals)
         return {
-            request.request_id: list(takewhile(lambda token: 0 <= token < size, draft[:most]))
-            for request, draft in zip(requests, drafts, strict=True)
+            request.request_id: self._usable(drafts)
+            for request, drafts in zip(requests, proposals, strict=True)
         }
 
-    def _prepare(self, batch: Sequence[ScheduledRequest]) -> Step:
+    def _usable(self, drafts: Sequence[int]) -> list[int]:
+        """Return the first K drafts, as far as they are tokens of the vocabulary."""
+        usable: list[int] = []
+        for token in drafts[: self._num_speculative_tokens]:
+            if not 0 <= token < self.model.vocab_size:
+                break
+            usable.append(token)
+        return usable
+
+    def _prepare(self, batch: Sequence[ScheduledRequest]) -> PreparedStep:
         """Fill the persistent buffers, by one upload."""
+        self._stage_requests(batch)
+        inputs = StepInputs.from_batch(batch, self.cursors, self.captured_sizes)
+        num_tokens = inputs.num_tokens
+        if inputs.num_tokens_padded > num_tokens:
+            self.positions[num_tokens : inputs.num_tokens_padded] = 0
+        common = CommonAttentionMetadata(
+            num_reqs=inputs.num_reqs,
+            num_reqs_padded=inputs.num_reqs_padded,
+            num_decodes=inputs.num_decodes,
+            num_decode_tokens=inputs.num_decode_tokens,
+            query_lens=inputs.query_lens,
+            num_computed_tokens=inputs.num_computed_tokens,
+            positions=self.positions[: inputs.num_tokens_padded],
+        )
+        split = min(inputs.num_decodes, inputs.num_reqs)
+        copies = boundary_copies(
+            self._mamba_spec,
+            inputs.num_computed_tokens[:split],
+            inputs.query_lens[:split],
+            inputs.current_blocks[:split],
+        )
+        upload = StepUpload()
+        sampling = upload.add(stage_sampling(batch))
+        moved_copies = upload.add(stage_copies(copies)) if len(copies.rows) else None
+        drafting = None
+        if self._drafter is not None:
+            drafting = upload.add(self._drafter.stage(batch, inputs.token_rows, inputs.positions))
+        token_ids = self.token_ids[inputs.token_rows, inputs.positions]
+        upload.add(
+            fill(
+                (self.input_ids[:num_tokens], token_ids),
+                (self.positions[:num_tokens], inputs.positions),
+            )
+        )
+        upload.add(
+            self.block_tables.stage(
+                inputs.rows,
+                inputs.query_lens[: inputs.num_reqs],
+                torch.from_numpy(inputs.positions),
+                inputs.num_reqs_padded,
+                inputs.num_tokens_padded,
+            )
+        )
+        upload.add(common.stage_rows())
+        states = self._stage_states(upload, inputs, common)
+        upload.send(self.device)
+        return PreparedStep(
+            inputs=inputs,
+            context=self._context(common, states),
+            sampling=sampling.result,
+            copies=copies,
+            moved_copies=moved_copies.result if moved_copies is not None else None,
+            drafting=drafting.result if drafting is not None else None,
+        )
+
+    def _stage_requests(self, batch: Sequence[ScheduledRequest]) -> None:
+        """Write the tokens of new owners and the drafts to their rows, and stage new block ids."""
         for item in batch:
             request = item.request
             if item.overwrite:
                 self.token_ids[request.row, : request.num_tokens] = request.token_ids
                 self.num_tokens[request.row] = request.num_tokens
-                self.cursors.restart(request.row, item.num_computed_tokens, self._mamba_spec)
+                self.cursors.restart(request.row, item.num_computed_tokens)
             if item.drafts:
                 first = item.num_computed_tokens + 1
                 self.token_ids[request.row, first : first + len(item.drafts)] = item.drafts
-        for item in batch:
             new = item.new_blocks
             if len(new.ids):
-                self.block_tables.append_block_ids(item.request.row, new.ids, new.counts, item.overwrite)
+                self.block_tables.append_block_ids(request.row, new.ids, new.counts, item.overwrite)
 
-        num_reqs = len(batch)
-        num_decodes = sum(item.is_decode for item in batch)
-        num_reqs_padded = self.padded_size(num_reqs) if num_decodes == num_reqs else num_reqs
-        padding = num_reqs_padded - num_reqs
-        rows = np.array([item.request.row for item in batch], dtype=np.int64)
-        query_lens = np.array([item.num_tokens for item in batch] + [1] * padding, dtype=np.int64)
-        computed = np.array([item.num_computed_tokens for item in batch] + [0] * padding, dtype=np.int64)
-        num_tokens = int(query_lens[:num_reqs].sum())
-        num_tokens_padded = num_tokens + padding
-        num_decode_tokens = int(query_lens[:num_decodes].sum()) + padding
-
-        token_rows = np.repeat(rows, query_lens[:num_reqs])
-        starts = np.cumsum(query_lens) - query_lens
-        positions = np.arange(num_tokens) - np.repeat((starts - computed)[:num_reqs], query_lens[:num_reqs])
-        if padding:
-            self.positions[num_tokens:num_tokens_padded] = 0
-
-        common = CommonAttentionMetadata(
-            num_reqs=num_reqs,
-            num_reqs_padded=num_reqs_padded,
-            num_decodes=num_decodes + padding,
-            num_decode_tokens=num_decode_tokens,
-            query_lens=query_lens,
-            num_computed_tokens=computed,
-            positions=self.positions[:num_tokens_padded],
-        )
-        current_blocks, prev_step, window_rows, gained = np.zeros((4, num_reqs_padded), dtype=np.int64)
-        if self._mamba_spec is not None:
-            current_blocks = last_scheduled_block_idx(self._mamba_spec, computed, query_lens)
-        prev_step[:num_reqs], window_rows[:num_reqs] = self.cursors.current_block[rows], self.cursors.window_row[rows]
-        gained[:num_reqs] = self.cursors.num_gained(rows, computed[:num_reqs])
-        padded_rows = np.full(num_reqs_padded, -1)
-        padded_rows[:num_reqs] = rows
-        owned_anew = [i for i, item in enumerate(batch) if item.overwrite]
-        padded = num_reqs_padded, num_tokens_padded
-        tables, slots = self.block_tables.views(*padded)
-        inputs = fill(
-            (self.input_ids[:num_tokens], self.token_ids[token_rows, positions]),
-            (self.positions[:num_tokens], positions),
-        )
-        update = self.block_tables.stage(rows, query_lens[:num_reqs], torch.from_numpy(positions), *padded)
-        decodes = computed[:num_decodes], query_lens[:num_decodes], current_blocks[:num_decodes]
-        copies = boundary_copies(self._mamba_spec, *decodes)
-        moved = move(*copies) if len(copies.rows) else move()
-        drafting = move() if self._drafter is None else self._drafter.stage(batch, token_rows, positions)
-        staged: list[Staged[Any]] = [stage_sampling(batch), moved, drafting, inputs, update, common.stage_rows()]
+    def _stage_states(
+        self, upload: StepUpload, inputs: StepInputs, common: CommonAttentionMetadata
+    ) -> dict[int, Pending[MambaMetadata]]:
+        """Stage the metadata of each Mamba group, and what its rollback scheme is due."""
+        tables, _ = self.block_tables.views(inputs.num_reqs_padded, inputs.num_tokens_padded)
+        states: dict[int, Pending[MambaMetadata]] = {}
         for group_id, builder in self.builders.items():
             table = tables[group_id]
-            rollback = builder.rollback.prepare(padded_rows, owned_anew, gained, common, table)
-            where = current_blocks, prev_step, window_rows
-            staged.append(builder.build(common, table, *where, rollback, self.block_tables.num_gathers))
-        sampling, moved_copies, drafts, _, _, _, *built = now(self.device, together(*staged))
-        states = dict(zip(self.builders, built, strict=True))
+            rollback = builder.rollback.prepare(
+                inputs.padded_rows, inputs.new_owners, inputs.num_gained, common, table
+            )
+            metadata = builder.build(
+                common,
+                table,
+                inputs.current_blocks,
+                inputs.prev_blocks,
+                inputs.window_rows,
+                rollback,
+                self.block_tables.num_gathers,
+            )
+            states[group_id] = upload.add(metadata)
+        return states
+
+    def _context(
+        self, common: CommonAttentionMetadata, states: Mapping[int, Pending[MambaMetadata]]
+    ) -> ForwardContext:
+        """Return the metadata of every layer, with the memory that it reads and writes."""
+        tables, slots = self.block_tables.views(common.num_reqs_padded, len(common.positions))
         metadata: dict[str, Any] = {}
         for group, table in zip(self.groups, tables, strict=True):
-            own = states.get(group.group_id) or build_paged_attention_metadata(
-                common, table, slots[group.group_id], group.kernel_block_size, self._computes[group.group_id]
+            group_id = group.group_id
+            group_metadata = (
+                states[group_id].result
+                if group_id in states
+                else build_paged_attention_metadata(
+                    common,
+                    table,
+                    slots[group_id],
+                    group.kernel_block_size,
+                    self._computes[group_id],
+                )
             )
-            metadata.update(dict.fromkeys(group.layer_names, own))
-        context = ForwardContext(metadata, self.views, self.row_memory, self.kernels)
-        return Step(context, num_tokens_padded, sampling, rows, common, current_blocks, copies, moved_copies, drafts)
+            metadata.update(dict.fromkeys(group.layer_names, group_metadata))
+        return ForwardContext(metadata, self.views, self.row_memory, self.kernels)
+
+
+def _is_prefill(item: ScheduledRequest) -> bool:
+    return not item.is_decode

@@ -1,16 +1,18 @@
 """Which tokens of which requests run in the next step.
 
-First come, first served. Running requests go first, so that a decode is never starved by a prefill; a prompt longer
-than the rest of the token budget is prefilled in chunks. When the pool is empty the youngest running request is
-preempted: its blocks return to the pool, its tokens (generated ones included) are recomputed when it is admitted again,
-except for what the prefix cache still holds. The oldest running request can thus always grow, and requests that cannot
-fit alone are refused at the door: no livelock. A prompt whose prefix another one is just computing waits for it.
+First come, first served. Running requests go first, so that a decode is never starved by a prefill;
+a prompt longer than the rest of the token budget is prefilled in chunks. When the pool is empty the
+youngest running request is preempted: its blocks return to the pool, its tokens (generated ones
+included) are recomputed when it is admitted again, except for what the prefix cache still holds.
+The oldest running request can thus always grow, and requests that cannot fit alone are refused at
+the door: no livelock. A prompt whose prefix another one is just computing waits for it.
 
-In cache mode `align` a chunk that reaches a boundary of all groups (`KVCacheManager.hit_granularity`) ends on the last
-one that it reaches, and none passes the last one of the prompt that a hit may use. Where block sizes are unequal, a
-chunk before that may reach none of these: then it ends on a boundary of the states alone if it reaches one. Behind the
-last boundary of all groups a chunk may pass those of the states: nothing could use them. A chunk that cannot reach a
-boundary still runs: every step makes progress (vllm!51582).
+In cache mode `align` a chunk that reaches a boundary of all groups
+(`KVCacheManager.hit_granularity`) ends on the last one that it reaches, and none passes the last
+one of the prompt that a hit may use. Where block sizes are unequal, a chunk before that may reach
+none of these: then it ends on a boundary of the states alone if it reaches one. Behind the last
+boundary of all groups a chunk may pass those of the states: nothing could use them. A chunk that
+cannot reach a boundary still runs: every step makes progress (vllm!51582).
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ from dataclasses import replace
 from itertools import chain
 
 from hybrid_kv.cache.manager import HitLostError, KVCacheManager
-from hybrid_kv.cache.request_blocks import NO_BLOCKS, NO_HIT, NewBlocks, PrefixHit
+from hybrid_kv.cache.request_blocks import NO_HIT, NewBlocks, PrefixHit
 from hybrid_kv.cache.spec import StateProgress
 from hybrid_kv.config import ConfigError, SchedulerConfig
+from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.request import Request, ScheduledRequest
 
 
@@ -32,8 +35,8 @@ class Scheduler:
 
     Args:
         num_speculative_tokens: drafts to leave room for when the step before is still in flight.
-        flush: writes the state of a running request at the last block boundary of its tokens, if the rollback scheme
-            has not written it yet.
+        flush: writes the state of a running request at the last block boundary of its tokens, if
+            the rollback scheme has not written it yet.
     """
 
     def __init__(
@@ -58,26 +61,31 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            ConfigError: its id is in the queue already, it has ended, it is empty, longer than `max_model_len`, or can
-                never fit in the pool.
+            ConfigError: its id is in the queue already, it has ended, it is empty, longer than
+                `max_model_len`, or can never fit in the pool.
         """
         if request.request_id in self._ids or request.is_finished:
-            raise ConfigError(f"request {request.request_id} was added before; make a new request for each run")
+            raise ConfigError(
+                f"request {request.request_id} was added before; make a new request for each run"
+            )
         length = request.num_tokens
         limit = self.config.max_model_len
         if length == 0:
-            raise ConfigError(f"request {request.request_id}: the prompt is empty; give it at least one token")
+            raise ConfigError(
+                f"request {request.request_id}: the prompt is empty; give it at least one token"
+            )
         if length >= limit:
             raise ConfigError(
-                f"request {request.request_id}: the prompt has {length} tokens, max_model_len is {limit}, one of them "
-                "for the answer; shorten the prompt or raise max_model_len"
+                f"request {request.request_id}: the prompt has {length} tokens, max_model_len is "
+                f"{limit}, one of them for the answer; shorten the prompt or raise max_model_len"
             )
         # The last token is sampled, never cached.
         longest = min(limit, len(request.prompt_token_ids) + request.params.max_tokens) - 1
         if not self.manager.can_ever_fit(longest):
             raise ConfigError(
-                f"request {request.request_id}: {longest} tokens never fit in {self.manager.pool.num_blocks - 1} cache "
-                "blocks; lower max_tokens or give the cache more memory"
+                f"request {request.request_id}: {longest} tokens never fit in "
+                f"{self.manager.pool.num_blocks - 1} cache blocks; lower max_tokens or give the "
+                "cache more memory"
             )
         self._ids.add(request.request_id)
         self.waiting.append(request)
@@ -87,36 +95,68 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def schedule(self) -> list[ScheduledRequest]:
-        """The next step; empty only if no request is left or all wait for the step in flight."""
-        budget = self.config.max_num_batched_tokens
+        """Return the next step.
+
+        It is empty only if no request is left or all wait for the step in flight.
+        """
         scheduled: list[ScheduledRequest] = []
+        budget, is_full = self._schedule_running(scheduled, self.config.max_num_batched_tokens)
+        # A preempted request would only take its blocks again.
+        if not is_full:
+            self._schedule_waiting(scheduled, budget)
+        return scheduled
+
+    def _schedule_running(self, scheduled: list[ScheduledRequest], budget: int) -> tuple[int, bool]:
+        """Give running requests their tokens.
+
+        Returns:
+            The tokens that are left of the budget, and whether the pool was too full for a request.
+        """
         is_full = False
         index = 0
         while index < len(self.running) and budget > 0:
-            request = self.running[index]
-            # One token is left for each running request behind this one: neither drafts nor a chunk starve a request.
-            # Split the rest of the budget evenly among drafts; older requests get the remainder.
+            # One token is left for each running request after this one: neither drafts nor a chunk
+            # starve a request. Split the rest of the budget evenly among drafts; older requests get
+            # the remainder.
             num_left = len(self.running) - index
-            item = self._next(request, budget - num_left + 1, -((num_left - budget) // num_left))
+            item = self._next(
+                self.running[index], budget - num_left + 1, cdiv(budget - num_left, num_left)
+            )
             if item is None:
                 index += 1
                 continue
-            while (new := self._allocate(item)) is None:
+            new = self._allocate(item)
+            if new is None:
                 is_full = True
-                victim = self.running[-1]
-                if victim is request and item.drafts is None:
-                    break  # It may need less: that depends on the step in flight.
-                self.preempt(victim)
-                if victim is request:
-                    break
+                new = self._preempt_for(item)
             if new is None:
                 break
             item.new_blocks = new
             scheduled.append(item)
             budget -= item.num_tokens
             index += 1
-        # A preempted request would only take its blocks again.
-        while self.waiting and not is_full and budget > 0 and self._free_rows:
+        return budget, is_full
+
+    def _preempt_for(self, item: ScheduledRequest) -> NewBlocks | None:
+        """Preempt the youngest requests until a running one has room for its step.
+
+        Returns:
+            Its new blocks; None if it is the youngest itself.
+        """
+        new: NewBlocks | None = None
+        while new is None:
+            victim = self.running[-1]
+            if victim is item.request and item.awaits_drafts:
+                return None  # It may need less: that depends on the step in flight.
+            self.preempt(victim)
+            if victim is item.request:
+                return None
+            new = self._allocate(item)
+        return new
+
+    def _schedule_waiting(self, scheduled: list[ScheduledRequest], budget: int) -> None:
+        """Admit waiting requests, first come, first served, as long as there is room."""
+        while self.waiting and budget > 0 and self._free_rows:
             request = self.waiting[0]
             if request.in_flight is not None:
                 break
@@ -128,10 +168,14 @@ class Scheduler:
                 break
             scheduled.append(item)
             budget -= item.num_tokens
-        return scheduled
 
-    def _admit(self, request: Request, budget: int, scheduled: Sequence[ScheduledRequest]) -> ScheduledRequest | None:
-        """The first chunk of the first waiting request, behind what the cache has of it; None if it must wait."""
+    def _admit(
+        self, request: Request, budget: int, scheduled: Sequence[ScheduledRequest]
+    ) -> ScheduledRequest | None:
+        """Return the first chunk of the first waiting request, after what the cache has of it.
+
+        None if it must wait.
+        """
         try:
             return self._try_to_admit(request, budget, scheduled)
         except HitLostError:
@@ -139,13 +183,19 @@ class Scheduler:
             return self._try_to_admit(request, budget, scheduled, use_offload=False)
 
     def _try_to_admit(
-        self, request: Request, budget: int, scheduled: Sequence[ScheduledRequest], use_offload: bool = True
+        self,
+        request: Request,
+        budget: int,
+        scheduled: Sequence[ScheduledRequest],
+        use_offload: bool = True,
     ) -> ScheduledRequest | None:
         if request.arrival is not None:
             return self._receive_request(request)
         hit = NO_HIT
         if request.params.reads_prefix_cache:
-            hit = self.manager.find_longest_cache_hit(request.block_hashes, request.token_ids, use_offload)
+            hit = self.manager.find_longest_cache_hit(
+                request.block_hashes, request.token_ids, use_offload
+            )
             if self._waits_for_prefix(request, hit.num_tokens, scheduled):
                 return None
         item = self._chunk(request, hit.num_tokens, budget, overwrite=True)
@@ -159,10 +209,19 @@ class Scheduler:
         return item
 
     def _receive_request(self, request: Request) -> ScheduledRequest | None:
-        """The first step of a request that another engine has begun, as if a hit left one token."""
+        """Return the first step of a request that another engine has begun.
+
+        It is that of a request whose hit leaves one token.
+        """
         assert request.arrival is not None
         start = request.num_tokens - 1
-        item = ScheduledRequest(request, 1, start, NO_BLOCKS, True, True)
+        item = ScheduledRequest(
+            request=request,
+            num_tokens=1,
+            num_computed_tokens=start,
+            overwrite=True,
+            samples=True,
+        )
         new = self.manager.adopt(request.request_id, start)
         if new is None:
             return None
@@ -170,28 +229,32 @@ class Scheduler:
         request.progress = StateProgress(start, start)
         request.arrival(request, new)
         request.arrival = None  # it may be preempted, and then has nothing but its tokens
-        # Now, not behind the step: with one in flight, mode align gives the boundary's logical block back before that.
+        # Now, not behind the step: with one in flight, mode align gives the boundary's logical
+        # block back before that.
         self._cache_blocks(request, is_decode=False)
         return item
 
     def _start(self, request: Request, item: ScheduledRequest, new: NewBlocks) -> None:
-        """The first waiting request runs from this step on."""
+        """Let the first waiting request run from this step on."""
         item.new_blocks = new
         self.waiting.popleft()
         self.running.append(request)
         request.row = self._free_rows.pop()
 
-    def _waits_for_prefix(self, request: Request, num_cached: int, scheduled: Sequence[ScheduledRequest]) -> bool:
+    def _waits_for_prefix(
+        self, request: Request, num_cached: int, scheduled: Sequence[ScheduledRequest]
+    ) -> bool:
         """Return whether a prefill of this step, or of that in flight, makes a waiting hit longer.
 
-        Then it waits, and so do those behind it: at once, both would compute the same blocks. No wait is endless,
-        since those it waits for run.
+        Then it waits, and so do those behind it: at once, both would compute the same blocks. No
+        wait is endless, since those it waits for run.
         """
         if not self.manager.enable_prefix_caching:
             return False
         flights = (other.in_flight for other in self.running)
         for item in chain((flight for flight in flights if flight is not None), scheduled):
-            other, end = item.request, item.num_computed_tokens + item.num_tokens
+            other = item.request
+            end = item.num_computed_tokens + item.num_tokens
             if item.is_decode:
                 continue
             shared = self.manager.shared_tokens(
@@ -202,9 +265,10 @@ class Scheduler:
         return False
 
     def _allocate(self, item: ScheduledRequest, hit: PrefixHit = NO_HIT) -> NewBlocks | None:
-        request, flight = item.request, item.request.in_flight
+        request = item.request
+        flight = item.request.in_flight
         end = item.num_computed_tokens + item.num_tokens
-        if item.drafts is None:
+        if item.awaits_drafts:
             assert flight is not None
             end = min(end + flight.num_drafts, self.config.max_model_len)
         # A prefill in flight leaves a state behind its last token.
@@ -232,26 +296,50 @@ class Scheduler:
                 if room <= 0:
                     return None
                 drafts = max(0, min(self.num_speculative_tokens, draft_budget, room - 1))
-                return ScheduledRequest(request, 1 + drafts, start, NO_BLOCKS, False, True, None, drafts)
+                return ScheduledRequest(
+                    request=request,
+                    num_tokens=1 + drafts,
+                    num_computed_tokens=start,
+                    samples=True,
+                    awaits_drafts=True,
+                    num_drafts=drafts,
+                )
         if request.num_tokens - start > 1 or start == 0:
             return self._chunk(request, start, budget)
-        room = min(draft_budget, self._room(request) - 1)
-        drafts_now = tuple(request.draft_token_ids[: max(0, room)])
-        return ScheduledRequest(request, 1 + len(drafts_now), start, NO_BLOCKS, False, True, drafts_now)
+        room = max(0, min(draft_budget, self._room(request) - 1))
+        known_drafts = tuple(request.draft_token_ids[:room])
+        return ScheduledRequest(
+            request=request,
+            num_tokens=1 + len(known_drafts),
+            num_computed_tokens=start,
+            samples=True,
+            drafts=known_drafts,
+        )
 
     def _room(self, request: Request) -> int:
         """Return how many more tokens a request can get."""
         left = request.params.max_tokens - len(request.output_token_ids)
         return min(left, self.config.max_model_len - request.num_tokens)
 
-    def _chunk(self, request: Request, start: int, budget: int, overwrite: bool = False) -> ScheduledRequest:
-        """Known tokens of a request from `start` on."""
+    def _chunk(
+        self, request: Request, start: int, budget: int, overwrite: bool = False
+    ) -> ScheduledRequest:
+        """Return a step of known tokens of a request from `start` on."""
         total = request.num_tokens
         end = self.manager.chunk_end(start, min(total, start + budget), total)
-        return ScheduledRequest(request, end - start, start, NO_BLOCKS, overwrite, end == total)
+        return ScheduledRequest(
+            request=request,
+            num_tokens=end - start,
+            num_computed_tokens=start,
+            overwrite=overwrite,
+            samples=end == total,
+        )
 
     def preempt(self, request: Request) -> None:
-        """Take a running request's blocks and row; it is first in the queue and starts again from its first token."""
+        """Take a running request's blocks and row.
+
+        It is first in the queue and starts again from its first token.
+        """
         self._release(request)
         request.progress = StateProgress()
         request.draft_token_ids = []
@@ -270,8 +358,8 @@ class Scheduler:
 
         Args:
             sampled: the tokens that the step gave, accepted drafts first.
-            num_kept: how many of them the request keeps: none after a stop token. Drafts that were right but are not
-                kept have saved no step: they do not count as accepted.
+            num_kept: how many of them the request keeps: none after a stop token. Drafts that were
+                right but are not kept have saved no step: they do not count as accepted.
         """
         request = item.request
         request.output_token_ids += sampled[:num_kept]
@@ -283,23 +371,31 @@ class Scheduler:
             computed = progress.computed + item.num_tokens - item.num_drafts + max(0, num_kept - 1)
             if item.is_decode:
                 self.rollback.advance(
-                    progress, item.num_computed_tokens, item.num_tokens, computed, self._states_block_size
+                    progress,
+                    item.num_computed_tokens,
+                    item.num_tokens,
+                    computed,
+                    self._states_block_size,
                 )
             else:
                 progress.computed = progress.flushed = computed
             self._cache_blocks(request, item.is_decode)
 
     def _cache_blocks(self, request: Request, is_decode: bool) -> None:
-        # One step in `block_size` completes a block; the others need not gather the request's tokens.
+        # One step in `block_size` completes a block; the others need not gather the request's
+        # tokens.
         progress = request.progress
         if self.manager.completes_blocks(request.request_id, progress):
-            self.manager.cache_blocks(request.request_id, request.block_hashes, request.token_ids, progress, is_decode)
+            self.manager.cache_blocks(
+                request.request_id, request.block_hashes, request.token_ids, progress, is_decode
+            )
 
     def finish(self, request: Request, publish: bool = True) -> None:
         """Forget a request, running or waiting.
 
         Args:
-            publish: also the last block that it has completed, if that takes a last write; not after an error.
+            publish: also the last block that it has completed, if that takes a last write; not
+                after an error.
         """
         request.is_finished = True
         self._ids.discard(request.request_id)
@@ -309,7 +405,7 @@ class Scheduler:
             self.waiting.remove(request)
 
     def publish_flushed(self, request: Request) -> None:
-        """Publish also the last block that a running request has completed, if that takes a last write."""
+        """Publish the last block that a running request has completed, if it takes a last write."""
         if self.flush is None or not self.rollback.writes_late:
             return
         progress = StateProgress(request.num_computed_tokens, request.num_computed_tokens)
@@ -330,4 +426,6 @@ class Scheduler:
         """Raise AssertionError unless rows and blocks belong to exactly the running requests."""
         self.manager.check_integrity([request.request_id for request in self.running])
         rows = [request.row for request in self.running]
-        assert sorted(rows + self._free_rows) == list(range(self.config.max_num_seqs)), "a row is lost or shared"
+        assert sorted(rows + self._free_rows) == list(range(self.config.max_num_seqs)), (
+            "a row is lost or shared"
+        )

@@ -1,7 +1,8 @@
 """The places where the next step of each row finds its state.
 
-Kept on the host, one entry for each row of the engine: it follows from lengths that the host knows, so nothing is read
-back from the device. It dies with its owner: a new one starts from the end of its hit (vllm!41233).
+Kept on the host, one entry for each row of the engine: it follows from lengths that the host knows,
+so nothing is read back from the device. It dies with its owner: a new one starts from the end of
+its hit (vllm!41233).
 """
 
 from __future__ import annotations
@@ -15,33 +16,59 @@ Ints = npt.NDArray[np.int64]
 
 
 class StateCursor:
-    """For all rows of the engine, arrays [num_rows] int64.
+    """The cursors of all rows of the engine, arrays [num_rows] int64.
+
+    Args:
+        spec: of the Mamba layers, if there are any. They have one block size, so one current state
+            block serves all of their groups.
 
     Attributes:
-        current_block: logical block of the last step's running state, or of the boundary state that the next step
-            starts from. It cannot be had from `num_computed_tokens`, which does not tell how many drafts were
-            scheduled.
-        window_row: where the next step's window begins in that logical block: as many rows in as drafts were accepted,
-            0 behind a boundary copy.
-        begin: tokens computed before the last step; what the request has gained since are the tokens that count of it.
+        current_block: logical block of the last step's running state, or of the boundary state that
+            the next step starts from. It cannot be had from `num_computed_tokens`, which does not
+            tell how many drafts were scheduled.
+        window_row: where the next step's window begins in that logical block: as many rows in as
+            drafts were accepted, 0 after a boundary copy.
+        begin: tokens computed before the last step; what the request has gained since are the
+            tokens that count of it.
     """
 
-    def __init__(self, num_rows: int) -> None:
-        self.current_block, self.window_row, self.begin = np.zeros((3, num_rows), dtype=np.int64)
+    def __init__(self, num_rows: int, spec: MambaSpec | None) -> None:
+        self.spec = spec
+        self.current_block: Ints = np.zeros(num_rows, dtype=np.int64)
+        self.window_row: Ints = np.zeros(num_rows, dtype=np.int64)
+        self.begin: Ints = np.zeros(num_rows, dtype=np.int64)
 
-    def restart(self, row: int, num_computed_tokens: int, spec: MambaSpec | None) -> None:
-        """A new owner, with so many tokens in the cache."""
+    def restart(self, row: int, num_computed_tokens: int) -> None:
+        """Start the cursor of a row's new owner, with so many tokens in the cache."""
+        spec = self.spec
         last = max(0, num_computed_tokens - 1)
-        self.current_block[row] = spec.mode.current_block(last, spec.block_size) if spec is not None else 0
+        self.current_block[row] = (
+            spec.mode.current_block(last, spec.block_size) if spec is not None else 0
+        )
         self.window_row[row] = 0
         self.begin[row] = num_computed_tokens
 
+    def current_blocks(self, num_computed_tokens: Ints, query_lens: Ints) -> Ints:
+        """Return the current state blocks [n] of steps of `query_lens` more tokens.
+
+        Zeros without Mamba layers.
+        """
+        spec = self.spec
+        if spec is None:
+            return np.zeros_like(query_lens)
+        return spec.mode.current_block(num_computed_tokens + query_lens - 1, spec.block_size)
+
     def num_gained(self, rows: Ints, num_computed_tokens: Ints) -> Ints:
-        """[n], tokens that rows have gained since their last step began; rejected drafts do not count."""
+        """Return the tokens [n] that rows have gained since their last step began.
+
+        Rejected drafts do not count.
+        """
         return num_computed_tokens - self.begin[rows]
 
-    def advance(self, rows: Ints, num_computed_tokens: Ints, current_blocks: Ints, window_rows: Ints) -> None:
-        """A step has run behind `num_computed_tokens` tokens; all [n]."""
+    def advance(
+        self, rows: Ints, num_computed_tokens: Ints, current_blocks: Ints, window_rows: Ints
+    ) -> None:
+        """Take in a step that has run after `num_computed_tokens` tokens; all [n]."""
         self.begin[rows] = num_computed_tokens
         self.current_block[rows] = current_blocks
         self.window_row[rows] = window_rows

@@ -105,7 +105,7 @@ class Drafts:
             if request.request_id in self._reserved:
                 most = min(self._reserved[request.request_id], self._room(request, known) - 1)
             due = self._due(item, known, most)
-            if item.drafts is None or [*item.drafts] != due:
+            if item.awaits_drafts or [*item.drafts] != due:
                 raise RuleError(
                     "drafts-due",
                     f"request {request.request_id} verifies {item.drafts} after {known} tokens; {due} are due",

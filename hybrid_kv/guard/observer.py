@@ -360,7 +360,7 @@ class Observer(EngineObserver):
     def _account(self, request: Request, track: Track, item: ScheduledRequest, group: int, spec: KVCacheSpec) -> None:
         """A running request holds exactly the blocks of its tokens and drafts, and no more than the plan pays for."""
         n, end, size = item.num_computed_tokens, item.num_computed_tokens + item.num_tokens, spec.block_size
-        if item.drafts is None and request.in_flight is not None:
+        if item.awaits_drafts and request.in_flight is not None:
             # Certain is only what the step in flight computes without its drafts.
             end = min(end + request.in_flight.num_drafts, self._llm.config.scheduler.max_model_len)
         skipped = 0

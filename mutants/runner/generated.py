@@ -23,7 +23,8 @@ from mutants.runner.units import BY_TESTS, is_unit, tests_of
 
 # Whose mutants are generated: the cache, its scheduler and runner, and the kernels.
 GLOBS = (
-    "cache/*.py", "spec_decode/*.py", "attention/*.py", "engine/scheduler.py", "engine/runner.py", "kernels/**/*.py",
+    "cache/*.py", "spec_decode/*.py", "attention/*.py", "engine/scheduler.py", "engine/runner.py",
+    "engine/step_inputs.py", "kernels/**/*.py",
 )  # fmt: skip
 # Each operation turns into its nearest neighbours: of all eleven others most fail at once, and say nothing.
 # RemoveDecorator is left out (a dataclass without its decorator is none), and so are the operators for variables, which

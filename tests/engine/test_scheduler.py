@@ -78,11 +78,13 @@ class Host:
         text = self.texts[name]
         if item.overwrite:
             self.known[name] = request.num_tokens
-        if item.drafts is None:
+        if item.awaits_drafts:
             known = self.known[name]
             most = min(request.params.max_tokens + len(request.prompt_token_ids), self.scheduler.config.max_model_len)
             drafts = self.drafts[name][: max(0, min(item.num_drafts, most - known - 1))]
-            item = replace(item, num_computed_tokens=known - 1, num_tokens=1 + len(drafts), drafts=tuple(drafts))
+            count = 1 + len(drafts)
+            resolved = {"num_computed_tokens": known - 1, "num_tokens": count, "drafts": tuple(drafts)}
+            item = replace(item, awaits_drafts=False, **resolved)
         new, self.drafts[name] = [], []
         if item.samples:
             known = item.num_computed_tokens + item.num_tokens - len(item.drafts)

@@ -167,7 +167,7 @@ def before(change):
 
 
 def accept_one_less(_, self, step, num_accepted):
-    self.cursors.window_row[step.rows] = np.maximum(0, self.cursors.window_row[step.rows] - 1)
+    self.cursors.window_row[step.inputs.rows] = np.maximum(0, self.cursors.window_row[step.inputs.rows] - 1)
 
 
 def with_metadata(**changes):
@@ -192,7 +192,7 @@ def no_copies(copies, *_):
 
 def publish_when_scheduled(new, scheduler, item, *_):
     request, end = item.request, item.num_computed_tokens + item.num_tokens
-    if new is not None and not item.num_drafts and item.drafts is not None:
+    if new is not None and not item.num_drafts and not item.awaits_drafts:
         scheduler.manager.cache_blocks(
             request.request_id, request.block_hashes, request.token_ids, StateProgress(end, end), item.is_decode
         )
@@ -270,7 +270,7 @@ def boundary_into_current_block(built):
 
 
 def metadata_of_its_own(built, *_):
-    context = built[0]
+    context = built.context
     context.metadata["layers.4"] = replace(context.metadata["layers.4"])
     return built
 

@@ -2,14 +2,14 @@
 
 A step has one upload. What prepares it is *staged*: the arrays that the host knows, and the
 function that makes the result of as many tensors once they are on the device. `together` joins
-several into one.
+several into one; a `StepUpload` takes them in one after the other and gives each its result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +30,6 @@ def upload(device: torch.device, *arrays: Array) -> list[torch.Tensor]:
 
     They lie one after the other in page-locked memory that no later step writes to before the copy
     is done: torch sees to that. On a CPU they share their memory with the arrays.
-
-    They lie behind each other in page-locked memory that no later step writes to before the copy is
-    done: torch sees to that. On a CPU they share their memory with the arrays.
     """
     if device.type == "cpu":
         return list(map(torch.from_numpy, arrays))
@@ -96,3 +93,44 @@ def fill(*pairs: tuple[torch.Tensor, Array]) -> Staged[None]:
             target.copy_(values)
 
     return [array for _, array in pairs], make
+
+
+def stage_fields(host: T) -> Staged[T]:
+    """Stage a dataclass all of whose fields are arrays; the result has tensors in their places."""
+    return list(vars(host).values()), type(host)
+
+
+class Pending(Generic[T]):
+    """The result of something staged, there once its `StepUpload` has been sent."""
+
+    __slots__ = ("_make", "_num_arrays", "result")
+    result: T
+
+    def __init__(self, staged: Staged[T]) -> None:
+        arrays, self._make = staged
+        self._num_arrays = len(arrays)
+
+    def make(self, moved: Iterator[torch.Tensor]) -> None:
+        """Make the result of the next tensors."""
+        self.result = self._make(*islice(moved, self._num_arrays))
+
+
+class StepUpload:
+    """All that a step brings to the device, by one copy."""
+
+    def __init__(self) -> None:
+        self._arrays: list[Array] = []
+        self._pending: list[Pending[Any]] = []
+
+    def add(self, staged: Staged[T]) -> Pending[T]:
+        """Take in what is staged; results are made in the order in which they were added."""
+        pending = Pending(staged)
+        self._arrays += staged[0]
+        self._pending.append(pending)
+        return pending
+
+    def send(self, device: torch.device) -> None:
+        """Upload all arrays, and make all results."""
+        moved = iter(upload(device, *self._arrays) if self._arrays else ())
+        for pending in self._pending:
+            pending.make(moved)

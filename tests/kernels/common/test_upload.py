@@ -1,11 +1,14 @@
 """Arrays of any dtype and shape come to the device by one copy that the host does not wait for."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from hybrid_kv.device import DeviceError, pretend_gpu
-from hybrid_kv.kernels.common.upload import download, fill, move, now, together, upload
+from hybrid_kv.kernels.common.upload import StepUpload, download, fill, move, now, stage_fields, together, upload
 
 ARRAYS = (
     np.arange(6).reshape(2, 3)[:, ::2],
@@ -14,6 +17,12 @@ ARRAYS = (
     np.linspace(0, 1, 5),
     np.arange(3, dtype=np.int32),
 )
+
+
+@dataclass(frozen=True)
+class Named:
+    first: Any
+    second: Any
 
 
 def test_one_copy_brings_them_all():
@@ -58,6 +67,27 @@ def test_what_is_staged_together_is_made_in_its_order_of_one_upload():
         since, _ = len(gpu.events), now(torch.device("cuda:0"), fill((pair[0], ARRAYS[0] + 1)))
         assert download(pair[0], None, pair[0][1]) == [[[1, 3], [4, 6]], None, [4, 6]]
         assert gpu.counts(since)["download"] == 1 and download(None) == [None]
+
+
+def test_each_of_a_step_gets_its_result_of_one_upload():
+    with pretend_gpu() as gpu:
+        upload = StepUpload()
+        pair, seven = upload.add(move(*ARRAYS[:2])), upload.add(((), lambda: 7))
+        named = upload.add(stage_fields(Named(ARRAYS[4], ARRAYS[0])))
+        assert not hasattr(pair, "result")
+        upload.send(torch.device("cuda:0"))
+        assert [values.tolist() for values in pair.result] == [[[0, 2], [3, 5]], []] and seven.result == 7
+        assert isinstance(named.result, Named) and named.result.first.device.type == "cuda"
+        assert (named.result.first.tolist(), named.result.second.tolist()) == ([0, 1, 2], [[0, 2], [3, 5]])
+        assert gpu.counts()["upload"] == 1
+
+
+def test_a_step_without_arrays_uploads_nothing():
+    with pretend_gpu() as gpu:
+        upload = StepUpload()
+        seven = upload.add(((), lambda: 7))
+        upload.send(torch.device("cuda:0"))
+        assert seven.result == 7 and not gpu.counts()["upload"]
 
 
 def test_on_a_cpu_nothing_is_copied():
