@@ -34,7 +34,7 @@ from hybrid_kv.cache.block_hash import BlockHashes
 from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds, BlockKey, BlockPool
 from hybrid_kv.cache.observe import CacheObserver
 from hybrid_kv.cache.offload import KVOffload
-from hybrid_kv.cache.prefix import longest_hit, shared_tokens
+from hybrid_kv.cache.prefix import LocatedHit, longest_hit, shared_tokens
 from hybrid_kv.cache.request_blocks import (
     NO_HIT,
     NO_IDS,
@@ -44,7 +44,13 @@ from hybrid_kv.cache.request_blocks import (
     Refusal,
     RequestBlocks,
 )
-from hybrid_kv.cache.spec import KVCacheConfig, KVCacheSpec, MambaSpec, RollbackSpec, StateProgress
+from hybrid_kv.cache.spec import (
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    RollbackSpec,
+    StateProgress,
+)
 from hybrid_kv.config import ConfigError
 from hybrid_kv.kernels.common.integers import cdiv
 
@@ -237,7 +243,7 @@ class KVCacheManager:
         ahead = self._with_lookahead(end)
         rows = self._held.get(request_id)
         if rows is None:
-            return self._take_hit(request_id, end, ahead, is_decode, hit)
+            return self._start(request_id, end, ahead, is_decode, hit)
         if self._giving_back:
             self._give_back(request_id, rows, num_seen_tokens)
         if is_decode and ahead <= self._covered.get(request_id, 0):
@@ -255,73 +261,44 @@ class KVCacheManager:
             observer.on_allocate(request_id, new.per_group())
         return new
 
-    def _take_hit(  # noqa: C901, PLR0912, PLR0915 - a hit and its allocation are to be taken apart
+    def _start(
         self, request_id: str, end: int, ahead: int, is_decode: bool, hit: PrefixHit
     ) -> NewBlocks | None:
         """Allocate for a request that holds nothing yet: its hit, and room after that."""
-        rows = [RequestBlocks() for _ in self._groups]
-        taken: list[int] = []
-        absent: list[BlockKey] = []
-        places: list[tuple[RequestBlocks, int]] = []  # where the absent ones go
-        for index, (group, row) in enumerate(zip(self._groups, rows, strict=True)):
-            count = hit.num_tokens // group.block_size
-            every = range(count)
-            ids = np.zeros(count, dtype=np.int32)
-            # All blocks of attention, the last state of Mamba.
-            for block_idx in every if group.mode is None else every[-1:]:
-                key = index, hit.chains[index][block_idx]
-                block = self.pool.lookup(key)
-                if block is None:
-                    absent.append(key)
-                    places.append((row, block_idx))
-                else:
-                    ids[block_idx] = block
-                    taken.append(block)
-            row.extend(ids)
-            row.published = count
-        counts, needed = self._count_missing(rows, end, ahead, is_decode)
-        needed += len(absent)
-        hit_ids = np.array(taken, dtype=np.int32)
-        room = needed + int(np.count_nonzero(self.pool.is_idle(hit_ids)))
+        located = LocatedHit(hit, self._groups, self.pool)
+        counts, needed = self._count_missing(located.rows, end, ahead, is_decode)
+        room = needed + located.num_needed(self.pool)
         if room > self.pool.num_free_blocks:
-            keys = ((index, digest) for index, chain in enumerate(hit.chains) for digest in chain)
-            self._refusal = Refusal(request_id, room, frozenset(keys))
+            self._refusal = Refusal(request_id, room, hit.keys())
             return None
-        pages = self.offload.fetch(absent) if absent and self.offload is not None else []
-        if pages is None or len(pages) != len(absent):
-            raise HitLostError(f"request {request_id}: {len(absent)} blocks of its hit are lost")
+        pages = located.fetch(self.offload)
+        if pages is None:
+            raise HitLostError(
+                f"request {request_id}: {len(located.absent)} blocks of its hit are lost"
+            )
         self._refusal = None
-        self.pool.touch(hit_ids)
-        new_ids = self.pool.allocate(needed)
-        assert new_ids is not None
+        loaded, fresh = located.take(self.pool, needed)
         # From here on all of it is the request's: whatever is raised, `free` finds it.
-        self._held[request_id] = rows
-        restored = [row.all().copy() for row in rows] if self.observers else []
-        loaded = new_ids[: len(absent)]
-        fresh = new_ids[len(absent) :]
-        for (row, block_idx), block in zip(places, loaded.tolist(), strict=True):
-            row.set(block_idx, block)
-        new = self._append(rows, counts, fresh, is_decode)
+        self._held[request_id] = located.rows
+        new = self._append(located.rows, counts, fresh, is_decode)
         try:
             for observer in self.observers:
-                if len(hit_ids):
-                    observer.on_hit(request_id, restored)
+                if len(located.pooled):
+                    observer.on_hit(request_id, located.pooled_rows)
                 observer.on_allocate(request_id, new.per_group())
-                if absent:
-                    logical_blocks = [
-                        (key, block_idx) for key, (_, block_idx) in zip(absent, places, strict=True)
-                    ]
-                    observer.on_load(request_id, logical_blocks, loaded)
-            if absent:
+                if located.absent:
+                    places = [(absent.key, absent.block_idx) for absent in located.absent]
+                    observer.on_load(request_id, places, loaded)
+            if located.absent:
                 assert self.offload is not None
                 self.offload.load(pages, loaded.tolist())
         except BaseException:
             self.free(request_id)
             raise
         # Only now: what failed to load must not be found.
-        for key, block in zip(absent, loaded.tolist(), strict=True):
-            self.pool.publish(key, block)
-        return NewBlocks.of(rows) if hit.num_tokens else new
+        for absent, block in zip(located.absent, loaded.tolist(), strict=True):
+            self.pool.publish(absent.key, block)
+        return NewBlocks.of(located.rows) if hit.num_tokens else new
 
     def adopt(self, request_id: str, num_computed_tokens: int) -> NewBlocks | None:
         """Make room for a decode of a request whose first tokens were computed elsewhere.

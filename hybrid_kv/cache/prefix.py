@@ -1,14 +1,17 @@
-"""The longest prefix of a text that every group can restore from blocks that can be found now."""
+"""Prefix hits: the longest prefix that every group can restore now, and how it is taken."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
 
 from hybrid_kv.cache.block_hash import BlockHashes
-from hybrid_kv.cache.block_pool import BlockPool
-from hybrid_kv.cache.offload import KVOffload
-from hybrid_kv.cache.request_blocks import PrefixHit
+from hybrid_kv.cache.block_pool import BlockIds, BlockKey, BlockPool
+from hybrid_kv.cache.offload import KVOffload, Page
+from hybrid_kv.cache.request_blocks import LogicalBlockRules, PrefixHit, RequestBlocks
 from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
 
 # Of a request: its hashes, and the tokens that they are of.
@@ -63,6 +66,77 @@ def longest_hit(
         tokens -= unit
     vetoed_by = lacks(tokens + unit) if max(ends) >= tokens + unit else None
     return PrefixHit(tokens, tuple(ends), vetoed_by, tuple(chains))
+
+
+class AbsentBlock(NamedTuple):
+    """A block of a hit that the pool does not have, and the null logical block that it fills."""
+
+    key: BlockKey
+    row: RequestBlocks
+    block_idx: int
+
+
+class LocatedHit:
+    """A hit's blocks, found in the pool or left to the offload tier; `take` takes them.
+
+    Attributes:
+        rows: of each group the request's logical blocks up to the end of the hit.
+        pooled: ids of the blocks that the pool has.
+        pooled_rows: ids of each group's logical blocks, those of absent blocks null.
+        absent: the other blocks.
+    """
+
+    def __init__(
+        self, hit: PrefixHit, groups: Sequence[LogicalBlockRules], pool: BlockPool
+    ) -> None:
+        self.rows: list[RequestBlocks] = []
+        self.pooled_rows: list[BlockIds] = []
+        self.absent: list[AbsentBlock] = []
+        pooled: list[int] = []
+        for index, group in enumerate(groups):
+            row = RequestBlocks()
+            count = hit.num_tokens // group.block_size
+            ids = np.zeros(count, dtype=np.int32)
+            for block_idx in group.restored(count):
+                key = index, hit.chains[index][block_idx]
+                block = pool.lookup(key)
+                if block is None:
+                    self.absent.append(AbsentBlock(key, row, block_idx))
+                else:
+                    ids[block_idx] = block
+                    pooled.append(block)
+            row.extend(ids)
+            row.published = count
+            self.rows.append(row)
+            self.pooled_rows.append(ids)
+        self.pooled: BlockIds = np.array(pooled, dtype=np.int32)
+
+    def num_needed(self, pool: BlockPool) -> int:
+        """Return how many free blocks of the pool it takes."""
+        return len(self.absent) + int(np.count_nonzero(pool.is_idle(self.pooled)))
+
+    def fetch(self, offload: KVOffload | None) -> list[Page] | None:
+        """Return the offload tier's pages of the absent blocks; None if it lacks any."""
+        if not self.absent:
+            return []
+        if offload is None:
+            return None
+        pages = offload.fetch([absent.key for absent in self.absent])
+        return pages if pages is not None and len(pages) == len(self.absent) else None
+
+    def take(self, pool: BlockPool, num_more: int) -> tuple[BlockIds, BlockIds]:
+        """Take the blocks that the pool has, and new ones; there must be room.
+
+        Returns:
+            The blocks that are to be loaded, in the order of `absent`, and `num_more` others.
+        """
+        pool.touch(self.pooled)
+        ids = pool.allocate(len(self.absent) + num_more)
+        assert ids is not None
+        loaded = ids[: len(self.absent)]
+        for absent, block in zip(self.absent, loaded.tolist(), strict=True):
+            absent.row.set(absent.block_idx, block)
+        return loaded, ids[len(self.absent) :]
 
 
 def shared_tokens(block_size: int, unit: int, prompt: Text, other: Text, end: int) -> int:

@@ -62,6 +62,12 @@ class PrefixHit:
     vetoed_by: int | None = None
     chains: tuple[Sequence[bytes], ...] = field(default=(), repr=False, compare=False)
 
+    def keys(self) -> frozenset[BlockKey]:
+        """Return the keys of all blocks of the request's prefixes, of the hit or beyond it."""
+        return frozenset(
+            (group, digest) for group, chain in enumerate(self.chains) for digest in chain
+        )
+
 
 NO_HIT = PrefixHit(0)
 
@@ -84,10 +90,17 @@ class LogicalBlockRules:
 
     def __init__(self, spec: KVCacheSpec) -> None:
         self.block_size = spec.block_size
-        self.mode = (
-            spec.mode if isinstance(spec, MambaSpec) else None
-        )  # None: attention, a block for every logical block
+        # None: attention, a block for every logical block
+        self.mode = spec.mode if isinstance(spec, MambaSpec) else None
         self.drafts = spec.num_speculative_blocks if isinstance(spec, MambaSpec) else 0
+
+    def restored(self, num_blocks: int) -> range:
+        """Return the logical blocks that a prefix of `num_blocks` blocks is restored from.
+
+        All of attention, the last state of Mamba.
+        """
+        every = range(num_blocks)
+        return every if self.mode is None else every[-1:]
 
     def num_complete(self, progress: StateProgress) -> int:
         """Return how many logical blocks hold all that they stand for."""
