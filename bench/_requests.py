@@ -23,7 +23,9 @@ MAMBA_GROUPS = 4  # and one of attention, as Nemotron-3-Nano has them
 
 def _drafts(K: int) -> dict[str, Any]:
     """Return the field of `MambaSpec` that tells the draft tokens; before commit 79aa965 it had another name."""
-    if hasattr(spec, "RollbackSpec"):
+    if hasattr(spec, "SlotsSpec"):
+        return {"rollback": spec.SlotsSpec(K)}
+    if hasattr(spec, "RollbackSpec"):  # before it was abstract
         return {"rollback": spec.RollbackSpec(K)}
     return {"undo": spec.UndoSpec(K)}
 

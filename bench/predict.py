@@ -25,7 +25,7 @@ import pandas as pd
 from bench.figures import markdown_table
 from bench.harness.arguments import ArgumentParser
 from bench.published import BATCHES, points, ratios
-from hybrid_kv.cache.spec import MambaSpec, RollbackSpec, window_and_states
+from hybrid_kv.cache.spec import MambaSpec, SlotsSpec, window_and_states
 from hybrid_kv.config import HybridKVError, planned_dtype
 from hybrid_kv.errors import run_command
 from hybrid_kv.files import write_whole
@@ -116,7 +116,7 @@ def layer(key_heads: int, key_dim: int, value_heads: int, value_dim: int, kernel
     channels = 2 * key_heads * key_dim + value_heads * value_dim
     window = (kernel - 1 + drafts, channels), planned_dtype("bfloat16")
     state = (value_heads, value_dim, key_dim), planned_dtype("float32")
-    return MambaSpec(1, window_and_states(window, state), rollback=RollbackSpec(drafts))
+    return MambaSpec(1, window_and_states(window, state), rollback=SlotsSpec(drafts))
 
 
 def parts(rows: pd.DataFrame, gpu: str, chip: Chip) -> Floats:

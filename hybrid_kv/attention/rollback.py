@@ -28,7 +28,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec, RollbackSpec, StatePart, StateProgress
+from hybrid_kv.cache.spec import (
+    KVCacheSpec,
+    MambaSpec,
+    RollbackSpec,
+    SlotsSpec,
+    StatePart,
+    StateProgress,
+)
 from hybrid_kv.config import CacheConfig, ConfigError
 from hybrid_kv.kernels.common.integers import cdiv, default_ring_len, shortest_ring_len
 
@@ -159,7 +166,7 @@ class Slots(Rollback):
     """Scheme `slots`: 1 + K states are written, the next step picks one; nothing is due later."""
 
     copies_states: ClassVar[bool] = True
-    spec_type: ClassVar[type[RollbackSpec]] = RollbackSpec
+    spec_type: ClassVar[type[RollbackSpec]] = SlotsSpec
 
     def __init__(
         self, spec: MambaSpec, max_num_seqs: int, device: torch.device, launches: bool
@@ -172,13 +179,13 @@ class Slots(Rollback):
         num_speculative_tokens: int,
         is_async: bool,
         specs: Sequence[KVCacheSpec],
-    ) -> RollbackSpec:
+    ) -> SlotsSpec:
         if cache.recompute_ring_len is not None:
             raise ConfigError(
                 f"recompute_ring_len={cache.recompute_ring_len} sizes the ring of state_scheme "
                 'recompute, which is off; add state_scheme="recompute"'
             )
-        return RollbackSpec(num_speculative_tokens)
+        return SlotsSpec(num_speculative_tokens)
 
     def source_logical_blocks(self, current_blocks: Ints, window_rows: Ints) -> Ints:
         return current_blocks + window_rows
@@ -230,10 +237,6 @@ class RecomputeSpec(RollbackSpec):
 
         The tokens after the base lie in the ring, and so will the step's, and a step that finds a
         boundary passed flushes them up to there: the one before found less than a block after the
-        base, and left at most 1 + K more.
-
-        The tokens behind the base lie in the ring, and so will the step's, and a step that finds a
-        boundary passed flushes them up to there: the one before found less than a block behind the
         base, and left at most 1 + K more.
         """
         span = (

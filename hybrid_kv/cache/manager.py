@@ -49,6 +49,7 @@ from hybrid_kv.cache.spec import (
     KVCacheSpec,
     MambaSpec,
     RollbackSpec,
+    SlotsSpec,
     StateProgress,
 )
 from hybrid_kv.config import ConfigError
@@ -144,7 +145,7 @@ class KVCacheManager:
     @property
     def rollback(self) -> RollbackSpec:
         """The scheme by which the groups of states roll back rejected drafts."""
-        return self._states.rollback if self._states is not None else RollbackSpec()
+        return self._states.rollback if self._states is not None else SlotsSpec()
 
     @property
     def states_block_size(self) -> int | None:

@@ -7,6 +7,7 @@ V) or a Mamba layer (one recurrent state). Names follow vLLM's `v1/kv_cache_inte
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -128,11 +129,10 @@ class StateProgress:
 
 
 @dataclass(frozen=True)
-class RollbackSpec:
-    """The memory that rolling back rejected drafts takes of the cache, in scheme `slots`.
+class RollbackSpec(ABC):
+    """The memory that rolling back rejected drafts takes of the cache, by one scheme.
 
-    `attention.rollback` has the schemes. This one takes blocks alone: one for the state after each
-    draft.
+    It decides nothing: `SlotsSpec` and `attention.rollback.RecomputeSpec` do.
 
     Attributes:
         num_speculative_tokens: K.
@@ -143,42 +143,43 @@ class RollbackSpec:
     """
 
     num_speculative_tokens: int = 0
-    scheme: ClassVar[str] = "slots"
-    needs_inputs: ClassVar[bool] = False
-    writes_late: ClassVar[bool] = False
+    scheme: ClassVar[str]
+    needs_inputs: ClassVar[bool]
+    writes_late: ClassVar[bool]
 
     @property
+    @abstractmethod
     def num_blocks(self) -> int:
         """Blocks of a request for the states of drafts."""
-        return self.num_speculative_tokens
 
+    @abstractmethod
     def most_logical_blocks_behind(self, block_size: int) -> int:
         """Return how many logical blocks before the last scheduled token's a request may hold.
 
         It matters in mode `align`.
         """
-        return 1
 
+    @abstractmethod
     def bytes_per_row(self, inputs: Sequence[StatePart]) -> int:
         """Return the bytes outside of blocks, for each row of the engine in one layer."""
-        return 0
 
+    @abstractmethod
     def stored(self, part: StatePart) -> StatePart:
         """Return a part as it is in its block; the bytes are the same."""
-        return part
 
+    @abstractmethod
     def allocate(self, inputs: Sequence[StatePart], num_rows: int, device: torch.device) -> Any:
         """Allocate the memory of `bytes_per_row`, for all rows; None if there is none."""
-        return None
 
+    @abstractmethod
     def describe(self) -> dict[str, Any]:
         """Return the scheme's sizes, for the plan, in JSON types."""
-        return {}
 
+    @abstractmethod
     def num_seen(self, progress: StateProgress, start: int) -> int:
         """Return how many tokens the state has seen that a step from `start` on reads."""
-        return start
 
+    @abstractmethod
     def advance(
         self,
         progress: StateProgress,
@@ -195,6 +196,46 @@ class RollbackSpec:
             computed: accepted tokens in the cache after it.
             block_size: of a logical block; None where no state is kept.
         """
+
+
+@dataclass(frozen=True)
+class SlotsSpec(RollbackSpec):
+    """The memory of scheme `slots`: blocks alone, one for the state after each draft."""
+
+    scheme: ClassVar[str] = "slots"
+    needs_inputs: ClassVar[bool] = False
+    writes_late: ClassVar[bool] = False
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_speculative_tokens
+
+    def most_logical_blocks_behind(self, block_size: int) -> int:
+        return 1
+
+    def bytes_per_row(self, inputs: Sequence[StatePart]) -> int:
+        return 0
+
+    def stored(self, part: StatePart) -> StatePart:
+        return part
+
+    def allocate(self, inputs: Sequence[StatePart], num_rows: int, device: torch.device) -> None:
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+    def num_seen(self, progress: StateProgress, start: int) -> int:
+        return start
+
+    def advance(
+        self,
+        progress: StateProgress,
+        start: int,
+        num_tokens: int,
+        computed: int,
+        block_size: int | None,
+    ) -> None:
         progress.computed = progress.flushed = computed
 
 
@@ -213,7 +254,7 @@ class MambaSpec(KVCacheSpec):
     page_size_padded: int | None = None
     mamba_type: str = "mamba2"
     mamba_cache_mode: str = "none"
-    rollback: RollbackSpec = RollbackSpec()
+    rollback: RollbackSpec = SlotsSpec()
     inputs: tuple[StatePart, ...] = ()
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 
 from hybrid_kv.attention.rollback import SCHEMES, rollback_spec
 from hybrid_kv.cache.modes import MODES
-from hybrid_kv.cache.spec import FullAttentionSpec, MambaSpec, RollbackSpec, with_block_size, with_rollback
+from hybrid_kv.cache.spec import FullAttentionSpec, MambaSpec, SlotsSpec, with_block_size, with_rollback
 from hybrid_kv.config import CacheConfig, ConfigError
 from hybrid_kv.guard.forced import FORCED, VOCAB, Draw
 from hybrid_kv.guard.scenario import (
@@ -119,7 +119,7 @@ def allowed(cell: Cell) -> bool:
 def _pages(layers: str, K: int, block_size: int) -> tuple[int, int]:
     """Bytes of the largest state of K drafts, and of the largest attention page of so many tokens; 0: there is none."""
     specs = answer_book(layers).model.layer_specs.values()
-    states = [with_rollback(spec, RollbackSpec(K)).page_size_bytes for spec in specs if isinstance(spec, MambaSpec)]
+    states = [with_rollback(spec, SlotsSpec(K)).page_size_bytes for spec in specs if isinstance(spec, MambaSpec)]
     pages = [with_block_size(s, block_size).page_size_bytes for s in specs if isinstance(s, FullAttentionSpec)]
     return max(states, default=0), max(pages, default=0)
 

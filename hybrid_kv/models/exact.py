@@ -33,7 +33,7 @@ from hybrid_kv.cache.spec import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
-    RollbackSpec,
+    SlotsSpec,
     StatePart,
 )
 from hybrid_kv.kernels.recompute import RecomputeStep
@@ -360,7 +360,7 @@ def _state_spec(config: ExactConfig, K: int, num_windows: int, num_states: int) 
             *(StatePart(f"state{i}", state, torch.int32) for i in range(num_states)),
             *([] if num_states else [StatePart("nothing", (0, config.width), torch.int32)]),
         ),
-        rollback=RollbackSpec(K),
+        rollback=SlotsSpec(K),
         # What `attention.rollback.Recompute` keeps, of which only x is used.
         inputs=(
             StatePart("x", (1, config.width), torch.int32),

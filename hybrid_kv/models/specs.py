@@ -17,7 +17,7 @@ from hybrid_kv.cache.spec import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
-    RollbackSpec,
+    SlotsSpec,
     StatePart,
     window_and_states,
 )
@@ -358,5 +358,5 @@ def mamba_spec(
     window = (kernel - 1 + options.num_speculative_tokens, channels), options.dtype
     parts = window_and_states(window, None if state is None else (state, options.ssm_dtype))
     return MambaSpec(
-        block_size=1, parts=parts, rollback=RollbackSpec(options.num_speculative_tokens), **other
+        block_size=1, parts=parts, rollback=SlotsSpec(options.num_speculative_tokens), **other
     )

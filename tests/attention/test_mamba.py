@@ -20,7 +20,7 @@ from hybrid_kv.attention.mamba import (
 )
 from hybrid_kv.attention.rollback import RecomputeSpec
 from hybrid_kv.cache.block_pool import NULL_BLOCK
-from hybrid_kv.cache.spec import MambaSpec, RollbackSpec, window_and_states
+from hybrid_kv.cache.spec import MambaSpec, SlotsSpec, window_and_states
 from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.common.upload import now
 from hybrid_kv.kernels.recompute import default_ring_len
@@ -37,7 +37,7 @@ def spec(mode="all", k=0, block_size=4, kernel=4):
         block_size,
         window_and_states(((kernel - 1 + k, 1), torch.int64), ((1,), torch.int32)),
         mamba_cache_mode=mode,
-        rollback=RollbackSpec(k),
+        rollback=SlotsSpec(k),
     )
 
 

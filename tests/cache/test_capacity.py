@@ -20,7 +20,7 @@ from hybrid_kv.cache.spec import (
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
-    RollbackSpec,
+    SlotsSpec,
     StatePart,
 )
 from hybrid_kv.config import ConfigError
@@ -35,7 +35,7 @@ def attention(block_size: int) -> FullAttentionSpec:
 
 
 def mamba(block_size: int, mode: str, k: int = 0) -> MambaSpec:
-    return MambaSpec(block_size, PARTS, mamba_cache_mode=mode, rollback=RollbackSpec(k))
+    return MambaSpec(block_size, PARTS, mamba_cache_mode=mode, rollback=SlotsSpec(k))
 
 
 def config_of(*specs: KVCacheSpec, num_blocks: int = 1000) -> KVCacheConfig:

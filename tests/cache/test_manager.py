@@ -22,7 +22,7 @@ from hybrid_kv.cache.spec import (
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
-    RollbackSpec,
+    SlotsSpec,
     StatePart,
     StateProgress,
 )
@@ -38,7 +38,7 @@ def attention(block_size: int) -> FullAttentionSpec:
 
 def mamba(block_size: int, mode: str = "all", k: int = 0) -> MambaSpec:
     return MambaSpec(
-        block_size, (StatePart("state", (8,), torch.float16),), mamba_cache_mode=mode, rollback=RollbackSpec(k)
+        block_size, (StatePart("state", (8,), torch.float16),), mamba_cache_mode=mode, rollback=SlotsSpec(k)
     )
 
 

@@ -24,7 +24,7 @@ from hybrid_kv.cache.spec import (
     FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,
-    RollbackSpec,
+    SlotsSpec,
     StatePart,
     window_and_states,
     with_rollback,
@@ -166,7 +166,7 @@ class Drawn:
             "gdn_attention" if self.is_delta else "mamba2",
             (StatePart("x", (3, self.width), torch.bfloat16),),
         )
-        rollback = RollbackSpec(self.k) if self.ring is None else RecomputeSpec(self.k, self.ring)
+        rollback = SlotsSpec(self.k) if self.ring is None else RecomputeSpec(self.k, self.ring)
         state = with_rollback(MambaSpec(1, parts, mamba_type=kind, inputs=inputs), rollback)
         attention = FullAttentionSpec(1, 1, 4, torch.bfloat16)
         states = {f"s{i}": state for i in range(self.num_states)}

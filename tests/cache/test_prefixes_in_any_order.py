@@ -25,7 +25,7 @@ from hybrid_kv.cache.spec import (
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
-    RollbackSpec,
+    SlotsSpec,
     StatePart,
     StateProgress,
 )
@@ -40,9 +40,7 @@ def attention(block_size: int) -> FullAttentionSpec:
 
 
 def mamba(mode: str) -> MambaSpec:
-    return MambaSpec(
-        4, (StatePart("state", (8,), torch.float16),), PAGE, mamba_cache_mode=mode, rollback=RollbackSpec(K)
-    )
+    return MambaSpec(4, (StatePart("state", (8,), torch.float16),), PAGE, mamba_cache_mode=mode, rollback=SlotsSpec(K))
 
 
 LAYOUTS: tuple[tuple[KVCacheSpec, ...], ...] = (

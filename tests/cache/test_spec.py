@@ -17,7 +17,7 @@ from hybrid_kv.cache.spec import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
-    RollbackSpec,
+    SlotsSpec,
     StatePart,
     UniformTypeKVCacheSpecs,
     group_layers,
@@ -32,7 +32,7 @@ ATTENTION = FullAttentionSpec(16, num_kv_heads=2, head_size=128, dtype=torch.bfl
 
 def mamba(mode: str = "none", k: int = 0, block_size: int = 64, padded: int | None = None) -> MambaSpec:
     parts = window_and_states(((3, 10), torch.bfloat16), ((4, 8), torch.float32))
-    return MambaSpec(block_size, parts, padded, mamba_cache_mode=mode, rollback=RollbackSpec(k))
+    return MambaSpec(block_size, parts, padded, mamba_cache_mode=mode, rollback=SlotsSpec(k))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_recompute_has_a_ring_in_place_of_speculative_blocks(mode: str, blocks: 
         StatePart("dt", (4,), torch.float32),
     )
     layer = replace(mamba(mode, padded=2048), inputs=inputs)
-    spec = with_rollback(with_rollback(layer, RollbackSpec(5)), RecomputeSpec(3, 36))
+    spec = with_rollback(with_rollback(layer, SlotsSpec(5)), RecomputeSpec(3, 36))
     assert isinstance(spec, MambaSpec)
     assert [part.shape for part in spec.parts] == [(3 + 3, 10), (4, 8)]
     assert (spec.num_speculative_blocks, spec.num_speculative_tokens) == (0, 3)
@@ -62,7 +62,7 @@ def test_recompute_has_a_ring_in_place_of_speculative_blocks(mode: str, blocks: 
     assert spec.block_table_width(200) == width
     assert spec.row_bytes == 36 * (8 * 2 + 8 * 2 + 4 * 4)
     assert spec.max_memory_usage_bytes(200) == blocks * 2048 + spec.row_bytes
-    assert with_rollback(spec, RollbackSpec(3)) == with_rollback(layer, RollbackSpec(3))
+    assert with_rollback(spec, SlotsSpec(3)) == with_rollback(layer, SlotsSpec(3))
 
 
 def test_a_ring_longer_than_a_block_keeps_one_more_state() -> None:
@@ -73,7 +73,7 @@ def test_a_ring_longer_than_a_block_keeps_one_more_state() -> None:
 
 def test_the_ring_that_a_user_gets() -> None:
     layers = [mamba()]
-    assert rollback_spec(CacheConfig(), 3, True, layers) == RollbackSpec(3)
+    assert rollback_spec(CacheConfig(), 3, True, layers) == SlotsSpec(3)
     assert rollback_spec(CacheConfig(state_scheme="recompute"), 3, False, layers) == RecomputeSpec(3, 36)
     given = CacheConfig(state_scheme="recompute", recompute_ring_len=11)
     assert rollback_spec(given, 3, True, layers) == RecomputeSpec(3, 11, 4)

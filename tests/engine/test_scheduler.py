@@ -11,7 +11,7 @@ from hybrid_kv.cache.backend import BackendContext, TorchBackend
 from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.cache.offload import Page
 from hybrid_kv.cache.plan import plan_cache
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, RollbackSpec, StatePart
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, SlotsSpec, StatePart
 from hybrid_kv.config import CacheConfig, ConfigError, SchedulerConfig
 from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.kernels.common.integers import cdiv
@@ -39,7 +39,7 @@ class Host:
         self.k, self.late, self.rng = k, late, np.random.default_rng(seed)
         mamba, attention = sizes
         self.specs = [
-            MambaSpec(mamba, (StatePart("state", (1,), torch.int32),), mamba_cache_mode=mode, rollback=RollbackSpec(k)),
+            MambaSpec(mamba, (StatePart("state", (1,), torch.int32),), mamba_cache_mode=mode, rollback=SlotsSpec(k)),
             FullAttentionSpec(attention, 1, 1, torch.int32),
         ]
         groups = tuple(KVCacheGroupSpec((str(i),), spec) for i, spec in enumerate(self.specs))

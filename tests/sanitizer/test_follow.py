@@ -18,7 +18,7 @@ from hybrid_kv.cache.block_pool import BlockPool
 from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.cache.offload import KVOffload
 from hybrid_kv.cache.request_blocks import RequestBlocks
-from hybrid_kv.cache.spec import RollbackSpec, StateProgress
+from hybrid_kv.cache.spec import SlotsSpec, StateProgress
 from hybrid_kv.engine import runner
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.engine.runner import ModelRunner
@@ -455,7 +455,7 @@ BUGS |= {
         RECOMPUTE | {"mamba_cache_mode": "align"}, "read-unheld finalize-lost",
     ),
     "published before it is flushed": (
-        RecomputeSpec, "advance", lambda plain: RollbackSpec.advance, RECOMPUTE, "publish-unflushed",
+        RecomputeSpec, "advance", lambda plain: SlotsSpec.advance, RECOMPUTE, "publish-unflushed",
     ),
     "given up without a last write": (
         Scheduler, "_release", before(lambda self, request, *_: (self, request, False)), RECOMPUTE, "finalize-lost",
