@@ -17,7 +17,7 @@ import torch
 
 from bench.harness.arguments import ArgumentParser
 from hybrid_kv.errors import run_command
-from hybrid_kv.models.exact_weights.design import Draw
+from hybrid_kv.models.exact_weights.design import Choices
 from hybrid_kv.models.random_checkpoint import quiet
 
 SHORTEST, LONGEST = 40, 240  # tokens of a text
@@ -50,7 +50,7 @@ class Texts:
     expected: list[int]
 
 
-Damage = Callable[[Any, "Texts", int, str, Draw], None]
+Damage = Callable[[Any, "Texts", int, str, Choices], None]
 
 
 class Model:
@@ -67,7 +67,7 @@ class Model:
         output = self._model(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
         return output.past_key_values, int(output.logits[0, -1].argmax())
 
-    def texts(self, draw: Draw) -> Texts:
+    def texts(self, draw: Choices) -> Texts:
         """Of a drawn length."""
         length = SHORTEST + draw.below(LONGEST - SHORTEST)
         text, other = ([1 + draw.below(self.vocab_size - 1) for _ in range(length)] for _ in range(2))
@@ -109,7 +109,7 @@ def put(layer: Any, cache: str, tensor: torch.Tensor) -> None:
 def copied(name: str) -> Damage:
     """The whole window or state of another one of `Texts`; the slots of KV that differ."""
 
-    def damage(cache: Any, texts: Texts, index: int, kind: str, draw: Draw) -> None:
+    def damage(cache: Any, texts: Texts, index: int, kind: str, draw: Choices) -> None:
         layer, source = cache.layers[index], getattr(texts, name).layers[index]
         if kind == "kv":
             layer.keys, layer.values = source.keys.clone(), source.values.clone()
@@ -119,7 +119,7 @@ def copied(name: str) -> Damage:
     return damage
 
 
-def token_old(cache: Any, texts: Texts, index: int, kind: str, draw: Draw) -> None:
+def token_old(cache: Any, texts: Texts, index: int, kind: str, draw: Choices) -> None:
     """A window or state without the last token; KV whose last slot was not written."""
     if kind != "kv":
         copied("old")(cache, texts, index, kind, draw)
@@ -128,7 +128,7 @@ def token_old(cache: Any, texts: Texts, index: int, kind: str, draw: Draw) -> No
     cache.layers[index].values[:, :, -1] = 0.0
 
 
-def zeroed(cache: Any, texts: Texts, index: int, kind: str, draw: Draw) -> None:
+def zeroed(cache: Any, texts: Texts, index: int, kind: str, draw: Choices) -> None:
     """A window or state of zeros, or a page of them."""
     layer = cache.layers[index]
     if kind != "kv":
@@ -139,7 +139,7 @@ def zeroed(cache: Any, texts: Texts, index: int, kind: str, draw: Draw) -> None:
     layer.values[:, :, page] = 0.0
 
 
-def wrong_page(cache: Any, texts: Texts, index: int, kind: str, draw: Draw) -> None:
+def wrong_page(cache: Any, texts: Texts, index: int, kind: str, draw: Choices) -> None:
     """The window or state of an earlier page, or a page of another text."""
     if kind != "kv":
         copied("earlier")(cache, texts, index, kind, draw)
@@ -150,12 +150,12 @@ def wrong_page(cache: Any, texts: Texts, index: int, kind: str, draw: Draw) -> N
     layer.values[:, :, page] = source.values[:, :, page]
 
 
-def rejected_draft(cache: Any, texts: Texts, index: int, kind: str, draw: Draw) -> None:
+def rejected_draft(cache: Any, texts: Texts, index: int, kind: str, draw: Choices) -> None:
     """A window or state behind a rejected draft, or its KV in the slot of the token that replaced it."""
     copied("drafted" if kind == "kv" else "draft")(cache, texts, index, kind, draw)
 
 
-def drawn_page(layer: Any, draw: Draw) -> slice:
+def drawn_page(layer: Any, draw: Choices) -> slice:
     """A page that is full."""
     begin = PAGE * draw.below(layer.keys.shape[2] // PAGE)
     return slice(begin, begin + PAGE)
@@ -170,7 +170,7 @@ KINDS: dict[str, Damage] = {
 }
 
 
-def trials(model: Model, texts: Texts, draw: Draw) -> Iterator[tuple[tuple[str, str, str], bool]]:
+def trials(model: Model, texts: Texts, draw: Choices) -> Iterator[tuple[tuple[str, str, str], bool]]:
     """Each kind of damage in each cache behind one text: whether it shows."""
     layers = range(len(texts.right.layers))
     for kind in CACHES:
@@ -180,7 +180,7 @@ def trials(model: Model, texts: Texts, draw: Draw) -> Iterator[tuple[tuple[str, 
             for name, damage in KINDS.items():
                 damaged, state = copy.deepcopy(texts.right), draw.below(2**31)
                 for index in chosen:
-                    damage(damaged, texts, index, kind, Draw(state))  # the same page in each layer
+                    damage(damaged, texts, index, kind, Choices(state))  # the same page in each layer
                 shows = model.continued(damaged, texts.expected[0]) != texts.expected[1:]
                 yield (kind, scope, name), shows
 
@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    draw, shown, counts = Draw(options.seed), Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
+    draw, shown, counts = Choices(options.seed), Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
     with quiet(), torch.inference_mode():
         model = Model(options.folder)
         for _ in range(options.trials):

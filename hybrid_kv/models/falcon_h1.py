@@ -87,7 +87,7 @@ class ScaledMLP(GatedMLP):
         return self.down_proj(F.silu(gate * self.scales[0]).mul_(up)) * self.scales[1]
 
 
-class HybridBlock(nn.Module):
+class FalconH1Block(nn.Module):
     """`x += scale * mamba(norm(x)) + scale * attention(scale * norm(x))`.
 
     Then `x += mlp(mlp_norm(x))`.
@@ -138,7 +138,7 @@ class HybridBlock(nn.Module):
 def build(file: ConfigFile, specs: Specs) -> nn.Module:
     """See `Family.build`."""
     layers = [
-        HybridBlock(file, f"layers.{i}", specs) for i in range(file.size("num_hidden_layers"))
+        FalconH1Block(file, f"layers.{i}", specs) for i in range(file.size("num_hidden_layers"))
     ]
     return CausalLM(
         file,

@@ -47,7 +47,7 @@ class Shared(nn.Module):
         self.down_proj = Linear(inner, size, bias)
 
 
-class HybridBlock(nn.Module):
+class Zamba2Block(nn.Module):
     """`x += mamba(norm(x + linear(block([x, embedding]))))`; the block has no residual inside."""
 
     def __init__(self, file: ConfigFile, name: str, specs: Specs, shared: Shared) -> None:
@@ -103,7 +103,7 @@ class Zamba2(CausalLM):
         for layer in self.layers:
             x = (
                 layer(x, context, embedding)
-                if isinstance(layer, HybridBlock)
+                if isinstance(layer, Zamba2Block)
                 else layer(x, context)
             )
         return x
@@ -135,7 +135,7 @@ def build(file: ConfigFile, specs: Specs) -> nn.Module:
     for i, kind in enumerate(kinds):
         if kind == HYBRID:
             layers.append(
-                HybridBlock(
+                Zamba2Block(
                     file, f"layers.{i}", specs, blocks[kinds[:i].count(HYBRID) % len(blocks)]
                 )
             )

@@ -1,1 +1,4 @@
-"""Checkpoints whose every operation is exact: the order of sums, chunks, batches and kernels change no bit."""
+"""Checkpoints whose every operation is exact.
+
+The order of sums, chunks, batches and kernels change no bit.
+"""

@@ -1,8 +1,11 @@
-"""Hard attention: each head reads exactly one token, at a distance that bits of the query and of the keys choose.
+"""Hard attention: each head reads exactly one token.
 
-Pairs of rotated channels form a peak of the score between two neighbouring tokens; a bit of each key, which the query
-wants to be +1 or -1, decides between them. Where the text is too short for a distance, the first token is read. Scores
-are rounded, and may be: the best one is ahead by more than softmax can represent, so that each weight is 0 or 1.
+Bits of the query and of the keys choose at which distance.
+
+Pairs of rotated channels form a peak of the score between two neighbouring tokens; a bit of each
+key, which the query wants to be +1 or -1, decides between them. Where the text is too short for a
+distance, the first token is read. Scores are rounded, and may be: the best one is ahead by more
+than softmax can represent, so that each weight is 0 or 1.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from hybrid_kv.models.exact_weights.design import (
     NUM_FACTS,
     SATURATED,
     WIDTH,
-    Draw,
+    Choices,
     spread,
 )
 
@@ -26,8 +29,10 @@ NUM_PAIRS = 7  # of rotated channels that are used
 PEAK = 0.3  # of the way from the nearer to the farther of two tokens
 FADING = 0.8  # of a pair's weight, to the one before it
 KEY_WEIGHT = 0.25  # of the key's bit in a score
-SINK = 0.9  # of the score's peak: that of the first token; with both bits against it the peak is above
-QUERY_SCALE, KEY_SCALE = 2.0**10, 2.0**8
+# Of the score's peak: that of the first token; with both bits against it the peak is above
+SINK = 0.9
+QUERY_SCALE = 2.0**10
+KEY_SCALE = 2.0**8
 NUM_VALUES = 32  # channels of a value that are used
 PAGE = 16  # tokens: at each step some head reads one token of every page of so many
 NUM_PAGES = 16  # that are read so, counted from the current token
@@ -35,14 +40,14 @@ FAR_AWAY = (288, 384, 544, 800, 1280)  # tokens; read now and then
 
 
 @dataclass(frozen=True)
-class Shape:
+class AttentionShape:
     """Sizes of an attention layer.
 
     Attributes:
         num_heads, num_kv_heads, head_dim: as in a config.
         num_rotated: channels of a head that are rotated, in pairs (i, i + num_rotated / 2).
         base: of the angles: pair i turns by base^(-2i / num_rotated) a token.
-        has_gate: the output is multiplied by a sigmoid; each head's gate is behind its query.
+        has_gate: the output is multiplied by a sigmoid; each head's gate is after its query.
         has_norms: queries and keys are normed.
     """
 
@@ -56,14 +61,14 @@ class Shape:
 
     @property
     def free(self) -> int:
-        """The first of two neighbouring channels of a head that turn by no angle, or by none that matters."""
+        """The first of two neighbouring channels of a head that (nearly) do not turn."""
         if self.num_rotated < self.head_dim:
             return self.num_rotated
         return self.num_rotated // 2 - 2
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionWeights:
     """Projections: [rows, WIDTH] of `q`, `k`, `v`, and [WIDTH, rows] of `o`."""
 
     q: torch.Tensor
@@ -74,7 +79,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Aim:
-    """What a head reads: the token at a distance or its neighbour, as a bit of their keys says.
+    """The token that a head reads: at a distance, or its neighbour, as a bit of their keys says.
 
     Attributes:
         near, far: tokens before the current one; a bit of the query says which.
@@ -86,31 +91,37 @@ class Aim:
     is_plain: bool = False
 
 
-def aims(layer: int, num_heads: int, draw: Draw) -> list[Aim]:
-    """Of a layer's heads: the two tokens before the current one, pages in turn, and what is far away."""
-    found = [Aim(distance, distance, is_plain=True) for distance in (1, 2)]
-    for n in range(num_heads - len(found)):
+def aims(layer: int, num_heads: int, draw: Choices) -> list[Aim]:
+    """Return the aims of a layer's heads.
+
+    The two tokens before the current one, pages in turn, and what is far away.
+    """
+    chosen = [Aim(distance, distance, is_plain=True) for distance in (1, 2)]
+    for n in range(num_heads - len(chosen)):
         page = layer * (num_heads - 2) + n
         distance = PAGE * page + PAGE // 2
         if page < NUM_PAGES:
-            found.append(Aim(distance, distance))
+            chosen.append(Aim(distance, distance))
         else:
-            found.append(Aim(PAGE * draw.below(NUM_PAGES) + PAGE // 2, FAR_AWAY[page % len(FAR_AWAY)]))
-    return found
+            chosen.append(
+                Aim(PAGE * draw.below(NUM_PAGES) + PAGE // 2, FAR_AWAY[page % len(FAR_AWAY)])
+            )
+    return chosen
 
 
-def attention(shape: Shape, layer: int, draw: Draw) -> Attention:
-    """The weights of attention layer `layer`, counted from 0."""
+def attention(shape: AttentionShape, layer: int, draw: Choices) -> AttentionWeights:
+    """Return the weights of attention layer `layer`, counted from 0."""
     queries = [_query(shape, aim, draw) for aim in aims(layer, shape.num_heads, draw)]
     keys = [_key(shape, draw) for _ in range(shape.num_kv_heads)]
     values = [_value(shape, draw) for _ in range(shape.num_kv_heads)]
-    query_scale, key_scale = (1.0, 1.0) if shape.has_norms else (QUERY_SCALE, KEY_SCALE)
+    query_scale = 1.0 if shape.has_norms else QUERY_SCALE
+    key_scale = 1.0 if shape.has_norms else KEY_SCALE
     rows = []
     for query in queries:
         rows.append(query_scale * query)
         if shape.has_gate:
             rows.append(_open_gate(shape))
-    return Attention(
+    return AttentionWeights(
         q=torch.cat(rows).bfloat16().float(),
         k=(key_scale * torch.cat(keys)).bfloat16().float(),
         v=torch.cat(values),
@@ -118,43 +129,50 @@ def attention(shape: Shape, layer: int, draw: Draw) -> Attention:
     )
 
 
-def query_norm(shape: Shape) -> torch.Tensor:
+def query_norm(shape: AttentionShape) -> torch.Tensor:
     """[head_dim] weight of the norm of queries."""
     return torch.full((shape.head_dim,), QUERY_SCALE)
 
 
-def key_norm(shape: Shape) -> torch.Tensor:
+def key_norm(shape: AttentionShape) -> torch.Tensor:
     """[head_dim] weight of the norm of keys."""
     return torch.full((shape.head_dim,), KEY_SCALE)
 
 
-def _query(shape: Shape, aim: Aim, draw: Draw) -> torch.Tensor:
+def _query(shape: AttentionShape, aim: Aim, draw: Choices) -> torch.Tensor:
     """[head_dim, WIDTH]."""
-    query, half = torch.zeros(shape.head_dim, WIDTH), shape.num_rotated // 2
-    near, far = aim.near + PEAK, aim.far + PEAK
-    chooser, wanted = draw.sources(2)
+    query = torch.zeros(shape.head_dim, WIDTH)
+    half = shape.num_rotated // 2
+    near = aim.near + PEAK
+    far = aim.far + PEAK
+    chooser, decider = draw.sources(2)
     for i in range(NUM_PAIRS):
-        weight, turn = FADING**i, -_frequency(shape, i)
+        weight = FADING**i
+        turn = -_frequency(shape, i)
         for row, wave in ((i, math.cos), (half + i, math.sin)):
             query[row, CHANNELS.one] = weight * (wave(turn * near) + wave(turn * far)) / 2
             query[row, chooser] = weight * (wave(turn * near) - wave(turn * far)) / 2
     peak = sum(FADING**i * math.cos(PEAK * _frequency(shape, i)) for i in range(NUM_PAIRS))
     query[shape.free, CHANNELS.one] = SINK * peak / math.sqrt(NUM_PAIRS)
-    query[shape.free + 1, wanted] = 0.0 if aim.is_plain else KEY_WEIGHT
+    query[shape.free + 1, decider] = 0.0 if aim.is_plain else KEY_WEIGHT
     return query
 
 
-def _key(shape: Shape, draw: Draw) -> torch.Tensor:
-    """[head_dim, WIDTH]: the same of every token but for a bit; the first token's has no position."""
+def _key(shape: AttentionShape, draw: Choices) -> torch.Tensor:
+    """[head_dim, WIDTH]: the same of every token but for a bit.
+
+    The first token's has no position.
+    """
     key = torch.zeros(shape.head_dim, WIDTH)
     key[:NUM_PAIRS, CHANNELS.one] = 1.0
     key[:NUM_PAIRS, CHANNELS.first] = -1.0
-    key[shape.free, CHANNELS.first] = math.sqrt(NUM_PAIRS)  # as long as the other keys, which a norm divides by
+    # As long as the other keys, which a norm divides by
+    key[shape.free, CHANNELS.first] = math.sqrt(NUM_PAIRS)
     key[shape.free + 1, draw.source()] = 1.0
     return key
 
 
-def _value(shape: Shape, draw: Draw) -> torch.Tensor:
+def _value(shape: AttentionShape, draw: Choices) -> torch.Tensor:
     """[head_dim, WIDTH]: the word and some facts."""
     value = torch.zeros(shape.head_dim, WIDTH)
     channels = [CHANNELS.bit + i for i in range(NUM_BITS)]
@@ -164,13 +182,13 @@ def _value(shape: Shape, draw: Draw) -> torch.Tensor:
     return value
 
 
-def _open_gate(shape: Shape) -> torch.Tensor:
+def _open_gate(shape: AttentionShape) -> torch.Tensor:
     """[head_dim, WIDTH]: the sigmoid is 1."""
     gate = torch.zeros(shape.head_dim, WIDTH)
     gate[:, CHANNELS.one] = SATURATED
     return gate
 
 
-def _frequency(shape: Shape, pair: int) -> float:
+def _frequency(shape: AttentionShape, pair: int) -> float:
     """Radians a token that a pair turns by."""
     return shape.base ** (-2 * pair / shape.num_rotated)

@@ -1,4 +1,7 @@
-"""Writes exact checkpoints: a config, weights that are all bfloat16 numbers, those of the draft head, a tokenizer."""
+"""Writes exact checkpoints: a config, weights and a tokenizer.
+
+All weights, those of the draft head too, are bfloat16 numbers.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +40,16 @@ def write_exact_weights(model_type: str, folder: str | Path, seed: int = 0) -> i
 
     if model_type not in FAMILIES:
         raise ConfigError(f"no exact checkpoint of {model_type}; there are {', '.join(FAMILIES)}")
-    family, folder = FAMILIES[model_type], Path(folder)
+    family = FAMILIES[model_type]
+    folder = Path(folder)
     tensors = tensors_of(family, seed)
-    keys = {**_KEYS, **family.keys, "tie_word_embeddings": family.is_tied, "dtype": "float32", KEY: {"seed": seed}}
+    keys = {
+        **_KEYS,
+        **family.keys,
+        "tie_word_embeddings": family.is_tied,
+        "dtype": "float32",
+        KEY: {"seed": seed},
+    }
     with quiet():
         config = AutoConfig.for_model(model_type, **keys)
         model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
@@ -53,14 +63,15 @@ def write_exact_weights(model_type: str, folder: str | Path, seed: int = 0) -> i
 
 
 def _add(tensors: Tensors, path: Path) -> None:
-    """Into the file of the model's weights: transformers leaves a draft head out."""
+    """Add tensors to the file of the model's weights: transformers leaves a draft head out."""
     from safetensors.torch import load_file, save_file
 
-    apart = {name: tensor.clone() for name, tensor in tensors.items()}  # the file may not hold one tensor twice
+    # The file may not hold one tensor twice
+    apart = {name: tensor.clone() for name, tensor in tensors.items()}
     save_file({**load_file(path), **apart}, path, metadata={"format": "pt"})
 
 
 def has_exact_weights(folder: str | Path) -> bool:
-    """Whether a checkpoint is one of these."""
+    """Return whether a checkpoint is an exact one."""
     file = Path(folder) / "config.json"
     return file.is_file() and KEY in json.loads(file.read_text())

@@ -1,7 +1,9 @@
-"""A gated delta net as a memory: a one-hot key is a place, and the delta rule replaces what lies there.
+"""A gated delta net as a memory.
 
-beta is 0 or 1, as bits of the token say; the decay is 1, or 0 to clear a head. The L2 norm of a one-hot key or query
-is exact, the triangular system of a chunk holds 0 and 1 alone.
+A one-hot key is a place, and the delta rule replaces what lies there.
+
+beta is 0 or 1, as bits of the token say; the decay is 1, or 0 to clear a head. The L2 norm of a
+one-hot key or query is exact, the triangular system of a chunk holds 0 and 1 alone.
 """
 
 from __future__ import annotations
@@ -10,27 +12,26 @@ from dataclasses import dataclass
 
 import torch
 
-from hybrid_kv.models.exact_weights.design import CHANNELS, NUM_ADDRESSES, SATURATED, WIDTH, Draw, spread
+from hybrid_kv.models.exact_weights.design import (
+    CHANNELS,
+    NUM_ADDRESSES,
+    SATURATED,
+    WIDTH,
+    Choices,
+    spread,
+)
 
 UNIT = 64.0  # of what passes a SiLU: the identity from here on
 CONSTANT = 2.0**31  # of a value: it decides the gated norm of its head alone
 KEY = 2.0**20  # squared, it makes the eps of the L2 norm vanish
 # Places that a key head writes to, in turn; a head of one is a register.
 NUM_PLACES = (1, 1, 2, 1, 4, 1, 16, 1)
-NUM_CONDITIONS = (
-    1,
-    1,
-    1,
-    2,
-    1,
-    1,
-    2,
-    3,
-)  # of value heads in turn: of so many bits, each halves how often it is written
+# Of value heads in turn: of so many bits, each halves how often it is written
+NUM_CONDITIONS = (1, 1, 1, 2, 1, 1, 2, 3)
 
 
 @dataclass(frozen=True)
-class Shape:
+class DeltaNetShape:
     """Sizes of a layer; `key_dim` is a power of 4, so that its root divides queries exactly."""
 
     num_key_heads: int
@@ -40,21 +41,24 @@ class Shape:
     taps: int
 
 
-def delta_net(shape: Shape, is_first: bool, draw: Draw) -> dict[str, torch.Tensor]:
-    """The tensors of a layer, by their names below `linear_attn.`.
+def delta_net(shape: DeltaNetShape, is_first: bool, draw: Choices) -> dict[str, torch.Tensor]:
+    """Return the tensors of a layer, by their names below `linear_attn.`.
 
     Args:
         is_first: of the model: it marks the first token.
     """
-    keys, values = shape.num_key_heads * shape.key_dim, shape.num_value_heads * shape.value_dim
-    projection, window = torch.zeros(2 * keys + values, WIDTH), torch.zeros(2 * keys + values, 1, shape.taps)
+    keys = shape.num_key_heads * shape.key_dim
+    values = shape.num_value_heads * shape.value_dim
+    projection = torch.zeros(2 * keys + values, WIDTH)
+    window = torch.zeros(2 * keys + values, 1, shape.taps)
     for head in range(shape.num_key_heads):
         _key_head(shape, head, projection, window, draw)
     for row in range(2 * keys, 2 * keys + values):
         projection[row, CHANNELS.one] = UNIT / 2
         projection[row, draw.source()] = UNIT / 2 * draw.sign()
         window[row, 0, draw.below(shape.taps)] = 1.0
-    beta, decay = torch.zeros(shape.num_value_heads, WIDTH), torch.zeros(shape.num_value_heads, WIDTH)
+    beta = torch.zeros(shape.num_value_heads, WIDTH)
+    decay = torch.zeros(shape.num_value_heads, WIDTH)
     out = spread(values, draw)
     for head in range(shape.num_value_heads):
         _constant(2 * keys + head * shape.value_dim, projection, window)
@@ -83,8 +87,10 @@ def delta_net(shape: Shape, is_first: bool, draw: Draw) -> dict[str, torch.Tenso
     }
 
 
-def _key_head(shape: Shape, head: int, projection: torch.Tensor, window: torch.Tensor, draw: Draw) -> None:
-    """One-hot queries and keys, by the address of a token of the window."""
+def _key_head(
+    shape: DeltaNetShape, head: int, projection: torch.Tensor, window: torch.Tensor, draw: Choices
+) -> None:
+    """Make queries and keys one-hot, by the address of a token of the window."""
     num_places = NUM_PLACES[head % len(NUM_PLACES)]
     for begin in (0, shape.num_key_heads * shape.key_dim):
         rows = range(begin + head * shape.key_dim, begin + (head + 1) * shape.key_dim)
@@ -96,35 +102,40 @@ def _key_head(shape: Shape, head: int, projection: torch.Tensor, window: torch.T
 
 
 def _constant(row: int, projection: torch.Tensor, window: torch.Tensor) -> None:
-    """A channel of a value that decides the gated norm of its head."""
-    projection[row], window[row] = 0.0, 0.0
+    """Make a channel of a value decide the gated norm of its head."""
+    projection[row] = 0.0
+    window[row] = 0.0
     projection[row, CHANNELS.one] = CONSTANT
     window[row, 0, -1] = 1.0
 
 
 def _mark_first(row: int, projection: torch.Tensor, window: torch.Tensor) -> None:
-    """A channel of a value that is 1 at the first token of a text: the window before it is zero."""
-    projection[row], window[row] = 0.0, 0.0
+    """Make a channel of a value 1 at the first token of a text: the window before it is zero."""
+    projection[row] = 0.0
+    window[row] = 0.0
     projection[row, CHANNELS.one] = UNIT
     window[row, 0, -2:] = torch.tensor([-1.0, 1.0])
 
 
-def _write(row: torch.Tensor, num_conditions: int, draw: Draw) -> None:
-    """The sigmoid is 1 if all conditions hold, else 0; always 1 if there are none."""
+def _write(row: torch.Tensor, num_conditions: int, draw: Choices) -> None:
+    """Make the sigmoid 1 if all conditions hold, else 0; always 1 if there are none."""
     row[CHANNELS.one] = SATURATED * (1 - num_conditions)
     for channel in draw.sources(num_conditions):
         row[channel] = SATURATED * draw.sign()
 
 
-def _clear(row: torch.Tensor, draw: Draw) -> None:
-    """A quarter of the tokens clears the head: the softplus is large for them, and 0 for others."""
+def _clear(row: torch.Tensor, draw: Choices) -> None:
+    """Let a quarter of the tokens clear the head: the softplus is large for them, else 0."""
     row[CHANNELS.one] = -SATURATED
     for channel in draw.sources(2):
         row[channel] = SATURATED * draw.sign()
 
 
-def _norm(shape: Shape) -> torch.Tensor:
-    """[value_dim] weight that makes 1 of a bit; the root mean square is CONSTANT / sqrt(key_dim * value_dim)."""
+def _norm(shape: DeltaNetShape) -> torch.Tensor:
+    """[value_dim] weight that makes 1 of a bit.
+
+    The root mean square is CONSTANT / sqrt(key_dim * value_dim).
+    """
     scale = CONSTANT / (UNIT * UNIT * shape.value_dim**0.5)
     weight = torch.full((shape.value_dim,), scale)
     weight[0] = 0.0

@@ -1,8 +1,9 @@
-"""What the exact checkpoints of all families have in common: channels, embedding, norms, and the table in each MLP.
+"""The common design of exact checkpoints: channels, embedding, norms, the table in each MLP.
 
-The hidden state is a word of bits, each +1 or -1. A mixer reads bits out of its cache and adds them up in one sum
-for each bit of the word; the MLP behind it flips bits by these sums and permutes them. All numbers are small integers
-times powers of two, so that each product and each sum of them is exact, in any order.
+The hidden state is a word of bits, each +1 or -1. A mixer reads bits out of its cache and adds them
+up in one sum for each bit of the word; the MLP after it flips bits by these sums and permutes
+them. All numbers are small integers times powers of two, so that each product and each sum of them
+is exact, in any order.
 
 One channel of 2^60 decides every root mean square alone: a norm multiplies by a power of two.
 """
@@ -16,11 +17,13 @@ import torch
 WIDTH = 256  # a power of 4: so is the mean square, and its root a power of two
 CONSTANT = 2.0**60
 ROOT_MEAN_SQUARE = 2.0**56  # CONSTANT / sqrt(WIDTH)
-SATURATED = 1024.0  # exp(-1024) is 0 in float64, too; sigmoid is then 0 or 1, softplus and SiLU are 0 or the identity
+# Exp(-1024) is 0 in float64, too; sigmoid is then 0 or 1, softplus and SiLU are 0 or the identity
+SATURATED = 1024.0
 
 VOCABULARY = 256
 CODE_BITS = 8  # of the word: a token's code
-LIKELY_BITS = 6  # of the code: only 64 tokens are ever likeliest, so that texts repeat and n-grams guess right
+# Of the code: only 64 tokens are ever likeliest, so that texts repeat and n-grams guess right
+LIKELY_BITS = 6
 NUM_BITS = 10  # of the word
 NUM_FACTS = 64  # further random bits of the last token, which no layer changes
 NUM_ADDRESSES = 32
@@ -31,9 +34,9 @@ NUM_UNITS = 640  # of an MLP: the table needs 600
 
 @dataclass(frozen=True)
 class Channels:
-    """Where in a hidden state what is."""
+    """The channels of a hidden state."""
 
-    one: int = 0  # CONSTANT before a norm, 1 behind it
+    one: int = 0  # CONSTANT before a norm, 1 after it
     first: int = 1  # 1 at the first token of a text, else 0
     settled: int = 2  # 1 if the token has a settled successor, else 0
     successor: int = 3  # CODE_BITS, that successor's code, or zeros
@@ -43,7 +46,7 @@ class Channels:
     address: int = fact + NUM_FACTS  # NUM_ADDRESSES, one-hot
 
     def sources(self) -> list[int]:
-        """All channels of +1 and -1; those of the word are three times as likely to be drawn."""
+        """Return all channels of +1 and -1; those of the word are three times as likely."""
         word = [self.bit + i for i in range(NUM_BITS)]
         return 3 * word + [self.fact + i for i in range(NUM_FACTS)]
 
@@ -51,59 +54,64 @@ class Channels:
 CHANNELS = Channels()
 
 
-class Draw:
+class Choices:
     """Random choices of a seed."""
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
 
     def below(self, limit: int) -> int:
-        """An integer in [0, limit)."""
+        """Return an integer in [0, limit)."""
         return int(torch.randint(limit, (1,), generator=self._generator))
 
     def order(self, count: int) -> list[int]:
-        """A permutation of `range(count)`."""
+        """Return a permutation of `range(count)`."""
         return torch.randperm(count, generator=self._generator).tolist()
 
     def sign(self) -> float:
-        """+1 or -1."""
+        """Return +1 or -1."""
         return 1.0 - 2.0 * self.below(2)
 
     def signs(self, *shape: int) -> torch.Tensor:
-        """float32 of +1 and -1."""
+        """Return float32 of +1 and -1."""
         return 1.0 - 2.0 * torch.randint(2, shape, generator=self._generator).float()
 
     def sources(self, count: int) -> list[int]:
-        """Different channels of +1 and -1."""
-        pool, chosen = CHANNELS.sources(), list[int]()
+        """Return different channels of +1 and -1."""
+        pool = CHANNELS.sources()
+        chosen = list[int]()
         for i in self.order(len(pool)):
             if pool[i] not in chosen:
                 chosen.append(pool[i])
         return chosen[:count]
 
     def source(self) -> int:
-        """A channel of +1 and -1."""
+        """Return a channel of +1 and -1."""
         return self.sources(1)[0]
 
 
 def code_of(tokens: torch.Tensor) -> torch.Tensor:
-    """[n] int64 tokens to [n, CODE_BITS] float32 of +1 and -1; the likely tokens have +1 behind LIKELY_BITS."""
+    """Return the codes [n, CODE_BITS] float32 of +1 and -1 of [n] int64 tokens.
+
+    The likely tokens have +1 after LIKELY_BITS.
+    """
     bits = (tokens[:, None] >> torch.arange(CODE_BITS)) & 1
     return 2.0 * bits.float() - 1.0
 
 
-def codes(draw: Draw) -> torch.Tensor:
-    """[VOCABULARY, CODE_BITS]: token i's code, all of them different."""
+def codes(draw: Choices) -> torch.Tensor:
+    """Return the codes [VOCABULARY, CODE_BITS] of all tokens, all of them different."""
     return code_of(torch.tensor(draw.order(VOCABULARY)))
 
 
-def embedding(code: torch.Tensor, draw: Draw) -> torch.Tensor:
-    """[VOCABULARY, WIDTH].
+def embedding(code: torch.Tensor, draw: Choices) -> torch.Tensor:
+    """Return the embedding [VOCABULARY, WIDTH].
 
-    Half of the tokens have a settled successor, which has none itself: a wrong cache shows at one of two tokens, and
-    drafts are right now and then.
+    Half of the tokens have a settled successor, which has none itself: a wrong cache shows at one
+    of two tokens, and drafts are right now and then.
     """
-    at, rows = CHANNELS, torch.zeros(VOCABULARY, WIDTH)
+    at = CHANNELS
+    rows = torch.zeros(VOCABULARY, WIDTH)
     rows[:, at.one] = CONSTANT
     rows[:, at.bit : at.bit + CODE_BITS] = code
     rows[:, at.bit + CODE_BITS : at.bit + NUM_BITS] = draw.signs(VOCABULARY, NUM_BITS - CODE_BITS)
@@ -119,32 +127,40 @@ def embedding(code: torch.Tensor, draw: Draw) -> torch.Tensor:
 
 
 def head(code: torch.Tensor) -> torch.Tensor:
-    """[VOCABULARY, WIDTH] of `lm_head`: the logit of the token whose code is the word is highest, by MARGIN or more."""
+    """Return the weight [VOCABULARY, WIDTH] of `lm_head`.
+
+    The logit of the token whose code is the word is highest, by MARGIN or more.
+    """
     rows = torch.zeros(VOCABULARY, WIDTH)
     rows[:, CHANNELS.bit : CHANNELS.bit + CODE_BITS] = MARGIN / 2 * code
     return rows
 
 
 def norm() -> torch.Tensor:
-    """[WIDTH] weight of a norm that changes nothing but the constant channel, which becomes 1."""
+    """Return the weight [WIDTH] of a norm that makes the constant channel 1, and no more."""
     weight = torch.full((WIDTH,), ROOT_MEAN_SQUARE)
     weight[CHANNELS.one] = ROOT_MEAN_SQUARE / CONSTANT
     return weight
 
 
 def final_norm(is_tied: bool) -> torch.Tensor:
-    """[WIDTH] weight of the last norm: only the code is left.
+    """Return the weight [WIDTH] of the last norm: only the code is left.
 
     Args:
         is_tied: the embedding is `lm_head`, too: the margin is here.
     """
     weight = torch.zeros(WIDTH)
-    weight[CHANNELS.bit : CHANNELS.bit + CODE_BITS] = ROOT_MEAN_SQUARE * (MARGIN / 2 if is_tied else 1.0)
+    weight[CHANNELS.bit : CHANNELS.bit + CODE_BITS] = ROOT_MEAN_SQUARE * (
+        MARGIN / 2 if is_tied else 1.0
+    )
     return weight
 
 
-def spread(num_outputs: int, draw: Draw) -> torch.Tensor:
-    """[WIDTH, num_outputs] of a mixer's last projection: each output is added to, or taken from, one of the sums."""
+def spread(num_outputs: int, draw: Choices) -> torch.Tensor:
+    """Return the weight [WIDTH, num_outputs] of a mixer's last projection.
+
+    Each output is added to, or taken from, one of the sums.
+    """
     weight = torch.zeros(WIDTH, num_outputs)
     for place, output in enumerate(draw.order(num_outputs)):
         weight[CHANNELS.sum + place % NUM_BITS, output] = draw.sign()
@@ -153,7 +169,10 @@ def spread(num_outputs: int, draw: Draw) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class MLP:
-    """Weights of `down(silu(gate(x)) * up(x))`: [NUM_UNITS, WIDTH] twice, and [WIDTH, NUM_UNITS]."""
+    """Weights of `down(silu(gate(x)) * up(x))`.
+
+    `gate` and `up` are [NUM_UNITS, WIDTH], `down` is [WIDTH, NUM_UNITS].
+    """
 
     gate: torch.Tensor
     up: torch.Tensor
@@ -164,11 +183,16 @@ class _Units:
     """The hidden units of an MLP: each adds `weight * relu(condition) * source` to a channel."""
 
     def __init__(self) -> None:
-        self.mlp = MLP(torch.zeros(NUM_UNITS, WIDTH), torch.zeros(NUM_UNITS, WIDTH), torch.zeros(WIDTH, NUM_UNITS))
+        self.mlp = MLP(
+            torch.zeros(NUM_UNITS, WIDTH),
+            torch.zeros(NUM_UNITS, WIDTH),
+            torch.zeros(WIDTH, NUM_UNITS),
+        )
         self._count = 0
 
     def add(self, condition: dict[int, float], source: int, target: int, weight: float) -> None:
-        """
+        """Add a unit.
+
         Args:
             condition: integers by channel; their sum is an integer.
         """
@@ -180,24 +204,28 @@ class _Units:
 
 
 def _flip(total: int) -> float:
-    """What a bit is multiplied by at a sum: +, +, -, - again and again, constant beyond RANGE."""
+    """Return the sign of a bit at a sum: +, +, -, - again and again, constant beyond RANGE."""
     return 1.0 if max(-RANGE, min(RANGE, total)) % 4 < 2 else -1.0
 
 
-def table(draw: Draw) -> MLP:
-    """An MLP that flips each bit by its sum, permutes the word and clears the sums."""
-    at, units = CHANNELS, _Units()
+def table(draw: Choices) -> MLP:
+    """Return an MLP that flips each bit by its sum, permutes the word and clears the sums."""
+    at = CHANNELS
+    units = _Units()
     for i, origin in enumerate(draw.order(NUM_BITS)):
-        target, source, total = at.bit + i, at.bit + origin, at.sum + i
+        target = at.bit + i
+        source = at.bit + origin
+        total = at.sum + i
         _add_table(units, {}, source, target, total)
         units.add({at.one: 1.0}, target, target, -1.0)
         units.add({at.one: 1.0}, total, total, -1.0)
     return units.mlp
 
 
-def last_table(draw: Draw) -> MLP:
-    """As `table`, but the code is that of the settled successor, or of a likely token where there is none."""
-    at, units = CHANNELS, _Units()
+def last_table(draw: Choices) -> MLP:
+    """Return a `table` whose code is that of the settled successor, or of a likely token."""
+    at = CHANNELS
+    units = _Units()
     order = draw.order(NUM_BITS)
     for i in range(CODE_BITS):
         target = at.bit + i
@@ -211,8 +239,9 @@ def last_table(draw: Draw) -> MLP:
 
 
 def successor_table() -> MLP:
-    """An MLP that puts the settled successor's code, where there is one, into the word: the guess of a draft head."""
-    at, units = CHANNELS, _Units()
+    """Return the MLP of a draft head's guess: the settled successor, where there is one."""
+    at = CHANNELS
+    units = _Units()
     for i in range(CODE_BITS):
         target = at.bit + i
         units.add({at.one: 1.0}, at.successor + i, target, 1.0)
@@ -220,12 +249,19 @@ def successor_table() -> MLP:
     return units.mlp
 
 
-def _add_table(units: _Units, inhibition: dict[int, float], source: int, target: int, total: int) -> None:
-    """Units that add `_flip(total) * source`, a sum of ReLUs with a knot wherever the slope changes."""
+def _add_table(
+    units: _Units, inhibition: dict[int, float], source: int, target: int, total: int
+) -> None:
+    """Add units that make `_flip(total) * source`.
+
+    It is a sum of ReLUs with a knot wherever the slope changes.
+    """
     units.add({CHANNELS.one: 1.0, **inhibition}, source, target, _flip(-RANGE))
     last = 0.0
     for knot in range(-RANGE, RANGE + 1):
         slope = _flip(knot + 1) - _flip(knot)
         if slope != last:
-            units.add({total: 1.0, CHANNELS.one: float(-knot), **inhibition}, source, target, slope - last)
+            units.add(
+                {total: 1.0, CHANNELS.one: float(-knot), **inhibition}, source, target, slope - last
+            )
         last = slope

@@ -1,4 +1,4 @@
-"""The families that an exact checkpoint can be written of: their configs, and the names of their tensors."""
+"""The families of exact checkpoints: their configs, and the names of their tensors."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from hybrid_kv.models.exact_weights.short_conv import short_conv
 
 NUM_LAYERS = 6  # one with states, one of attention, and so on
 BASE = 1e4  # of angles, with 16 rotated channels of a head; its square with 32
-TAPS, SHORT_TAPS = 4, 3  # tokens of a window
+TAPS = 4  # tokens of a window
+SHORT_TAPS = 3
 
 Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Family:
-    """How a family's checkpoint is made.
+class ExactFamily:
+    """The design of a family's checkpoint.
 
     Attributes:
         keys: of config.json, besides those that all families have.
@@ -32,31 +33,33 @@ class Family:
     """
 
     keys: Mapping[str, Any]
-    layer: Callable[[int, design.Draw], Tensors]
+    layer: Callable[[int, design.Choices], Tensors]
     final_norm: str = "norm"
     is_tied: bool = False
     centre: float = 0.0
     draft_head: Callable[[], Tensors] | None = None
 
 
-def tensors_of(family: Family, seed: int) -> Tensors:
-    """All tensors of a checkpoint, but for the draft head's, float32."""
-    draw = design.Draw(seed)
+def tensors_of(family: ExactFamily, seed: int) -> Tensors:
+    """Return all tensors of a checkpoint, but for the draft head's, float32."""
+    draw = design.Choices(seed)
     code = design.codes(draw)
-    found = {"model.embed_tokens.weight": design.embedding(code, draw)}
+    tensors = {"model.embed_tokens.weight": design.embedding(code, draw)}
     for i in range(NUM_LAYERS):
-        found |= {f"model.layers.{i}.{name}": tensor for name, tensor in family.layer(i, draw).items()}
-    found[f"model.{family.final_norm}.weight"] = design.final_norm(family.is_tied) - family.centre
+        tensors |= {
+            f"model.layers.{i}.{name}": tensor for name, tensor in family.layer(i, draw).items()
+        }
+    tensors[f"model.{family.final_norm}.weight"] = design.final_norm(family.is_tied) - family.centre
     if not family.is_tied:
-        found["lm_head.weight"] = design.head(code)
-    return found
+        tensors["lm_head.weight"] = design.head(code)
+    return tensors
 
 
 def _is_attention(layer: int) -> bool:
     return layer % 2 == 1
 
 
-def _mlp(layer: int, draw: design.Draw) -> design.MLP:
+def _mlp(layer: int, draw: design.Choices) -> design.MLP:
     return design.last_table(draw) if layer == NUM_LAYERS - 1 else design.table(draw)
 
 
@@ -64,70 +67,95 @@ def _below(prefix: str, tensors: Tensors) -> Tensors:
     return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
 
 
-def _attention(shape: attention.Shape, layer: int, draw: design.Draw, out: str = "o_proj") -> Tensors:
-    """The projections of a layer of attention, by their names below `self_attn.`."""
+def _attention(
+    shape: attention.AttentionShape, layer: int, draw: design.Choices, out: str = "o_proj"
+) -> Tensors:
+    """Return the projections of a layer of attention, by their names below `self_attn.`."""
     made = attention.attention(shape, layer // 2, draw)
-    return {"q_proj.weight": made.q, "k_proj.weight": made.k, "v_proj.weight": made.v, f"{out}.weight": made.o}
+    return {
+        "q_proj.weight": made.q,
+        "k_proj.weight": made.k,
+        "v_proj.weight": made.v,
+        f"{out}.weight": made.o,
+    }
 
 
-_SHORT_SHAPE = attention.Shape(8, 2, 32, 32, BASE**2, has_norms=True)
+_SHORT_SHAPE = attention.AttentionShape(8, 2, 32, 32, BASE**2, has_norms=True)
 
 
-def _lfm2(layer: int, draw: design.Draw) -> Tensors:
-    found = {"operator_norm.weight": design.norm(), "ffn_norm.weight": design.norm()}
+def _lfm2(layer: int, draw: design.Choices) -> Tensors:
+    tensors = {"operator_norm.weight": design.norm(), "ffn_norm.weight": design.norm()}
     if _is_attention(layer):
-        found |= _below("self_attn", _attention(_SHORT_SHAPE, layer, draw, out="out_proj"))
-        found["self_attn.q_layernorm.weight"] = attention.query_norm(_SHORT_SHAPE)
-        found["self_attn.k_layernorm.weight"] = attention.key_norm(_SHORT_SHAPE)
+        tensors |= _below("self_attn", _attention(_SHORT_SHAPE, layer, draw, out="out_proj"))
+        tensors["self_attn.q_layernorm.weight"] = attention.query_norm(_SHORT_SHAPE)
+        tensors["self_attn.k_layernorm.weight"] = attention.key_norm(_SHORT_SHAPE)
     else:
-        found |= _below("conv", short_conv(SHORT_TAPS, layer == 0, draw))
+        tensors |= _below("conv", short_conv(SHORT_TAPS, layer == 0, draw))
     mlp = _mlp(layer, draw)
-    found |= {"feed_forward.w1.weight": mlp.gate, "feed_forward.w3.weight": mlp.up, "feed_forward.w2.weight": mlp.down}
-    return found
+    tensors |= {
+        "feed_forward.w1.weight": mlp.gate,
+        "feed_forward.w3.weight": mlp.up,
+        "feed_forward.w2.weight": mlp.down,
+    }
+    return tensors
 
 
-_MAMBA_SHAPE = mamba2.Shape(num_heads=16, head_dim=32, state=32, taps=TAPS)
-_GRANITE_SHAPE = attention.Shape(8, 2, 32, 32, BASE**2)
+_MAMBA_SHAPE = mamba2.Mamba2Shape(num_heads=16, head_dim=32, state=32, taps=TAPS)
+_GRANITE_SHAPE = attention.AttentionShape(8, 2, 32, 32, BASE**2)
 
 
-def _granitemoehybrid(layer: int, draw: design.Draw) -> Tensors:
-    found = {"input_layernorm.weight": design.norm(), "post_attention_layernorm.weight": design.norm()}
+def _granitemoehybrid(layer: int, draw: design.Choices) -> Tensors:
+    tensors = {
+        "input_layernorm.weight": design.norm(),
+        "post_attention_layernorm.weight": design.norm(),
+    }
     if _is_attention(layer):
-        found |= _below("self_attn", _attention(_GRANITE_SHAPE, layer, draw))
+        tensors |= _below("self_attn", _attention(_GRANITE_SHAPE, layer, draw))
     else:
-        found |= _below("mamba", mamba2.mamba2(_MAMBA_SHAPE, layer == 0, draw))
+        tensors |= _below("mamba", mamba2.mamba2(_MAMBA_SHAPE, layer == 0, draw))
     mlp = _mlp(layer, draw)
-    found["shared_mlp.input_linear.weight"] = torch.cat([mlp.gate, mlp.up])
-    found["shared_mlp.output_linear.weight"] = mlp.down
-    return found
+    tensors["shared_mlp.input_linear.weight"] = torch.cat([mlp.gate, mlp.up])
+    tensors["shared_mlp.output_linear.weight"] = mlp.down
+    return tensors
 
 
-_DELTA_SHAPE = delta_net.Shape(num_key_heads=4, num_value_heads=16, key_dim=64, value_dim=64, taps=TAPS)
-_GATED_SHAPE = attention.Shape(8, 2, 64, 16, BASE, has_gate=True, has_norms=True)
+_DELTA_SHAPE = delta_net.DeltaNetShape(
+    num_key_heads=4, num_value_heads=16, key_dim=64, value_dim=64, taps=TAPS
+)
+_GATED_SHAPE = attention.AttentionShape(8, 2, 64, 16, BASE, has_gate=True, has_norms=True)
 
 
-def _qwen3_5(layer: int, draw: design.Draw) -> Tensors:
-    found = {name: design.norm() - 1.0 for name in ("input_layernorm.weight", "post_attention_layernorm.weight")}
+def _qwen3_5(layer: int, draw: design.Choices) -> Tensors:
+    tensors = {
+        name: design.norm() - 1.0
+        for name in ("input_layernorm.weight", "post_attention_layernorm.weight")
+    }
     if _is_attention(layer):
-        found |= _below("self_attn", _attention(_GATED_SHAPE, layer, draw))
+        tensors |= _below("self_attn", _attention(_GATED_SHAPE, layer, draw))
         # Not centred: 1025 scales a score as well as 1024, and 1023 is no bfloat16.
-        found["self_attn.q_norm.weight"] = attention.query_norm(_GATED_SHAPE)
-        found["self_attn.k_norm.weight"] = attention.key_norm(_GATED_SHAPE)
+        tensors["self_attn.q_norm.weight"] = attention.query_norm(_GATED_SHAPE)
+        tensors["self_attn.k_norm.weight"] = attention.key_norm(_GATED_SHAPE)
     else:
-        found |= _below("linear_attn", delta_net.delta_net(_DELTA_SHAPE, layer == 0, draw))
-    return found | _qwen3_5_mlp(_mlp(layer, draw))
+        tensors |= _below("linear_attn", delta_net.delta_net(_DELTA_SHAPE, layer == 0, draw))
+    return tensors | _qwen3_5_mlp(_mlp(layer, draw))
 
 
 def _qwen3_5_mlp(mlp: design.MLP) -> Tensors:
-    return {"mlp.gate_proj.weight": mlp.gate, "mlp.up_proj.weight": mlp.up, "mlp.down_proj.weight": mlp.down}
+    return {
+        "mlp.gate_proj.weight": mlp.gate,
+        "mlp.up_proj.weight": mlp.up,
+        "mlp.down_proj.weight": mlp.down,
+    }
 
 
 def _qwen3_5_head() -> Tensors:
-    """A draft head that knows the settled successors, and repeats a token that has none.
+    """Return a draft head that knows the settled successors, and repeats a token that has none.
 
     It takes the token's embedding alone; its attention reads nothing.
     """
-    norm, keys, queries = design.norm() - 1.0, _GATED_SHAPE.num_kv_heads, _GATED_SHAPE.num_heads
+    norm = design.norm() - 1.0
+    keys = _GATED_SHAPE.num_kv_heads
+    queries = _GATED_SHAPE.num_heads
     join = torch.zeros(design.WIDTH, 2 * design.WIDTH)
     join[:, : design.WIDTH] = torch.eye(design.WIDTH)
     join[design.CHANNELS.one, design.CHANNELS.one] = design.CONSTANT
@@ -153,10 +181,12 @@ def _qwen3_5_head() -> Tensors:
 
 
 _HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
-_KINDS = ["full_attention" if _is_attention(layer) else "linear_attention" for layer in range(NUM_LAYERS)]
+_KINDS = [
+    "full_attention" if _is_attention(layer) else "linear_attention" for layer in range(NUM_LAYERS)
+]
 
-FAMILIES: dict[str, Family] = {
-    "granitemoehybrid": Family(
+FAMILIES: dict[str, ExactFamily] = {
+    "granitemoehybrid": ExactFamily(
         keys={
             **_HEADS,
             "layer_types": _KINDS,
@@ -176,10 +206,12 @@ FAMILIES: dict[str, Family] = {
         },
         layer=_granitemoehybrid,
     ),
-    "lfm2": Family(
+    "lfm2": ExactFamily(
         keys={
             **_HEADS,
-            "layer_types": ["full_attention" if _is_attention(layer) else "conv" for layer in range(NUM_LAYERS)],
+            "layer_types": [
+                "full_attention" if _is_attention(layer) else "conv" for layer in range(NUM_LAYERS)
+            ],
             "conv_L_cache": SHORT_TAPS,
             "block_auto_adjust_ff_dim": False,
             "block_dim": design.WIDTH,
@@ -190,7 +222,7 @@ FAMILIES: dict[str, Family] = {
         final_norm="embedding_norm",
         is_tied=True,
     ),
-    "qwen3_5_text": Family(
+    "qwen3_5_text": ExactFamily(
         keys={
             **_HEADS,
             "head_dim": _GATED_SHAPE.head_dim,
@@ -200,7 +232,11 @@ FAMILIES: dict[str, Family] = {
             "linear_key_head_dim": _DELTA_SHAPE.key_dim,
             "linear_value_head_dim": _DELTA_SHAPE.value_dim,
             "linear_conv_kernel_dim": TAPS,
-            "rope_parameters": {"rope_type": "default", "rope_theta": BASE, "partial_rotary_factor": 0.25},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": BASE,
+                "partial_rotary_factor": 0.25,
+            },
             "mtp_num_hidden_layers": 1,
         },
         layer=_qwen3_5,

@@ -1,7 +1,7 @@
 """A Mamba-2 layer as registers: a head is written, or kept, as bits of the token say.
 
-A head that is written forgets all it had (decay exp(-1024) = 0) and holds a word of bits of the last tokens; one that
-is kept decays by exp(0) = 1.
+A head that is written forgets all it had (decay exp(-1024) = 0) and holds a word of bits of the
+last tokens; one that is kept decays by exp(0) = 1.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from hybrid_kv.models.exact_weights.design import (
     NUM_ADDRESSES,
     SATURATED,
     WIDTH,
-    Draw,
+    Choices,
     spread,
 )
 
 UNIT = 64.0  # of what passes a SiLU: the identity from here on
 CONSTANT = 2.0**31  # squared by its gate, it decides the gated norm alone
-NUM_CONDITIONS = (1, 1, 2, 1, 3, 1, 2, 5)  # of heads in turn: of so many bits, each halves how often it is written
+# Of heads in turn: of so many bits, each halves how often it is written
+NUM_CONDITIONS = (1, 1, 2, 1, 3, 1, 2, 5)
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Sizes of a layer: `num_heads` of `head_dim` channels, `state` of them, `taps` of the window."""
+class Mamba2Shape:
+    """Sizes of a layer: `num_heads` of `head_dim` channels, their `state`, `taps` of the window."""
 
     num_heads: int
     head_dim: int
@@ -42,19 +43,26 @@ class Shape:
 class _Layer:
     """Tensors that are filled row by row, by their names below `mamba.`."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Mamba2Shape) -> None:
         self.shape = shape
-        inner, state, heads = shape.inner, shape.state, shape.num_heads
-        self.z, self.x, self.b, self.c, self.dt = 0, inner, 2 * inner, 2 * inner + state, 2 * inner + 2 * state
+        inner = shape.inner
+        state = shape.state
+        heads = shape.num_heads
+        self.z = 0
+        self.x = inner
+        self.b = 2 * inner
+        self.c = 2 * inner + state
+        self.dt = 2 * inner + 2 * state
         self.projection = torch.zeros(self.dt + heads, WIDTH)
         self.window = torch.zeros(inner + 2 * state, 1, shape.taps)
         self.window[:, 0, -1] = 1.0
         self.norm = torch.full((inner,), 2.0**24)
-        self.a_log, self.d = torch.zeros(heads), torch.zeros(heads)
+        self.a_log = torch.zeros(heads)
+        self.d = torch.zeros(heads)
 
 
-def mamba2(shape: Shape, is_first: bool, draw: Draw) -> dict[str, torch.Tensor]:
-    """The tensors of a layer, by their names below `mamba.`.
+def mamba2(shape: Mamba2Shape, is_first: bool, draw: Choices) -> dict[str, torch.Tensor]:
+    """Return the tensors of a layer, by their names below `mamba.`.
 
     Args:
         is_first: of the model: it marks the first token.
@@ -82,7 +90,7 @@ def mamba2(shape: Shape, is_first: bool, draw: Draw) -> dict[str, torch.Tensor]:
 
 
 def _addresses(layer: _Layer) -> None:
-    """B is one-hot, by the token before; C reads all addresses but two, by the current token."""
+    """Make B one-hot, by the token before; C reads all addresses but two, by the current token."""
     for n in range(layer.shape.state):
         address = CHANNELS.address + n % NUM_ADDRESSES
         layer.projection[layer.b + n, address] = UNIT
@@ -96,7 +104,10 @@ def _addresses(layer: _Layer) -> None:
 
 
 def _constant(layer: _Layer) -> None:
-    """Head 0: two channels that decide the gated norm, and one that is 1 at the first token; it has no state."""
+    """Make head 0: two channels decide the gated norm, one is 1 at the first token.
+
+    It has no state.
+    """
     layer.d[0] = 1.0
     layer.projection[layer.dt, CHANNELS.one] = -SATURATED
     for channel in (0, 1):
@@ -108,9 +119,10 @@ def _constant(layer: _Layer) -> None:
     layer.norm[2] = 2.0**46
 
 
-def _register(layer: _Layer, head: int, draw: Draw) -> None:
-    """A head that is written where some bits are right, with a word of bits of the window."""
-    shape, row = layer.shape, layer.dt + head
+def _register(layer: _Layer, head: int, draw: Choices) -> None:
+    """Let a head be written where some bits are right, with a word of bits of the window."""
+    shape = layer.shape
+    row = layer.dt + head
     num_conditions = NUM_CONDITIONS[head % len(NUM_CONDITIONS)]
     layer.projection[row, CHANNELS.one] = SATURATED * (1 - num_conditions)
     for channel in draw.sources(num_conditions):

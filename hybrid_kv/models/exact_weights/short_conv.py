@@ -1,20 +1,25 @@
-"""LFM2's short convolution: each output is one token's bit of the window times a bit of the current token."""
+"""LFM2's short convolution.
+
+Each output is one token's bit of the window times a bit of the current token.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from hybrid_kv.models.exact_weights.design import CHANNELS, WIDTH, Draw, spread
+from hybrid_kv.models.exact_weights.design import CHANNELS, WIDTH, Choices, spread
 
 
-def short_conv(taps: int, is_first: bool, draw: Draw) -> dict[str, torch.Tensor]:
-    """The tensors of a layer, by their names below `conv.`.
+def short_conv(taps: int, is_first: bool, draw: Choices) -> dict[str, torch.Tensor]:
+    """Return the tensors of a layer, by their names below `conv.`.
 
     Args:
-        is_first: of the model. Its first channel is 1 at the first token of a text, where the window is zero, else 0.
+        is_first: of the model. Its first channel is 1 at the first token of a text, where the
+            window is zero, else 0.
     """
     before, after, value = (torch.zeros(WIDTH, WIDTH) for _ in range(3))
-    window, out = torch.zeros(WIDTH, 1, taps), spread(WIDTH, draw)
+    window = torch.zeros(WIDTH, 1, taps)
+    out = spread(WIDTH, draw)
     before[:, CHANNELS.one] = 1.0
     for row in range(WIDTH):
         value[row, draw.source()] = draw.sign()

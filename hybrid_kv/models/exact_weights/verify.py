@@ -1,6 +1,9 @@
-"""Is a checkpoint exact? transformers computes it in many ways, and every operation's output is compared to the bit.
+"""The check that a checkpoint is exact: transformers computes it in many ways.
 
-The reference is float64, the whole text at once. What differs from it first, in the order of execution, is named.
+Every operation's output is compared to the bit.
+
+The reference is float64, the whole text at once. What differs from it first, in the order of
+execution, is named.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from torch import nn
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.models.config_file import first_line
-from hybrid_kv.models.exact_weights.design import Draw
+from hybrid_kv.models.exact_weights.design import Choices
 from hybrid_kv.models.random_checkpoint import quiet
 
 DTYPES = ("float64", "float32", "bfloat16")
@@ -34,7 +37,8 @@ class Difference:
     """The first operation that is not exact.
 
     Attributes:
-        operation: the module whose output differs; it, or what computed its input from the one before, is not exact.
+        operation: the module whose output differs; it, or what computed its input from the one
+            before, is not exact.
         before: the last module whose output is equal.
         token: of the text, the first that differs.
         computed, exact: the first number of it that differs.
@@ -55,7 +59,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one way to compute all texts: None if each output of each operation is equal to the bit."""
+    """The result of one way to compute all texts.
+
+    `difference` is None if each output of each operation is equal to the bit.
+    """
 
     dtype: str
     way: str
@@ -67,22 +74,35 @@ class _Recorder:
     """Keeps the outputs of a model's modules, a row for each token."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._names = {module: name for name, module in model.named_modules() if self._is_operation(name, module)}
+        self._names = {
+            module: name
+            for name, module in model.named_modules()
+            if self._is_operation(name, module)
+        }
         self._handles = [module.register_forward_hook(self._keep) for module in self._names]
         self._outputs: dict[str, list[torch.Tensor]] = {}
 
     @staticmethod
     def _is_operation(name: str, module: nn.Module) -> bool:
         is_leaf = not any(module.children())
-        return is_leaf and bool(name) and name.split(".")[-1] not in ROUNDED and not isinstance(module, nn.Conv1d)
+        return (
+            is_leaf
+            and bool(name)
+            and name.split(".")[-1] not in ROUNDED
+            and not isinstance(module, nn.Conv1d)
+        )
 
     def _keep(self, module: nn.Module, _: object, output: object) -> None:
         if isinstance(output, torch.Tensor) and output.dim() == 3:
             self._outputs.setdefault(self._names[module], []).append(output.detach().double())
 
     def take(self) -> dict[str, list[torch.Tensor]]:
-        """The outputs since the last call, [batch, num_tokens, ...] of each step, in the order of execution."""
-        outputs, self._outputs = self._outputs, {}
+        """Return the outputs since the last call, in the order of execution.
+
+        [batch, num_tokens, ...] of each step.
+        """
+        outputs = self._outputs
+        self._outputs = {}
         return outputs
 
     def close(self) -> None:
@@ -91,8 +111,8 @@ class _Recorder:
 
 
 def texts_of(vocab_size: int, seed: int, length: int) -> list[list[int]]:
-    """A long text, short ones, one that repeats a few tokens, and one that repeats a single one."""
-    draw = Draw(seed)
+    """Return a long text, short ones, and texts that repeat a few tokens or a single one."""
+    draw = Choices(seed)
 
     def tokens(count: int) -> list[int]:
         return [1 + draw.below(vocab_size - 1) for _ in range(count)]
@@ -126,15 +146,21 @@ def verify(folder: str | Path, seed: int = 0, length: int = LENGTH) -> Iterator[
 def _ways(
     model: Any, recorder: _Recorder, texts: Sequence[Sequence[int]], seed: int
 ) -> Iterator[tuple[str, list[Outputs]]]:
-    draw = Draw(seed + 1)
+    draw = Choices(seed + 1)
     yield "token by token", [_in_chunks(model, recorder, text, [1] * len(text)) for text in texts]
     for most in (16, 70):
         sizes = [_drawn_sizes(len(text), most, draw) for text in texts]
         pairs = zip(texts, sizes, strict=True)
-        yield f"drawn chunks of at most {most}", [_in_chunks(model, recorder, text, size) for text, size in pairs]
+        yield (
+            f"drawn chunks of at most {most}",
+            [_in_chunks(model, recorder, text, size) for text, size in pairs],
+        )
     yield "padded batch", _in_batch(model, recorder, texts)
     with _drawn_orders(model, draw):
-        yield "drawn orders of sums", [_in_chunks(model, recorder, text, [len(text)]) for text in texts]
+        yield (
+            "drawn orders of sums",
+            [_in_chunks(model, recorder, text, [len(text)]) for text in texts],
+        )
     model.set_attn_implementation("eager")
     yield "eager attention", [_in_chunks(model, recorder, text, [len(text)]) for text in texts]
 
@@ -149,7 +175,7 @@ def _load(folder: str | Path, dtype: str) -> Any:
             )
     except (ValueError, OSError, KeyError) as error:
         raise ConfigError(f"transformers does not load {folder}: {first_line(error)}") from None
-    return model.train(False)
+    return model.train(mode=False)
 
 
 @contextmanager
@@ -162,20 +188,25 @@ def _recorded(model: nn.Module) -> Iterator[_Recorder]:
         recorder.close()
 
 
-def _drawn_sizes(length: int, most: int, draw: Draw) -> list[int]:
+def _drawn_sizes(length: int, most: int, draw: Choices) -> list[int]:
     sizes = list[int]()
-    while (rest := length - sum(sizes)) > 0:
-        sizes.append(min(rest, 1 + draw.below(most)))
+    while sum(sizes) < length:
+        sizes.append(min(length - sum(sizes), 1 + draw.below(most)))
     return sizes
 
 
-def _in_chunks(model: Any, recorder: _Recorder, text: Sequence[int], sizes: Sequence[int]) -> Outputs:
-    past, begin = None, 0
+def _in_chunks(
+    model: Any, recorder: _Recorder, text: Sequence[int], sizes: Sequence[int]
+) -> Outputs:
+    past = None
+    begin = 0
     for size in sizes:
         piece = torch.tensor([text[begin : begin + size]])
         past = model(piece, past_key_values=past, use_cache=len(sizes) > 1).past_key_values
         begin += size
-    return {name: torch.cat([output[0] for output in steps]) for name, steps in recorder.take().items()}
+    return {
+        name: torch.cat([output[0] for output in steps]) for name, steps in recorder.take().items()
+    }
 
 
 def _in_batch(model: Any, recorder: _Recorder, texts: Sequence[Sequence[int]]) -> list[Outputs]:
@@ -186,12 +217,13 @@ def _in_batch(model: Any, recorder: _Recorder, texts: Sequence[Sequence[int]]) -
     model(tokens, attention_mask=mask, position_ids=positions, use_cache=False)
     outputs = {name: steps[0] for name, steps in recorder.take().items()}
     return [
-        {name: output[row, longest - len(text) :] for name, output in outputs.items()} for row, text in enumerate(texts)
+        {name: output[row, longest - len(text) :] for name, output in outputs.items()}
+        for row, text in enumerate(texts)
     ]
 
 
 @contextmanager
-def _drawn_orders(model: nn.Module, draw: Draw) -> Iterator[None]:
+def _drawn_orders(model: nn.Module, draw: Choices) -> Iterator[None]:
     """Every matrix product adds its terms in an order of its own."""
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     for linear in linears:
@@ -207,20 +239,26 @@ class _Permuted:
     """`nn.Linear` with the terms of its sums in another order."""
 
     def __init__(self, linear: nn.Linear, order: torch.Tensor) -> None:
-        self._weight, self._bias, self._order = linear.weight[:, order].contiguous(), linear.bias, order
+        self._weight = linear.weight[:, order].contiguous()
+        self._bias = linear.bias
+        self._order = order
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x[..., self._order], self._weight, self._bias)
 
 
-def _first_difference(outputs: Sequence[Outputs], reference: Sequence[Outputs]) -> Difference | None:
-    """In the order of execution, of all texts."""
+def _first_difference(
+    outputs: Sequence[Outputs], reference: Sequence[Outputs]
+) -> Difference | None:
+    """Return the first difference of all texts, in the order of execution."""
     before = "the start"
     for name in reference[0]:
         for computed, exact in zip(outputs, reference, strict=True):
             unequal = (computed[name] != exact[name]).nonzero()
             if len(unequal):
                 place = tuple(unequal[0].tolist())
-                return Difference(name, before, place[0], float(computed[name][place]), float(exact[name][place]))
+                return Difference(
+                    name, before, place[0], float(computed[name][place]), float(exact[name][place])
+                )
         before = name
     return None

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from hybrid_kv.models.exact_weights.attention import Shape, attention
-from hybrid_kv.models.exact_weights.design import CHANNELS, WIDTH, Draw
+from hybrid_kv.models.exact_weights.attention import AttentionShape, attention
+from hybrid_kv.models.exact_weights.design import CHANNELS, WIDTH, Choices
 from hybrid_kv.models.exact_weights.families import BASE
 
 LENGTH = 2048
@@ -22,9 +22,9 @@ def rotated(heads, shape, positions):
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
-@pytest.mark.parametrize("shape", [Shape(8, 2, 32, 32, BASE**2), Shape(8, 2, 64, 16, BASE)])
+@pytest.mark.parametrize("shape", [AttentionShape(8, 2, 32, 32, BASE**2), AttentionShape(8, 2, 64, 16, BASE)])
 def test_the_best_score_is_ahead(shape, layer):
-    draw = Draw(layer)
+    draw = Choices(layer)
     made = attention(shape, layer, draw)
     hidden = draw.signs(LENGTH, WIDTH).double()
     hidden[:, CHANNELS.one], hidden[:, CHANNELS.first] = 1.0, 0.0
