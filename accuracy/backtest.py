@@ -17,8 +17,8 @@ import numpy as np
 import yaml
 from scipy.stats import binomtest
 
-from hybrid_kv.accuracy.noise import FALSE_ALARMS, Noise, noise_of, tensorrt_llm_threshold
 from hybrid_kv.files import read_text, write_whole
+from hybrid_kv.measure.accuracy.noise import FALSE_ALARMS, Noise, noise_of, tensorrt_llm_threshold
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(__file__).with_name("published_runs.yaml")

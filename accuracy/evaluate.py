@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from accuracy import tokenizer
 from accuracy.guard_model import GuardModel, load_checkpoint
-from hybrid_kv.accuracy.guard_model import FOLDERS, problems
+from hybrid_kv.check.guard_model import FOLDERS, problems
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 SEEDS = {"latch": 71_001, "self-contained": 71_002}

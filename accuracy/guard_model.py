@@ -26,7 +26,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
     load_balancing_loss_func,
 )
 
-from hybrid_kv.accuracy.guard_model import FOLDERS
+from hybrid_kv.check.guard_model import FOLDERS
 from hybrid_kv.models.random_checkpoint import quiet
 
 BALANCE_WEIGHT = 0.01  # of the loss that keeps a router from leaving experts unused

@@ -9,7 +9,7 @@ outside the list become ``<unk>``: any text can be encoded, only known text deco
 import re
 from functools import cache
 
-from hybrid_kv.accuracy.guard_model import problems
+from hybrid_kv.check.guard_model import problems
 
 EOS, UNK = "<eos>", "<unk>"
 NEXT_QUESTION, FIRST_QUESTION, ANSWER, FINAL = (

@@ -37,7 +37,7 @@ from transformers import PreTrainedTokenizerFast
 
 from accuracy import tokenizer
 from accuracy.guard_model import GuardModel, new_model, save_checkpoint
-from hybrid_kv.accuracy.guard_model import FOLDERS, problems
+from hybrid_kv.check.guard_model import FOLDERS, problems
 
 WARMUP_STEPS = 40
 FLOOR = 0.02  # the learning rate never falls below this part of its top

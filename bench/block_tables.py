@@ -26,7 +26,7 @@ from bench.harness.contest import Contest, Rival, models
 from bench.peers import Install, installs
 from hybrid_kv.cache.block_table import BlockTables
 from hybrid_kv.kernels.block_tables import TableLayout
-from hybrid_kv.timing.case import ENGINE
+from hybrid_kv.measure.timing.case import ENGINE
 
 MAX_TOKENS = 8192
 STEPS_IN_A_ROW = 8

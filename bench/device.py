@@ -77,7 +77,7 @@ def require_cpu_build() -> None:
 
 
 def _engine(device: str, kernels: str, mode: str, scheme: str, K: int, folder: Path | None = None) -> Any:
-    from hybrid_kv.accuracy.guard_model import FOLDER
+    from hybrid_kv.check.guard_model import FOLDER
     from hybrid_kv.engine.llm import LLM
 
     how: dict[str, Any] = {"num_speculative_tokens": K, "speculative_method": "mtp"} if K else {}
@@ -122,7 +122,7 @@ def play(kernels: str, mode: str, scheme: str, K: int) -> list[Step]:
     """
     import torch
 
-    from hybrid_kv.device import pretend_gpu, why_not_replayed
+    from hybrid_kv.measure.device import pretend_gpu, why_not_replayed
     from hybrid_kv.models.attention import PagedAttention
     from hybrid_kv.models.mixers.conv import RecurrentMixer
     from hybrid_kv.sampling import SamplingParams
@@ -200,7 +200,7 @@ def check_family(name: str, mode: str) -> None:
     Raises:
         WrongResultError: other tokens than the CPU's.
     """
-    from hybrid_kv.device import pretend_gpu
+    from hybrid_kv.measure.device import pretend_gpu
     from hybrid_kv.models.random_checkpoint import quiet, write_checkpoint
     from hybrid_kv.sampling import SamplingParams
 
@@ -283,7 +283,7 @@ def _by_kind(steps: Sequence[Step]) -> dict[str, list[Step]]:
 
 def table() -> int:
     """Print what each kind of step costs on Triton's kernels; 1: a target is missed."""
-    from hybrid_kv.guard.checks.families import known
+    from hybrid_kv.check.guard.checks.families import known
 
     engines = list(product(*ENGINES.values()))
     short = [name.removeprefix("launches_").removeprefix("per_").removesuffix("_layer") for name in METRICS]

@@ -37,15 +37,15 @@ from bench.harness.arguments import ArgumentParser
 from bench.harness.cells import Cell, WrongResultError, nothing
 from bench.harness.measurement import Measurement
 from bench.peers.vllm_process import VLLMProcess, check_installed
-from hybrid_kv.accuracy.guard_model import FOLDER as GUARD_MODEL
+from hybrid_kv.check.guard_model import FOLDER as GUARD_MODEL
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.errors import CheckFailedError, HybridKVError, VoidError, run_command
+from hybrid_kv.measure.results import Receipt, Row, append_rows, check_writable
+from hybrid_kv.measure.timing.case import ENGINE
+from hybrid_kv.measure.timing.clock import clock, median, ratio
 from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.models.registry import sized
-from hybrid_kv.results import Receipt, Row, append_rows, check_writable
 from hybrid_kv.sampling import SamplingParams
-from hybrid_kv.timing.case import ENGINE
-from hybrid_kv.timing.clock import clock, median, ratio
 
 SUITE = "families"
 RIVALS = ("transformers", "vllm")
@@ -85,7 +85,7 @@ class Family:
     measured: list[Measurement] = field(default_factory=list)
 
     def rows(self) -> Iterator[Row]:
-        """For `hybrid_kv.results`."""
+        """For `hybrid_kv.measure.results`."""
         common = {"family": self.name, "dtype": self.dtype}
         for subject, reason in self.refusals.items():
             yield Row(SUITE, "runs", "runs", 0, "", {**common, "subject": subject, "reason": reason})

@@ -14,12 +14,12 @@ import pandas as pd
 
 from bench.harness.arguments import ArgumentParser
 from hybrid_kv.cache.modes import MODES
-from hybrid_kv.dashboard.data import MUTANTS, Results, each, fullest_run, load, with_params
-from hybrid_kv.dashboard.sections import expansion
-from hybrid_kv.dashboard.sections.times import WHOLE, count_text, curve_rows
-from hybrid_kv.dashboard.words import number
 from hybrid_kv.errors import HybridKVError, run_command
 from hybrid_kv.files import write_whole
+from hybrid_kv.measure.dashboard.data import MUTANTS, Results, each, fullest_run, load, with_params
+from hybrid_kv.measure.dashboard.sections import expansion
+from hybrid_kv.measure.dashboard.sections.times import WHOLE, count_text, curve_rows
+from hybrid_kv.measure.dashboard.words import number
 
 ROOT = Path(__file__).resolve().parents[1]
 _BLOCK = re.compile(r"(<!-- figures:([\w-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)

@@ -38,12 +38,12 @@ from bench.harness.arguments import ArgumentParser
 from bench.harness.cells import Case, Cell, grid
 from bench.harness.command import measure
 from bench.harness.measurement import ROUNDS
-from hybrid_kv.accuracy.guard_model import FOLDER as GUARD_MODEL
+from hybrid_kv.check.guard_model import FOLDER as GUARD_MODEL
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.errors import run_command
+from hybrid_kv.measure.timing.case import ENGINE
 from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.sampling import SamplingParams
-from hybrid_kv.timing.case import ENGINE
 
 NUM_TOKENS = 32
 LONGEST_ANSWER = 64
@@ -159,7 +159,7 @@ def greedy(seed: int, model: str, batch: int, prompt: int, subject: str) -> Case
 def _questions(count: int) -> tuple[list[list[int]], int, list[list[int]]]:
     """Token ids of each prompt, the token that ends an answer, and the answers, that token included."""
     from accuracy.tokenizer import NEXT_QUESTION, encode, token_ids
-    from hybrid_kv.accuracy.guard_model.problems import dataset
+    from hybrid_kv.check.guard_model.problems import dataset
 
     made = dataset(0, count, shots=5)
     shots = "".join(f"Question: {shot['question']}\nAnswer: {shot['answer']}\n\n" for shot in made.shots)

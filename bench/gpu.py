@@ -7,8 +7,8 @@ buffers pass through the cache, several times as large as it is; while they do, 
 follows, so that no event waits for Python. Plain torch, which reads sizes from the device, runs eagerly, and its row
 says so: its time is that of the host as well.
 
-Of our kernels of decode and verify steps a row has the time over what `hybrid_kv.predict` says of it; one outside
-of the interval of the prediction fails.
+Of our kernels of decode and verify steps a row has the time over what `hybrid_kv.measure.predict` says of it; one
+outside of the interval of the prediction fails.
 
 Bytes are what a call must move at least. What recomputes has two kinds of steps, and the mean weighs them by how often
 `kernels.recompute.commit` flushes when each draft is accepted with probability 0.75.
@@ -36,11 +36,11 @@ from bench.harness.contest import Contest, Rival
 from bench.harness.measurement import interval_row
 from bench.harness.registry import suites
 from hybrid_kv.errors import CheckFailedError, HybridKVError, VoidError, run_command
-from hybrid_kv.predict.gpu import CONVOLUTION, GPU, GPUS, UPDATE, WIDTH_LAST
-from hybrid_kv.predict.step import Kernel, Priced, priced
-from hybrid_kv.results import Receipt, Row, append_rows, check_writable
-from hybrid_kv.timing.case import checked
-from hybrid_kv.timing.clock import EndToEnd, between_events, end_to_end, median, ratio
+from hybrid_kv.measure.predict.gpu import CONVOLUTION, GPU, GPUS, UPDATE, WIDTH_LAST
+from hybrid_kv.measure.predict.step import Kernel, Priced, priced
+from hybrid_kv.measure.results import Receipt, Row, append_rows, check_writable
+from hybrid_kv.measure.timing.case import checked
+from hybrid_kv.measure.timing.clock import EndToEnd, between_events, end_to_end, median, ratio
 
 SUITE = "gpu"
 ROUNDS, QUICK_ROUNDS = 51, 15

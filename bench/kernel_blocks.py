@@ -8,7 +8,7 @@ A way has two parts. `prepare` is the host's, from the list to what is uploaded;
 times `prepare` (benchmark `expand`), a GPU `send` (`expand_device`), and `python -m bench.gpu` both of them end to end.
 Uploads and launches are counted on the pretend device (`expand_counts`), where every way's result is checked, too.
 
-`step` is a whole step of several requests, see `hybrid_kv.timing.block_ids`.
+`step` is a whole step of several requests, see `hybrid_kv.measure.timing.block_ids`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from bench.harness.contest import Contest, Rival
 from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.common.interpreter import start_interpreter
 from hybrid_kv.kernels.common.launch import check, jit
-from hybrid_kv.timing import block_ids
-from hybrid_kv.timing.case import ENGINE
+from hybrid_kv.measure.timing import block_ids
+from hybrid_kv.measure.timing.case import ENGINE
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -311,7 +311,7 @@ def count(num_ids: int, blocks_per_kv_block: int, subject: str) -> Counts:
     Raises:
         WrongResultError: the device's kernel blocks are not those of the ids.
     """
-    from hybrid_kv.device import pretend_gpu
+    from hybrid_kv.measure.device import pretend_gpu
 
     with pretend_gpu() as gpu:
         case = device_part(0, num_ids, blocks_per_kv_block, subject)

@@ -1,8 +1,8 @@
 """`python -m bench.predict [--fit] [--write]`: predictions held against measurements of others.
 
 The tables are those of `aiconfigurator-core`, of which nothing is copied here: install it beside this package. `--fit`
-prints the constants of `hybrid_kv.predict.gpu`, from the rows of `FITTED_ON` alone, and the intervals of the committed
-ones; `--write` puts the first four tables of errors into docs/predict.md.
+prints the constants of `hybrid_kv.measure.predict.gpu`, from the rows of `FITTED_ON` alone, and the intervals of the
+committed ones; `--write` puts the first four tables of errors into docs/predict.md.
 
 Bytes of a row: a state update reads one float32 state of each request and writes one per token; a convolution is
 `window_bytes`. TensorRT-LLM's rows and A100's updates are left out, because their state's dtype is not recorded.
@@ -29,7 +29,7 @@ from hybrid_kv.cache.spec import MambaSpec, SlotsSpec, window_and_states
 from hybrid_kv.config import HybridKVError, planned_dtype
 from hybrid_kv.errors import run_command
 from hybrid_kv.files import write_whole
-from hybrid_kv.predict.gpu import (
+from hybrid_kv.measure.predict.gpu import (
     BOUNDS,
     CHIPS,
     CONVOLUTION,
@@ -42,7 +42,7 @@ from hybrid_kv.predict.gpu import (
     bound_of,
     microseconds,
 )
-from hybrid_kv.predict.step import update_bytes, window_bytes
+from hybrid_kv.measure.predict.step import update_bytes, window_bytes
 
 Floats = npt.NDArray[np.float64]
 PACKAGE, VERSION = "aiconfigurator-core", "0.12.0"

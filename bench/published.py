@@ -1,4 +1,4 @@
-"""Measurements that others published, each beside what `hybrid_kv.predict` says.
+"""Measurements that others published, each beside what `hybrid_kv.measure.predict` says.
 
 `POINTS` are kernels. `RATIOS` are whole decode steps of vLLM, stored states over ReplaySSM (vllm#47572; H100, float32
 states, a buffer of 16 tokens, CUDA graphs): its script starts from 14 tokens and decodes 1,000, so the mean context is
@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from hybrid_kv.attention.rollback import RecomputeSpec
 from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec, StatePart, with_rollback
 from hybrid_kv.config import CacheConfig, planned_dtype
+from hybrid_kv.measure.predict.gpu import GPUS, UPDATE, WIDTH_LAST
+from hybrid_kv.measure.predict.step import Kernel, cache_kernels, other_kernels, priced, step_time
 from hybrid_kv.models.shapes import model_shape
-from hybrid_kv.predict.gpu import GPUS, UPDATE, WIDTH_LAST
-from hybrid_kv.predict.step import Kernel, cache_kernels, other_kernels, priced, step_time
 
 COLD = float("inf")  # between two launches so much passes through the cache that nothing is left
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from bench.harness.arguments import ArgumentParser
 from hybrid_kv.errors import HybridKVError, run_command
-from hybrid_kv.results import COLUMNS
-from hybrid_kv.results.store import opened
-from hybrid_kv.results.view import result_files
-from hybrid_kv.timing.clock import wall_clock
+from hybrid_kv.measure.results import COLUMNS
+from hybrid_kv.measure.results.store import opened
+from hybrid_kv.measure.results.view import result_files
+from hybrid_kv.measure.timing.clock import wall_clock
 
 ROOT = Path(__file__).parents[1]
 MACHINES = 4

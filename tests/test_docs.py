@@ -19,7 +19,7 @@ from tests.cli import run as cli
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-GENERATED = re.compile(r"<!-- figures:[\w-]+ -->.*?<!-- /figures -->", re.DOTALL)  # tests/dashboard holds these
+GENERATED = re.compile(r"<!-- figures:[\w-]+ -->.*?<!-- /figures -->", re.DOTALL)  # tests/measure/dashboard holds these
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
 
 
@@ -62,7 +62,7 @@ def test_a_console_block_is_what_its_command_prints(
         command = command[:-1] + more
     assert command.startswith("$ hybrid-kv "), "a block without its output is `sh`"
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("hybrid_kv.guard.workers.MOST_WORKERS", 1)  # Another process would import for seconds.
+    monkeypatch.setattr("hybrid_kv.check.guard.workers.MOST_WORKERS", 1)  # Another process would import for seconds.
     words = shlex.split(command.split("  #")[0].removeprefix("$ hybrid-kv "))
     code, out, err = cli.run(capsys, *words)
     assert code == 0, err

@@ -116,7 +116,7 @@ def test_every_command_names_the_extra_that_it_lacks_before_it_works(
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, package, None)
-    for work in ("hybrid_kv.guard.run._run", "hybrid_kv.dashboard.data.load", "hybrid_kv.LLM"):
+    for work in ("hybrid_kv.check.guard.run._run", "hybrid_kv.measure.dashboard.data.load", "hybrid_kv.LLM"):
         monkeypatch.setattr(work, raising(AssertionError("it worked before it looked")))
     arguments = [argument.format(folder=tmp_path / "new") for argument in command]
     said = f"error: {package} is not installed; run: pip install 'hybrid_kv[{extra}]', in a checkout -e '.[{extra}]'\n"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from bench._shapes import MODELS, NANO, LayerShape
-from hybrid_kv.probes.reproducer import from_json
-from hybrid_kv.probes.script import script_of
+from hybrid_kv.check.probes.reproducer import from_json
+from hybrid_kv.check.probes.script import script_of
 from tests.cli.run import printed
 
 ROOT = Path(__file__).parents[1]

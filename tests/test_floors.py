@@ -1,4 +1,4 @@
-"""The layers: each package imports only from those below it, and branches on a concept are in its own package alone."""
+"""Wings and layers: each imports only from those below, and branches on a concept are in its own package alone."""
 
 from __future__ import annotations
 
@@ -11,27 +11,37 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "hybrid_kv"
 
-# Bottom up. A module belongs to the longest name that it begins with; packages of one line are on one layer, and
-# may not import each other. `cache.modes` imports nothing, so that the configuration can use it, too.
-LAYERS = [
-    ["cache.modes", "environment", "errors", "minimize", "progress", "threads"],
-    ["config", "files"],
-    ["kernels", "results"],
-    ["cache", "ci", "sampling"],
-    ["timing"],
-    ["request"],
-    ["attention"],
-    ["observe"],
-    ["models", "sanitizer", "spec_decode"],
-    ["engine", "predict"],
-    ["device", "serve", "targets"],
-    ["accuracy"],
-    ["guard"],
-    ["probes"],
-    ["dashboard"],
-    ["study"],
-    ["cli", "pytest_plugin"],
-]
+# The wings, bottom up: the cache, which lies directly in `hybrid_kv/`; what checks an engine; what measures, keeps and
+# draws; the commands. Each imports only from those before it.
+WINGS = ["", "check", "measure", "cli"]
+# The layers of each wing, bottom up. A module belongs to the longest name that it begins with; packages of one line are
+# on one layer, and may not import each other. `cache.modes` imports nothing, so that the configuration can use it, too.
+LAYERS = {
+    "": [
+        ["cache.modes", "environment", "errors", "threads"],
+        ["config", "files"],
+        ["kernels"],
+        ["cache", "sampling"],
+        ["request"],
+        ["attention"],
+        ["observe"],
+        ["models", "sanitizer", "spec_decode"],
+        ["engine"],
+    ],
+    "check": [
+        ["checkout", "ci", "guard_model", "minimize", "progress", "serve", "targets"],
+        ["guard"],
+        ["probes"],
+        ["pytest_plugin"],
+    ],
+    "measure": [
+        ["device", "predict", "results"],
+        ["accuracy", "timing"],
+        ["dashboard", "guard_checks"],
+        ["study"],
+    ],
+    "cli": [["cli"]],
+}
 # `hybrid_kv/__init__.py` names the classes that a user imports; it imports them when they are first used.
 DOOR = ""
 
@@ -76,26 +86,59 @@ def graph() -> dict[str, set[str]]:
     return {name: {module_of(target) for target in imports(path)} - {name, DOOR} for name, path in known.items()}
 
 
+def wing_of(module: str) -> str:
+    top = module.partition(".")[0]
+    return top if top in WINGS else ""
+
+
 def package_of(module: str) -> str:
+    wing = wing_of(module)
+    inner = module.removeprefix(f"{wing}.") if wing in ("check", "measure") else module
     packages = [
-        package for layer in LAYERS for package in layer if module == package or module.startswith(f"{package}.")
+        package for layer in LAYERS[wing] for package in layer if inner == package or inner.startswith(f"{package}.")
     ]
     assert packages, f"{module} is on no layer: add its package to LAYERS"
     return max(packages, key=len)
 
 
-LAYER_OF = {package: number for number, layer in enumerate(LAYERS) for package in layer}
+def layer_of(module: str) -> int:
+    package = package_of(module)
+    return next(number for number, layer in enumerate(LAYERS[wing_of(module)]) if package in layer)
 
 
-def test_no_package_imports_from_a_layer_above() -> None:
+EDGES = [
+    (module, target)
+    for module, targets in graph().items()
+    for target in targets
+    if module not in (DOOR, "check", "measure") and target not in ("check", "measure")  # those two are empty
+]
+
+
+@pytest.mark.parametrize("wing", WINGS)
+def test_no_wing_imports_from_a_wing_above(wing: str) -> None:
+    above = WINGS[WINGS.index(wing) + 1 :]
+    inside = [edge for edge in EDGES if wing_of(edge[0]) == wing]
+    assert not [f"{module} imports {target}" for module, target in inside if wing_of(target) in above]
+
+
+@pytest.mark.parametrize("wing", WINGS)
+def test_no_package_imports_from_a_layer_above(wing: str) -> None:
+    inside = [edge for edge in EDGES if wing_of(edge[0]) == wing_of(edge[1]) == wing]
     upward = [
         f"{module} imports {target}"
-        for module, targets in graph().items()
-        if module != DOOR
-        for target in targets
-        if package_of(target) != package_of(module) and LAYER_OF[package_of(target)] >= LAYER_OF[package_of(module)]
+        for module, target in inside
+        if package_of(target) != package_of(module) and layer_of(target) >= layer_of(module)
     ]
     assert not upward
+
+
+def test_each_module_is_on_a_layer() -> None:
+    assert all(package_of(module) for module in modules() if module not in (DOOR, "check", "measure"))
+
+
+def test_the_folder_lists_the_cache_and_three_names() -> None:
+    names = {path.name for path in ROOT.iterdir()} - {"__pycache__"}
+    assert {"check", "measure", "cli"} < names and len(names) <= 20
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
@@ -115,7 +158,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 # The guard's observer repeats the rules of the cache in its own words: it must not use the code that it checks.
-OBSERVER = {"guard.observer", "guard.published", "guard.waiting"}
+OBSERVER = {f"check.guard.{name}" for name in ("observer", "published", "waiting")}
 CONCEPTS = {
     "mode": ({"mamba_cache_mode", "mode", "cache_mode"}, {"cache.modes"}),
     "scheme": ({"state_scheme", "scheme", "recompute"}, {"attention.rollback"}),

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from hybrid_kv.results import read_rows
+from hybrid_kv.measure.results import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = """

@@ -21,7 +21,7 @@ from pathlib import Path
 import hybrid_kv
 from hybrid_kv.cli import main
 
-config = Path(hybrid_kv.__path__[0], "accuracy", "guard_model", "config.json")
+config = Path(hybrid_kv.__path__[0], "check", "guard_model", "config.json")
 codes = []
 for command in (
     ["plan", str(config), "--gpu-memory", "1GiB"],
@@ -67,7 +67,7 @@ def test_the_wheel_installs_one_name_with_all_that_it_reads(wheel: Path) -> None
         if file.is_file() and file.suffix != ".py" and file.name != "ruff.toml" and file.parent.name != "__pycache__"
     }
     assert data <= names
-    assert "hybrid_kv/accuracy/guard_model/model.safetensors" in data
+    assert "hybrid_kv/check/guard_model/model.safetensors" in data
 
 
 def test_its_commands_work_outside_a_checkout(wheel: Path, tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from hybrid_kv import LLM
-from hybrid_kv.accuracy.guard_model import FOLDER
-from hybrid_kv.results import read_rows
+from hybrid_kv.check.guard_model import FOLDER
+from hybrid_kv.measure.results import read_rows
 from tests.bench.harness.toy import git
-from tests.serve.conftest import OPTIONS, served
+from tests.check.serve.conftest import OPTIONS, served
 from tests.test_docs import check_options
 
 ROOT = Path(__file__).resolve().parents[1]

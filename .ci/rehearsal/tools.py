@@ -27,8 +27,8 @@ def pretend_device(kernels: str) -> Iterator[None]:
     """Compute on a pretend GPU that has CUDA's events, with torch's kernels or with Triton's interpreter."""
     import torch
 
-    from hybrid_kv.device import pretend_gpu
     from hybrid_kv.kernels.common.interpreter import start_interpreter
+    from hybrid_kv.measure.device import pretend_gpu
 
     if kernels == "torch":
         sys.modules["triton"] = None  # type: ignore[assignment]
@@ -45,7 +45,7 @@ def pretend_device(kernels: str) -> Iterator[None]:
 
 def one_logit_cell() -> None:
     """Let the guard model play one engine and few tokens."""
-    from hybrid_kv.guard.checks import guard_model
+    from hybrid_kv.check.guard.checks import guard_model
 
     guard_model.LOGIT_CELLS = guard_model.LOGIT_CELLS[:1]
     guard_model.LEAST = 2
@@ -69,7 +69,7 @@ def two_contests() -> None:
 
 def write_questions() -> None:
     """Write ten questions and the shots before them, as the files of GSM8K that an offline machine gives."""
-    from hybrid_kv.accuracy.guard_model import problems
+    from hybrid_kv.check.guard_model import problems
 
     made = problems.dataset(0, QUESTIONS, shots=5)
     folder = Path("gsm8k")

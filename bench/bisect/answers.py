@@ -16,9 +16,9 @@ from pathlib import Path
 
 from bench.bisect.history import Trees, cannot_run
 from bench.bisect.question import ENDS, NotMeasurableError, Outcome
-from hybrid_kv.accuracy.paired import difference_interval, mcnemar_p
-from hybrid_kv.accuracy.read import read_answers
 from hybrid_kv.config import HybridKVError
+from hybrid_kv.measure.accuracy.paired import difference_interval, mcnemar_p
+from hybrid_kv.measure.accuracy.read import read_answers
 
 ALPHA = 0.01
 

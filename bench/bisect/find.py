@@ -11,7 +11,7 @@ from typing import Literal
 from bench.bisect.question import CONFIRMED, ENDS, Answer, NotMeasurableError, Outcome, Question
 from hybrid_kv.config import ConfigError
 from hybrid_kv.files import write_whole
-from hybrid_kv.timing.clock import wall_clock
+from hybrid_kv.measure.timing.clock import wall_clock
 
 Verdict = Literal["found", "nothing", "undecided"]
 Report = Callable[[str, Outcome, float], None]  # a commit or `ENDS` or `CONFIRMED`, its outcome, seconds

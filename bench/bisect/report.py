@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.bisect.find import Finding
 from bench.bisect.history import History, describe
-from hybrid_kv.results.origin import provenance
+from hybrid_kv.measure.results.origin import provenance
 
 
 def document(history: History, finding: Finding) -> dict[str, Any]:

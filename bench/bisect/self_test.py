@@ -38,8 +38,8 @@ from bench.bisect.tokens import Tokens, played_by
 from bench.harness.inference import center, clopper_pearson, estimate
 from bench.harness.verdicts import rows_here
 from hybrid_kv.config import HybridKVError
-from hybrid_kv.results import Receipt, Row, append_rows, timing_row
-from hybrid_kv.timing.clock import wall_clock
+from hybrid_kv.measure.results import Receipt, Row, append_rows, timing_row
+from hybrid_kv.measure.timing.clock import wall_clock
 from mutants.runner.mutant import Change, read_mutants
 
 SUITE = "bisect"

@@ -104,8 +104,8 @@ def _question(
 
     if replay is not None:
         from bench.bisect.tokens import Tokens, played_by
+        from hybrid_kv.check.guard.replay import from_json
         from hybrid_kv.files import read_text
-        from hybrid_kv.guard.replay import from_json
 
         from_json(read_text(replay), str(replay))
         return Tokens(played_by(Trees(folder, fill_package(root)), replay), replay.name)

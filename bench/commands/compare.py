@@ -57,12 +57,12 @@ def compare(
     from bench.harness.compare import ROOT
     from bench.harness.compare import compare as measure
     from bench.harness.judgement import Design
-    from hybrid_kv.ci import Verdict, published
+    from hybrid_kv.check.ci import Verdict, published
     from hybrid_kv.config import ConfigError
     from hybrid_kv.errors import require
     from hybrid_kv.files import check_outputs, write_whole
-    from hybrid_kv.results import append_rows
-    from hybrid_kv.timing.fitness import MARK_SECONDS, examine
+    from hybrid_kv.measure.results import append_rows
+    from hybrid_kv.measure.timing.fitness import MARK_SECONDS, examine
 
     require("scipy")
     design = Design(pairs=pairs, threshold=threshold)

@@ -31,7 +31,7 @@ def kernels(
     from hybrid_kv.config import ConfigError
     from hybrid_kv.errors import require
     from hybrid_kv.files import check_outputs
-    from hybrid_kv.results import append_rows, check_writable, provenance
+    from hybrid_kv.measure.results import append_rows, check_writable, provenance
 
     require("triton")
     names = compile.parse_targets(targets)

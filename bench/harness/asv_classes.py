@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from bench.harness.cells import Case, Cell, Counts, Scalar
-from hybrid_kv.timing.case import ENGINE, checked
-from hybrid_kv.timing.clock import clock, ratio, wall_clock
+from hybrid_kv.measure.timing.case import ENGINE, checked
+from hybrid_kv.measure.timing.clock import clock, ratio, wall_clock
 
 torch.set_num_threads(1)  # A second thread makes the times of small tensors bimodal: 0.25 or 8 ms were seen.
 RATIO_ROUNDS = 25
@@ -169,7 +169,7 @@ class Compared:
 
     def ratio(self) -> float:
         """Return how many times as long as the engine the rival takes, checked before and after."""
-        from hybrid_kv.timing.together import time_together
+        from hybrid_kv.measure.timing.together import time_together
 
         timed = time_together(self.cases, RATIO_ROUNDS)
         return ratio(timed["rival"].samples, timed[ENGINE].samples).value

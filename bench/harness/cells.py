@@ -15,9 +15,9 @@ from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
-from hybrid_kv.timing.case import Case as Case  # exported here, too
-from hybrid_kv.timing.case import WrongResultError as WrongResultError
-from hybrid_kv.timing.case import nothing as nothing
+from hybrid_kv.measure.timing.case import Case as Case  # exported here, too
+from hybrid_kv.measure.timing.case import WrongResultError as WrongResultError
+from hybrid_kv.measure.timing.case import nothing as nothing
 
 TIERS = ("count", "cpu", "gpu")
 Scalar = str | int | float | bool

@@ -22,10 +22,10 @@ from bench.harness.measurement import (
     runs_here,
 )
 from bench.harness.registry import cells, suites, unavailable
-from hybrid_kv.dashboard.words import duration
 from hybrid_kv.errors import CheckFailedError, HybridKVError
-from hybrid_kv.results import append_rows, check_writable
-from hybrid_kv.timing.case import ENGINE
+from hybrid_kv.measure.dashboard.words import duration
+from hybrid_kv.measure.results import append_rows, check_writable
+from hybrid_kv.measure.timing.case import ENGINE
 
 Results = Sequence[Measurement] | Sequence[Counted]
 

@@ -33,8 +33,8 @@ from bench.harness.inference import log_ratio, typical
 from bench.harness.judgement import Design, Times, confirmed
 from bench.harness.pairs import Answers, Pair, start
 from bench.harness.versions import Revision, find_revision, place
+from hybrid_kv.check.progress import progress_bar
 from hybrid_kv.config import ConfigError, HybridKVError
-from hybrid_kv.progress import progress_bar
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDES = ("BASE", "HEAD")

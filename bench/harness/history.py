@@ -21,7 +21,7 @@ import torch
 from bench.harness.arguments import ArgumentParser
 from bench.harness.history_rows import DATA_SET, keep_rows
 from hybrid_kv.errors import HybridKVError, run_command
-from hybrid_kv.results import provenance
+from hybrid_kv.measure.results import provenance
 
 ROOT = Path(__file__).resolve().parents[2]
 # A few that touch every layer: a commit takes half a minute.

@@ -20,9 +20,9 @@ from asv.results import Results, iter_results_for_machine
 
 from bench.harness.asv_classes import Compared, Timed
 from bench.harness.cells import Cell
-from hybrid_kv.results import Receipt, Row, append_rows, timing_row
-from hybrid_kv.results.dataset import export_rows, merge_rows
-from hybrid_kv.timing.case import ENGINE
+from hybrid_kv.measure.results import Receipt, Row, append_rows, timing_row
+from hybrid_kv.measure.results.dataset import export_rows, merge_rows
+from hybrid_kv.measure.timing.case import ENGINE
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 ASV_RESULTS = RESULTS / "asv"

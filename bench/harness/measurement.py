@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from bench.harness.cells import Cell, Counts
-from hybrid_kv.results import Receipt, Row, timing_row
-from hybrid_kv.timing.case import ENGINE
-from hybrid_kv.timing.clock import DeviceSubject, Interval, Subject, median, ratio
-from hybrid_kv.timing.together import time_together
+from hybrid_kv.measure.results import Receipt, Row, timing_row
+from hybrid_kv.measure.timing.case import ENGINE
+from hybrid_kv.measure.timing.clock import DeviceSubject, Interval, Subject, median, ratio
+from hybrid_kv.measure.timing.together import time_together
 
 ROUNDS, QUICK_ROUNDS = 25, 15
 METRICS = {"cpu": "cpu_time", "gpu": "gpu_time"}
@@ -48,7 +48,7 @@ class Measurement:
         return "fail" if self.ratio.high < self.cell.promise else "pass"
 
     def rows(self) -> Iterator[Row]:
-        """The rows for `hybrid_kv.results`."""
+        """The rows for `hybrid_kv.measure.results`."""
         cell = self.cell
         common = {"suite": cell.suite, "benchmark": cell.benchmark, "params": cell.params, "n": self.rounds}
         row = partial(interval_row, receipt=self.receipt, **common)
@@ -66,7 +66,7 @@ class Counted:
     counts: Counts
 
     def rows(self) -> Iterator[Row]:
-        """The rows for `hybrid_kv.results`."""
+        """The rows for `hybrid_kv.measure.results`."""
         for metric, count in self.counts.items():
             where = self.cell.suite, self.cell.benchmark
             yield Row(*where, metric, count.value, count.unit, self.cell.params, better=count.better)

@@ -22,7 +22,7 @@ from bench.harness import registry
 from bench.harness.compare import STANDARD, Design, compare, find_revision
 from bench.harness.inference import clopper_pearson
 from bench.harness.verdicts import rows_here, timed_outcomes
-from hybrid_kv.results import Row, append_rows
+from hybrid_kv.measure.results import Row, append_rows
 
 SUITE = "operating_curve"
 WHOLE = "any benchmark"

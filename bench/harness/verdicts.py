@@ -22,10 +22,10 @@ from bench.harness.cells import CellInfo
 from bench.harness.compare import Comparison, Measured, own_benchmarks
 from bench.harness.inference import Estimate, estimate, kept
 from bench.harness.judgement import Design, Times, confirmed, verdict
+from hybrid_kv.check.ci import plain
 from hybrid_kv.config import ConfigError
-from hybrid_kv.dashboard.words import duration
-from hybrid_kv.results import Receipt, Row, provenance, read_beside, timing_row
-from hybrid_kv.results.view import plain
+from hybrid_kv.measure.dashboard.words import duration
+from hybrid_kv.measure.results import Receipt, Row, provenance, read_beside, timing_row
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -62,13 +62,13 @@ def find_revision(root: Path, name: str, by: str = "compare") -> Revision:
 def place(root: Path, revision: Revision, folder: Path) -> None:
     """Put the revision's `hybrid_kv/` into `folder` with the working tree's `bench/`, and its own `bench/` into `own`.
 
-    What measures, `hybrid_kv/timing`, is the working tree's as well: one clock for both sides. Copies, so that an edit
-    during the run cannot mix two versions.
+    What measures, `hybrid_kv/measure/timing`, is the working tree's as well: one clock for both sides. Copies, so that
+    an edit during the run cannot mix two versions.
 
     Raises:
         ConfigError: the revision has no folder `hybrid_kv`.
     """
-    copied = [*BENCHMARKS, "hybrid_kv/timing"]
+    copied = [*BENCHMARKS, "hybrid_kv/measure/timing"]
     if revision.name == WORKING_TREE:
         copied = [*BENCHMARKS, "hybrid_kv"]
     else:
@@ -80,6 +80,8 @@ def place(root: Path, revision: Revision, folder: Path) -> None:
         if (root / name).is_dir():
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(root / name, folder / name, ignore=ignored, dirs_exist_ok=True)
+    if (measure := folder / "hybrid_kv/measure").is_dir():
+        (measure / "__init__.py").touch()  # an older revision has no such package
 
 
 def extract(root: Path, commit: str, name: str, folder: Path) -> bool:

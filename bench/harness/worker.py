@@ -144,8 +144,8 @@ class Worker:
         os.environ["PYTHONPATH"] = str(folder)  # of processes that a case starts
         os.chdir(folder)
         self._torch = importlib.import_module("torch")
-        self._timing = importlib.import_module("hybrid_kv.timing.clock")
-        self._checked = importlib.import_module("hybrid_kv.timing.case").checked
+        self._timing = importlib.import_module("hybrid_kv.measure.timing.clock")
+        self._checked = importlib.import_module("hybrid_kv.measure.timing.case").checked
         self._today = Benchmarks(finder, folder)
         self._own = Benchmarks(finder, folder / OWN)
         self._case: Any = None

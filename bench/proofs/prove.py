@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import z3
 
 from bench.proofs.symbolic import Access, Array, Formula, Run, parts_of, paths
-from hybrid_kv.timing.clock import clock
+from hybrid_kv.measure.timing.clock import clock
 
 SECONDS = 60
 PROPERTIES = ("inside", "32 bits", "own slot", "apart")

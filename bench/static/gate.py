@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.static.compile import UNITS, Measured, Measurement, jobs, measure
+from hybrid_kv.check.progress import progress_bar
 from hybrid_kv.config import HybridKVError
-from hybrid_kv.progress import progress_bar
-from hybrid_kv.results import Row, provenance, read_rows
+from hybrid_kv.measure.results import Row, provenance, read_rows
 
 STATE_BITS = 128
 SOFT_LIMIT = 1.05

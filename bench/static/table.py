@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from bench.static.gate import Verdict
-from hybrid_kv.results import provenance
+from hybrid_kv.measure.results import provenance
 
 _MIX = ("global", "shared", "tensor", "float", "integer")
 # Metrics and their headings.

@@ -82,22 +82,22 @@ def accuracy(
     """Answer GSM8K-format questions through lm-eval; append the averages to a CSV, keep every answer."""
     from dataclasses import replace
 
-    from hybrid_kv.ci import exit_code, published
+    from hybrid_kv.check.ci import exit_code, published
     from hybrid_kv.config import ConfigError
     from hybrid_kv.errors import require
     from hybrid_kv.files import check_outputs
-    from hybrid_kv.results import append_rows
+    from hybrid_kv.measure.results import append_rows
 
     if context.invoked_subcommand is not None:
         if given := [*given_options(context).values()]:
             raise ConfigError(f"{given[0]} belongs to a run; give options after {context.invoked_subcommand!r}")
         return
     require("safetensors", "tokenizers", "transformers", "lm_eval", "datasets", "scipy")
-    from hybrid_kv.accuracy.chat import ChatMode
-    from hybrid_kv.accuracy.guard_model import FOLDERS, embedded
-    from hybrid_kv.accuracy.judge import judge
-    from hybrid_kv.accuracy.run import write_samples
+    from hybrid_kv.check.guard_model import FOLDERS, embedded
     from hybrid_kv.cli.plan import report_memory
+    from hybrid_kv.measure.accuracy.chat import ChatMode
+    from hybrid_kv.measure.accuracy.judge import judge
+    from hybrid_kv.measure.accuracy.run import write_samples
 
     if target is not None:
         options["target"] = target
@@ -151,13 +151,13 @@ def accuracy_divergence(
     **options: Any,
 ) -> None:
     """Compare log-probabilities of cached answers with uncached ones; exit code 1 if the cache changes them."""
-    from hybrid_kv.ci import exit_code, published
+    from hybrid_kv.check.ci import exit_code, published
     from hybrid_kv.errors import require
     from hybrid_kv.files import check_outputs
-    from hybrid_kv.results import append_rows
+    from hybrid_kv.measure.results import append_rows
 
     require("safetensors", "tokenizers", "transformers", "lm_eval", "datasets", "scipy")
-    from hybrid_kv.accuracy.divergence import evaluate
+    from hybrid_kv.measure.accuracy.divergence import evaluate
 
     csv = rows_file("accuracy.csv", results, record)
     check_outputs(out, junit_xml)
@@ -193,13 +193,13 @@ def accuracy_compare(
     record: Record = False,
 ) -> None:
     """Compare two runs, paired by question, by McNemar's exact test; exit code 1 if answers were lost."""
-    from hybrid_kv.ci import exit_code, published
+    from hybrid_kv.check.ci import exit_code, published
     from hybrid_kv.errors import require
     from hybrid_kv.files import check_outputs
-    from hybrid_kv.results import append_rows
+    from hybrid_kv.measure.results import append_rows
 
     require("scipy")
-    from hybrid_kv.accuracy.unpaired import compare_files
+    from hybrid_kv.measure.accuracy.unpaired import compare_files
 
     csv = rows_file("accuracy.csv", results, record)
     check_outputs(out, junit_xml)
@@ -240,7 +240,7 @@ def accuracy_threshold(
     from hybrid_kv.config import ConfigError
     from hybrid_kv.errors import require
     from hybrid_kv.files import check_outputs
-    from hybrid_kv.results import read_rows
+    from hybrid_kv.measure.results import read_rows
 
     require("scipy", "yaml")
     check_outputs(out)
@@ -249,7 +249,7 @@ def accuracy_threshold(
     if engine is not None and runs:
         _show_engine_threshold(engine, runs, false_alarms, as_json, out)
         return
-    from hybrid_kv.accuracy import threshold
+    from hybrid_kv.measure.accuracy import threshold
 
     file = file or threshold.FILE
     frame = read_rows(rows)
@@ -266,7 +266,7 @@ def accuracy_threshold(
 
 
 def _show_engine_threshold(engine: str, runs: list[str], false_alarms: float, as_json: bool, out: Path | None) -> None:
-    from hybrid_kv.accuracy.engine_threshold import ENGINES, threshold_from_files
+    from hybrid_kv.measure.accuracy.engine_threshold import ENGINES, threshold_from_files
 
     made = threshold_from_files(runs, false_alarms)
     lines = ENGINES[engine](made)

@@ -18,7 +18,7 @@ def doctor(
     from dataclasses import asdict
 
     from hybrid_kv.files import check_outputs
-    from hybrid_kv.timing.fitness import examine
+    from hybrid_kv.measure.timing.fitness import examine
 
     check_outputs(out)
     found = examine(seconds)

@@ -30,7 +30,7 @@ def generate(
 ) -> None:
     """Continue prompts with a checkpoint, through paged block tables."""
     from hybrid_kv import LLM, SamplingParams
-    from hybrid_kv.accuracy.guard_model import FOLDERS, embedded
+    from hybrid_kv.check.guard_model import FOLDERS, embedded
     from hybrid_kv.cli.plan import report_memory
     from hybrid_kv.config import ConfigError
     from hybrid_kv.errors import require

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import sys
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -23,7 +24,7 @@ from hybrid_kv.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from hybrid_kv.guard.registry import CheckResult, Size
+    from hybrid_kv.check.guard.registry import CheckResult, Size
 
 MAX_TRAFFIC_SEED = 2**42 - 1  # times a million, plus a request's number, it has 64 bits
 _TARGET = ("model", "python", "against", "matrix", "weights", "exact", "watch", "publish")
@@ -112,26 +113,26 @@ def guard(
     import torch
     from tqdm.auto import tqdm
 
-    from hybrid_kv.ci import published
+    from hybrid_kv.check.ci import published
+    from hybrid_kv.check.guard.cases import replay as replay_own
+    from hybrid_kv.check.guard.report import (
+        document,
+        exit_code,
+        print_closing,
+        section_text,
+        verdicts,
+    )
+    from hybrid_kv.check.guard.run import amounts, run_guard
+    from hybrid_kv.check.targets.kinds import kind_of
     from hybrid_kv.cli.publish import FILE as ROWS
     from hybrid_kv.cli.swarm import guard_swarm
     from hybrid_kv.cli.target import guard_target, is_case, replay_case
     from hybrid_kv.cli.target import watch as watch_files
     from hybrid_kv.config import ConfigError
     from hybrid_kv.files import check_outputs
-    from hybrid_kv.guard.cases import replay as replay_own
-    from hybrid_kv.guard.report import (
-        document,
-        exit_code,
-        print_closing,
-        result_rows,
-        section_text,
-        verdicts,
-        whole_row,
-    )
-    from hybrid_kv.guard.run import amounts, run_guard
-    from hybrid_kv.results import append_rows, check_writable
-    from hybrid_kv.targets.kinds import kind_of
+    from hybrid_kv.measure import guard_checks  # noqa: F401  (registers them)
+    from hybrid_kv.measure.results import append_rows, check_writable, provenance
+    from hybrid_kv.measure.results.guard_rows import result_rows, whole_row
 
     _check_combination(given_options(context))
     if replay is not None:
@@ -176,7 +177,7 @@ def guard(
             tqdm.write(section_text(found, verbose))
         checks.extend(found)
         keep(verdicts(checks))
-        show(document(checks, seed, complete=False), False, out, lambda: None)
+        show(document(checks, seed, asdict(provenance()), complete=False), False, out, lambda: None)
         append_rows(rows, result_rows(found))
 
     with published("hybrid-kv guard", junit_xml) as keep:
@@ -186,7 +187,7 @@ def guard(
         )  # fmt: skip
     if not (select or levels or fail_fast):
         append_rows(rows, [whole_row(size, checks)])
-    show(document(checks, seed), as_json, out, lambda: print_closing(checks))
+    show(document(checks, seed, asdict(provenance())), as_json, out, lambda: print_closing(checks))
     raise typer.Exit(exit_code(checks))
 
 

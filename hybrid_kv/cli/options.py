@@ -110,7 +110,7 @@ def rows_file(name: str, folder: Path | None, record: bool) -> Path:
         HybridKVError: it cannot, or both `--results` and `--record` were given.
     """
     from hybrid_kv.errors import ConfigError
-    from hybrid_kv.results import check_writable
+    from hybrid_kv.measure.results import check_writable
 
     if record and folder is not None:
         raise ConfigError(f"--record and --results {folder} exclude each other; give one of them")

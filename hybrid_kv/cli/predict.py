@@ -39,8 +39,8 @@ def predict(
 ) -> None:
     """Print predicted microseconds of the cache's kernels per step, with 90 % intervals and what bounds the step."""
     from hybrid_kv.files import check_outputs
-    from hybrid_kv.predict.gpu import GPUS
-    from hybrid_kv.predict.step import cache_kernels, other_kernels, step_time
+    from hybrid_kv.measure.predict.gpu import GPUS
+    from hybrid_kv.measure.predict.step import cache_kernels, other_kernels, step_time
 
     if gpu.lower() not in GPUS:
         raise ConfigError(f"--gpu {gpu}: no constants for it; use one of {', '.join(GPUS)}")

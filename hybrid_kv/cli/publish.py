@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from hybrid_kv.check.ci import plain
+from hybrid_kv.check.probes.run import text_of
+from hybrid_kv.check.probes.session import Outcome
 from hybrid_kv.files import write_whole
-from hybrid_kv.probes.run import text_of
-from hybrid_kv.probes.session import Outcome
-from hybrid_kv.results import Row, append_rows, read_rows
-from hybrid_kv.results.view import plain
+from hybrid_kv.measure.results import Row, append_rows, read_rows
 
 FILE = "rows.csv"
 # Of a setting's probes the first of these that there is; each with the word of the page, and the verdict of the row.

@@ -10,8 +10,8 @@ import typer
 from hybrid_kv.cli.options import AsJson, OutFile, show
 
 if TYPE_CHECKING:
-    from hybrid_kv.dashboard.failing import Failing
-    from hybrid_kv.dashboard.report import Report
+    from hybrid_kv.measure.dashboard.failing import Failing
+    from hybrid_kv.measure.dashboard.report import Report
 
 
 def red(
@@ -26,13 +26,13 @@ def red(
     out: OutFile = None,
 ) -> None:
     """Print what is failing, since which commit, and its author; exit code 1 if anything is."""
-    from hybrid_kv.dashboard.data import load
-    from hybrid_kv.dashboard.failing import counted, new_failures
-    from hybrid_kv.dashboard.markdown import failing_lines
-    from hybrid_kv.dashboard.report import Report
     from hybrid_kv.errors import VoidError
     from hybrid_kv.files import check_outputs, write_whole
-    from hybrid_kv.results import head
+    from hybrid_kv.measure.dashboard.data import load
+    from hybrid_kv.measure.dashboard.failing import counted, new_failures
+    from hybrid_kv.measure.dashboard.markdown import failing_lines
+    from hybrid_kv.measure.dashboard.report import Report
+    from hybrid_kv.measure.results import head
 
     check_outputs(out, markdown)
     checkout = head()
@@ -55,8 +55,8 @@ def red(
 
 
 def _print(report: Report, one: Failing) -> None:
-    from hybrid_kv.dashboard.words import commit_day, title
     from hybrid_kv.errors import printable
+    from hybrid_kv.measure.dashboard.words import commit_day, title
 
     def commit(row: Any) -> str:
         return f"{row.commit[:10] or 'no commit'}{' + changes' * row.dirty}, {commit_day(row)}"
@@ -72,7 +72,7 @@ def _print(report: Report, one: Failing) -> None:
 
 
 def _document(report: Report, one: Failing) -> dict[str, Any]:
-    from hybrid_kv.dashboard.data import SERIES
+    from hybrid_kv.measure.dashboard.data import SERIES
 
     def run(row: Any) -> dict[str, Any]:
         info = report.infos.get(row.commit)

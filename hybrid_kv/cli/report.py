@@ -22,15 +22,15 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Draw all results as one page that opens offline, with all rows and a page for each commit beside it."""
-    from hybrid_kv.dashboard.commit import write_commits
-    from hybrid_kv.dashboard.data import find_files, load
-    from hybrid_kv.dashboard.markdown import summary
-    from hybrid_kv.dashboard.page import ALL_ROWS, ASV_PAGES, build_page
-    from hybrid_kv.dashboard.report import COMMITS, Report
-    from hybrid_kv.dashboard.verdicts import command_of
     from hybrid_kv.files import check_outputs, write_whole
-    from hybrid_kv.results import head
-    from hybrid_kv.results.dataset import export_file
+    from hybrid_kv.measure.dashboard.commit import write_commits
+    from hybrid_kv.measure.dashboard.data import find_files, load
+    from hybrid_kv.measure.dashboard.markdown import summary
+    from hybrid_kv.measure.dashboard.page import ALL_ROWS, ASV_PAGES, build_page
+    from hybrid_kv.measure.dashboard.report import COMMITS, Report
+    from hybrid_kv.measure.dashboard.verdicts import command_of
+    from hybrid_kv.measure.results import head
+    from hybrid_kv.measure.results.dataset import export_file
 
     page = out / "index.html"
     check_outputs(page, out / ALL_ROWS, out / COMMITS / "any", markdown)

@@ -43,9 +43,9 @@ def list_rows(
     """Print rows, or check that they are what later readers rely on: the command without a name."""
     from hybrid_kv.errors import ConfigError, VoidError
     from hybrid_kv.files import check_outputs
-    from hybrid_kv.results import check_file
-    from hybrid_kv.results.store import opened
-    from hybrid_kv.results.view import documents, print_csv, print_rows, result_files, select_rows
+    from hybrid_kv.measure.results import check_file
+    from hybrid_kv.measure.results.store import opened
+    from hybrid_kv.measure.results.view import documents, print_csv, print_rows, result_files, select_rows
 
     if as_json and as_csv:
         raise ConfigError("--json and --csv exclude each other; give one of them")
@@ -74,8 +74,8 @@ def list_rows(
 @app.command()
 def export(to: Target, places: Places = None) -> None:
     """Make a data set of Parquet files, one per suite and month, that holds each row once."""
-    from hybrid_kv.results.dataset import export_rows
-    from hybrid_kv.results.view import result_files
+    from hybrid_kv.measure.results.dataset import export_rows
+    from hybrid_kv.measure.results.view import result_files
 
     count = export_rows(result_files(places or [Path("results")]), to)
     print(f"{to}: {count:,} rows")
@@ -84,8 +84,8 @@ def export(to: Target, places: Places = None) -> None:
 @app.command()
 def merge(to: Target, places: Places = None) -> None:
     """Add the rows that a data set lacks, such as those of other machines; those that it has stay as they are."""
-    from hybrid_kv.results.dataset import merge_rows
-    from hybrid_kv.results.view import result_files
+    from hybrid_kv.measure.results.dataset import merge_rows
+    from hybrid_kv.measure.results.view import result_files
 
     count = merge_rows(result_files(places or [Path("results")]), to)
     print(f"{to}: {count:,} new rows")
@@ -95,8 +95,8 @@ def merge(to: Target, places: Places = None) -> None:
 def trim(files: Annotated[list[Path], typer.Argument(help="CSVs to cut.")]) -> None:
     """Cut CSVs to the newest run of each benchmark on each machine; `export` keeps the older rows as Parquet."""
     from hybrid_kv.errors import ConfigError
-    from hybrid_kv.results.dataset import trim_file
-    from hybrid_kv.results.store import DATASET
+    from hybrid_kv.measure.results.dataset import trim_file
+    from hybrid_kv.measure.results.store import DATASET
 
     if sets := [file for file in files if file.suffix == DATASET or not file.is_file()]:
         raise ConfigError(f"{sets[0]} is not a CSV; name files such as results/guard.csv")

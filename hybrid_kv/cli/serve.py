@@ -29,11 +29,11 @@ def serve(
 
     require("safetensors", "tokenizers", "transformers", "fastapi", "uvicorn", "prometheus_client")
     from hybrid_kv import LLM
-    from hybrid_kv.accuracy.guard_model import embedded
+    from hybrid_kv.check.guard_model import embedded
+    from hybrid_kv.check.serve.app import Access
+    from hybrid_kv.check.serve.server import Server, open_socket
     from hybrid_kv.cli.plan import report_memory
     from hybrid_kv.files import read_text
-    from hybrid_kv.serve.app import Access
-    from hybrid_kv.serve.server import Server, open_socket
 
     api_key = environment.api_key()
     template = read_text(chat_template) if chat_template is not None else None

@@ -12,8 +12,8 @@ from hybrid_kv.cli.options import AsJson, OutFile, show
 from hybrid_kv.errors import VOID
 
 if TYPE_CHECKING:
-    from hybrid_kv.study.cell import Done
-    from hybrid_kv.study.matrix import Cell
+    from hybrid_kv.measure.study.cell import Done
+    from hybrid_kv.measure.study.matrix import Cell
 
 
 def study(
@@ -31,13 +31,13 @@ def study(
     out: OutFile = None,
 ) -> None:
     """Run every combination that a file declares, and gather the rows in one data set."""
+    from hybrid_kv.check.progress import progress_bar
     from hybrid_kv.errors import require
     from hybrid_kv.files import check_outputs
-    from hybrid_kv.progress import progress_bar
 
     require("yaml", "duckdb", *(("ray",) if ray is not None else ()))
-    from hybrid_kv.study.matrix import read_study
-    from hybrid_kv.study.run import gather, locally, over_ray, run_study
+    from hybrid_kv.measure.study.matrix import read_study
+    from hybrid_kv.measure.study.run import gather, locally, over_ray, run_study
 
     check_outputs(out)
     cells = read_study(file)

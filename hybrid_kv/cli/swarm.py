@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hybrid_kv.cli.options import show
 
 if TYPE_CHECKING:
-    from hybrid_kv.study.swarm import Tally
+    from hybrid_kv.measure.study.swarm import Tally
 
 MOST_HOURS = 24 * 366
 
@@ -31,15 +31,15 @@ def guard_swarm(
     Raises:
         HybridKVError: an invalid option, or no scenario could be played.
     """
+    from hybrid_kv.check.guard.traffic import SEEDS_PER_BATCH
+    from hybrid_kv.check.guard.workers import num_workers
+    from hybrid_kv.check.progress import progress_bar
     from hybrid_kv.config import ConfigError
     from hybrid_kv.errors import VOID, require
     from hybrid_kv.files import check_outputs
-    from hybrid_kv.guard.traffic import SEEDS_PER_BATCH
-    from hybrid_kv.guard.workers import num_workers
-    from hybrid_kv.progress import progress_bar
-    from hybrid_kv.results import append_rows
-    from hybrid_kv.study.swarm import SEEDS_FILE, Swarm, here, in_processes
-    from hybrid_kv.study.work import over_ray
+    from hybrid_kv.measure.results import append_rows
+    from hybrid_kv.measure.study.swarm import SEEDS_FILE, Swarm, here, in_processes
+    from hybrid_kv.measure.study.work import over_ray
 
     if not 0 < hours <= MOST_HOURS:
         raise ConfigError(f"--swarm {hours:g} must be more than 0 hours, and {MOST_HOURS:,} at most")
@@ -85,8 +85,8 @@ def _document(tally: Tally, first: int) -> dict[str, Any]:
 
 
 def _print(tally: Tally, first: int, seeds: Path) -> None:
-    from hybrid_kv.guard.patterns import REQUIRED
-    from hybrid_kv.guard.traffic import required_combinations
+    from hybrid_kv.check.guard.patterns import REQUIRED
+    from hybrid_kv.check.guard.traffic import required_combinations
 
     for one in tally.findings.values():
         print(f"{one.rule}: {one.seeds:,} scenarios, the first is {one.first_seed}\n{one.story}\n")

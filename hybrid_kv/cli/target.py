@@ -14,26 +14,26 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, Literal
 
-from hybrid_kv.ci import Verdict, Word
+from hybrid_kv.check.ci import Verdict, Word
+from hybrid_kv.check.guard.registry import Size
+from hybrid_kv.check.guard.workers import num_workers
+from hybrid_kv.check.probes.guarded import Guarded
+from hybrid_kv.check.probes.reproducer import FORMAT, case_of, from_json, replay, write_files, wrong_read
+from hybrid_kv.check.probes.run import FINE, Run, check_level, compare_with, guard, matrix_of, text_of
+from hybrid_kv.check.probes.script import script_of
+from hybrid_kv.check.probes.session import Outcome
+from hybrid_kv.check.probes.shrink import distinct, shrink
+from hybrid_kv.check.targets.exact import is_exact
+from hybrid_kv.check.targets.kinds import for_model, kind_of, model_folder
+from hybrid_kv.check.targets.remote import python_of, renew_loader
+from hybrid_kv.check.targets.target import Kind, TargetError
 from hybrid_kv.cli.options import show
 from hybrid_kv.cli.publish import publish
 from hybrid_kv.config import ConfigError
 from hybrid_kv.errors import VOID, HybridKVError, require
 from hybrid_kv.files import read_text
-from hybrid_kv.guard.registry import Size
-from hybrid_kv.guard.workers import num_workers
 from hybrid_kv.models.exact_weights.checkpoint import has_exact_weights
 from hybrid_kv.models.registry import sized
-from hybrid_kv.probes.guarded import Guarded
-from hybrid_kv.probes.reproducer import FORMAT, case_of, from_json, replay, write_files, wrong_read
-from hybrid_kv.probes.run import FINE, Run, check_level, compare_with, guard, matrix_of, text_of
-from hybrid_kv.probes.script import script_of
-from hybrid_kv.probes.session import Outcome
-from hybrid_kv.probes.shrink import distinct, shrink
-from hybrid_kv.targets.exact import is_exact
-from hybrid_kv.targets.kinds import for_model, kind_of, model_folder
-from hybrid_kv.targets.remote import python_of, renew_loader
-from hybrid_kv.targets.target import Kind, TargetError
 from hybrid_kv.threads import is_small, threads_for
 
 AMOUNTS: dict[Size, int] = {"quick": 1, "full": 1, "long": 10}  # rounds of each probe

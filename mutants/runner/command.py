@@ -56,11 +56,11 @@ def mutants(
     """Inject bugs of other engines into copies of this one, one by one, and report which check catches each first."""
     from dataclasses import asdict
 
-    from hybrid_kv.ci import Verdict, published
+    from hybrid_kv.check.ci import Verdict, published
+    from hybrid_kv.check.progress import progress_bar
     from hybrid_kv.errors import ConfigError, VoidError, require
     from hybrid_kv.files import check_outputs
-    from hybrid_kv.progress import progress_bar
-    from hybrid_kv.results import append_rows
+    from hybrid_kv.measure.results import append_rows
     from mutants.runner import run
     from mutants.runner.mutant import FOLDER, read_mutants
     from mutants.runner.sample import choose

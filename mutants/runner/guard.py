@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
-    from hybrid_kv.guard.registry import Size
+    from hybrid_kv.check.guard.registry import Size
 
 EXACT, SANITIZER, ACCURACY = "exact model", "sanitizer", "accuracy"
 RUN = "run"  # the section of what took too long, or ended the process
@@ -64,16 +64,16 @@ class Scenarios:
     """The exact model's scenarios one after the other; the one that is wrong is written into `case`."""
 
     def __init__(self, sanitize: bool, case: Path) -> None:
-        from hybrid_kv.guard.play import Differences
+        from hybrid_kv.check.guard.play import Differences
 
         self._section, self._sanitize, self._case = SANITIZER if sanitize else EXACT, sanitize, case
         self._total, self._numbers = Differences(), count()
 
     def play(self, amount: int) -> Catch:
         """Go on to the first that is wrong, or until there were so many requests."""
-        from hybrid_kv.guard.play import run_scenario
-        from hybrid_kv.guard.replay import to_json
-        from hybrid_kv.guard.traffic import draw_scenario
+        from hybrid_kv.check.guard.play import run_scenario
+        from hybrid_kv.check.guard.replay import to_json
+        from hybrid_kv.check.guard.traffic import draw_scenario
 
         while self._total.num_requests < amount:
             scenario = draw_scenario(next(self._numbers))
@@ -89,7 +89,7 @@ class Scenarios:
 
     def end(self, amount: int) -> Catch:
         """`play`, then what never happened."""
-        from hybrid_kv.guard.patterns import REQUIRED
+        from hybrid_kv.check.guard.patterns import REQUIRED
 
         catch = self.play(amount)
         missing = [name for name in REQUIRED if not self._total.seen[name]]
@@ -117,8 +117,8 @@ Steps = dict[str, Callable[[], Catch]]
 
 
 def _section(name: str, amount: int, case: Path) -> Catch:
-    from hybrid_kv.guard.registry import CHECKS
-    from hybrid_kv.guard.run import run_guard
+    from hybrid_kv.check.guard.registry import CHECKS
+    from hybrid_kv.check.guard.run import run_guard
 
     with time_limit(SECTION_LIMIT + 4 * CHECKS[name].seconds * amount):
         results = run_guard({name: amount}, 0, progress=False, fail_fast=True, jobs=1)
@@ -135,7 +135,8 @@ def _sections(size: Size, case: Path) -> Steps:
 
     Block ids are left out: they are compared with a clock, which says nothing of a bug.
     """
-    from hybrid_kv.guard.registry import load_checks
+    from hybrid_kv.check.guard.registry import load_checks
+    from hybrid_kv.measure import guard_checks  # noqa: F401  (registers them)
 
     steps: Steps = {}
     # A stable sort: both kinds stay in the guard's own order.
@@ -149,7 +150,8 @@ def _sections(size: Size, case: Path) -> Steps:
 def steps_of(ways: Sequence[str], case: Path) -> Steps:
     """The parts of some ways by name, those first that find most in a second: some requests of the exact model, its
     sections, the exact model's other requests. The sanitizer runs those last ones, if it is one of the ways."""
-    from hybrid_kv.guard.registry import load_checks
+    from hybrid_kv.check.guard.registry import load_checks
+    from hybrid_kv.measure import guard_checks  # noqa: F401  (registers them)
 
     amounts = {check.section: check.amounts for check in load_checks()}
     steps: Steps = {}
@@ -195,7 +197,7 @@ def run(task: Mapping[str, Any], case: Path) -> dict[str, Any]:
 
 def reduced(task: Mapping[str, Any], case: Path) -> dict[str, Any]:
     """Reduce a case and write it into the task's `folder`; a `Reproducer` without its story."""
-    from hybrid_kv.guard.cases import reproduce
+    from hybrid_kv.check.guard.cases import reproduce
 
     made = asdict(reproduce(case.read_text(), Path(task["folder"])))
     del made["story"]
@@ -204,6 +206,6 @@ def reduced(task: Mapping[str, Any], case: Path) -> dict[str, Any]:
 
 def rule(task: Mapping[str, Any], case: Path) -> str:
     """Which rule the case in the task's `file` breaks."""
-    from hybrid_kv.guard.cases import broken_rule
+    from hybrid_kv.check.guard.cases import broken_rule
 
     return broken_rule(Path(task["file"]))

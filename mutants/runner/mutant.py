@@ -34,7 +34,7 @@ ID = re.compile(r"[A-M]\d\d")
 UNCHANGED = "none"  # the id of a copy without a bug, in which nothing may be found
 Changed = dict[str, str]  # text by path in the package
 # What judges the engine: a bug there would be one of the judge.
-JUDGES = ("accuracy", "cli", "guard", "probes", "sanitizer", "targets")
+JUDGES = ("check/guard/", "check/probes/", "check/targets/", "cli/", "measure/", "sanitizer/")
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class KnownBug(Mutant):
             path = PACKAGE / change.file
             # Another spelling would name a file that is not the one that is imported, or one of the judges.
             is_spelled = os.path.normpath(change.file) == change.file
-            if not is_spelled or change.file.split("/")[0] in (*JUDGES, "", "..") or not path.is_file():
+            if not is_spelled or change.file.startswith((*JUDGES, "/", "../")) or not path.is_file():
                 raise ConfigError(
                     f"{self.id}: {change.file} is not a file of the engine; write it as in cache/manager.py"
                 )

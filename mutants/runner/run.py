@@ -18,9 +18,9 @@ from signal import SIGALRM, SIGKILL, SIGXCPU
 from threading import local
 from typing import Any
 
+from hybrid_kv.check.guard.cases import Reproducer, broken_rule
 from hybrid_kv.errors import HybridKVError
-from hybrid_kv.guard.cases import Reproducer, broken_rule
-from hybrid_kv.results import Row as Record
+from hybrid_kv.measure.results import Row as Record
 from mutants.runner import forks, units
 from mutants.runner.guard import RUN, compile_loops
 from mutants.runner.mutant import PACKAGE, UNCHANGED, Changed, Mutant, inject

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_kv.config import ConfigError
-from hybrid_kv.results import read_beside
+from hybrid_kv.measure.results import read_beside
 from mutants.runner.equivalent import read_equivalent
 from mutants.runner.generated import Generated, Place, Source, files
 from mutants.runner.mutant import PACKAGE

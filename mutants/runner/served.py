@@ -14,16 +14,16 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
-from hybrid_kv.accuracy.guard_model import FOLDERS
+from hybrid_kv.check.guard_model import FOLDERS
+from hybrid_kv.check.probes.judge import Judge
+from hybrid_kv.check.probes.oracle import Oracle
+from hybrid_kv.check.probes.registry import load_probes
+from hybrid_kv.check.probes.session import References, Session, calibrate
+from hybrid_kv.check.targets import serve
+from hybrid_kv.check.targets.target import Kind, TargetError
 from hybrid_kv.config import ConfigError
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.random_checkpoint import write_checkpoint
-from hybrid_kv.probes.judge import Judge
-from hybrid_kv.probes.oracle import Oracle
-from hybrid_kv.probes.registry import load_probes
-from hybrid_kv.probes.session import References, Session, calibrate
-from hybrid_kv.targets import serve
-from hybrid_kv.targets.target import Kind, TargetError
 from hybrid_kv.threads import one_thread
 from mutants.runner.guard import Catch
 

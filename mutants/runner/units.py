@@ -29,7 +29,7 @@ BY_TESTS = "tests"  # the name of this way to kill a mutant
 ROOT = Path(__file__).parents[2]  # of the checkout
 PACKAGE, TESTS_FOLDER = ROOT / "hybrid_kv", ROOT / "tests"
 # Whose tests are tests of the engine; those of the judges say nothing of it that the guard does not say.
-ENGINE = ("attention", "cache", "engine", "kernels", "models", "serve", "spec_decode")
+ENGINE = ("attention", "cache", "engine", "kernels", "models", "spec_decode", "check/serve")
 MOST = 10  # derived tests of a file
 # By pattern of a file, the first that matches: its tests, with `{folder}` and `{name}` of its path.
 TESTS: dict[str, tuple[str, ...]] = {
@@ -96,7 +96,7 @@ def derived_tests(file: str) -> list[str]:
     for test in sorted(TESTS_FOLDER.rglob("test_*.py")):
         folder = test.parent.relative_to(TESTS_FOLDER)
         is_own = folder == path.parent and test.stem == f"test_{path.stem}"
-        is_judge = not is_own and folder.parts[:1] not in [(name,) for name in ENGINE]
+        is_judge = not is_own and not any(folder.is_relative_to(name) for name in ENGINE)
         imported = _package_files(test)
         if is_judge or not (is_own or imported & above):
             continue

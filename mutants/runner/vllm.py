@@ -28,14 +28,14 @@ from functools import cache
 from pathlib import Path
 from statistics import median
 
-from hybrid_kv.probes.guarded import Guarded, Settings, ask
-from hybrid_kv.probes.reproducer import case_of, wrong_read
-from hybrid_kv.probes.run import FINE, subtract_known
-from hybrid_kv.probes.session import Outcome
-from hybrid_kv.targets import remote
-from hybrid_kv.targets.exact import VOCABULARY
-from hybrid_kv.targets.kinds import kind_of, model_folder
-from hybrid_kv.targets.target import Kind
+from hybrid_kv.check.probes.guarded import Guarded, Settings, ask
+from hybrid_kv.check.probes.reproducer import case_of, wrong_read
+from hybrid_kv.check.probes.run import FINE, subtract_known
+from hybrid_kv.check.probes.session import Outcome
+from hybrid_kv.check.targets import remote
+from hybrid_kv.check.targets.exact import VOCABULARY
+from hybrid_kv.check.targets.kinds import kind_of, model_folder
+from hybrid_kv.check.targets.target import Kind
 from mutants.runner.mutant import inject
 
 FOLDER = Path(__file__).parents[1] / "vllm"

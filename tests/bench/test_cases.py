@@ -17,7 +17,7 @@ from bench import _reference, causal_conv1d, gated_norm, paged_attention, ssd
 from bench.harness import cells as cases
 from bench.harness import registry
 from bench.harness.cells import WrongResultError
-from hybrid_kv.timing.case import checked
+from hybrid_kv.measure.timing.case import checked
 
 FOLDER = Path(bench.__file__).parent
 ALL = registry.cells()
@@ -136,7 +136,7 @@ def test_a_quick_cell_is_right_before_and_after_it_is_timed(benchmark, cell):
     assert checked(cell.key, case) >= 0
 
 
-# Those of the suite `device` are read off one run of 10 seconds, see tests/device.
+# Those of the suite `device` are read off one run of 10 seconds, see tests/measure/device.
 COUNTS = [cell for cell in QUICK if cell.tier == "count" and cell.suite != "device"]
 
 

@@ -17,9 +17,9 @@ from bench.peers import vllm_process
 from bench.peers.vllm_process import VLLMProcess
 from hybrid_kv.config import ConfigError, HybridKVError
 from hybrid_kv.errors import VoidError
+from hybrid_kv.measure.results import read_rows
+from hybrid_kv.measure.timing.case import ENGINE
 from hybrid_kv.models.random_checkpoint import write_checkpoint
-from hybrid_kv.results import read_rows
-from hybrid_kv.timing.case import ENGINE
 
 # Its tokens are 1, 2, 3 …, each second token of a call costs a second.
 STUB = """

@@ -8,9 +8,9 @@ import subprocess
 from pathlib import Path
 
 from bench import figures
-from hybrid_kv.dashboard.data import load
-from tests.dashboard.kinds import everything
-from tests.dashboard.rows import RECEIPT, results, row
+from hybrid_kv.measure.dashboard.data import load
+from tests.measure.dashboard.kinds import everything
+from tests.measure.dashboard.rows import RECEIPT, results, row
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,9 +11,9 @@ from bench import generate
 from bench.harness import command
 from bench.harness.cells import WrongResultError
 from bench.harness.measurement import Measurement
-from hybrid_kv.results import Receipt, read_rows
-from hybrid_kv.timing.case import ENGINE, checked
-from hybrid_kv.timing.clock import Interval
+from hybrid_kv.measure.results import Receipt, read_rows
+from hybrid_kv.measure.timing.case import ENGINE, checked
+from hybrid_kv.measure.timing.clock import Interval
 
 CELLS = generate.contests()
 

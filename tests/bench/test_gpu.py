@@ -27,11 +27,11 @@ from bench.harness.contest import VLLM, Contest, Rival
 from bench.static import state_bytes
 from bench.static.counts import mean_traffic
 from hybrid_kv.errors import CheckFailedError, HybridKVError, VoidError
-from hybrid_kv.results import TIME_UNITS, check_file, read_rows
-from hybrid_kv.timing.clock import EndToEnd
+from hybrid_kv.measure.results import TIME_UNITS, check_file, read_rows
+from hybrid_kv.measure.timing.clock import EndToEnd
 from tests.kernels.harness import multiply_bfloat16
 from tests.kernels.interpreter import interpreted, load_peer
-from tests.timing.events import log_events
+from tests.measure.timing.events import log_events
 
 TINY = LayerShape(4, 16, 16, 2, 4, 2, 32)
 FINE = {

@@ -12,7 +12,7 @@ from bench.harness import command
 from bench.harness.cells import Count, grid
 from bench.harness.registry import cells
 from hybrid_kv.errors import CheckFailedError, HybridKVError
-from hybrid_kv.results import read_rows
+from hybrid_kv.measure.results import read_rows
 from tests.bench.harness.test_measurement import cell, failing_after, steady
 
 
@@ -70,7 +70,7 @@ def test_an_unwritable_file_is_refused_before_the_work(registry, tmp_path):
 
 
 def test_units_are_those_that_results_know():
-    known = sys.modules["hybrid_kv.results"].UNITS
+    known = sys.modules["hybrid_kv.measure.results"].UNITS
     assert {unit for one in cells() for unit in one.units.values()} <= known
 
 

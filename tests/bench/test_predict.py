@@ -12,7 +12,7 @@ import pytest
 
 from bench import predict, published
 from hybrid_kv.errors import HybridKVError
-from hybrid_kv.predict.gpu import CHIPS, CONVOLUTION, FITTED_ON, INTERVALS, UPDATE, WIDTH_LAST, Chip
+from hybrid_kv.measure.predict.gpu import CHIPS, CONVOLUTION, FITTED_ON, INTERVALS, UPDATE, WIDTH_LAST, Chip
 
 PLANTED = Chip(0.8, 0.4, 1.0, 0.9, 0.7, {CONVOLUTION: (3.0, 3.5), UPDATE: (4.5, 6.0), WIDTH_LAST: (1.5, 2.5)})
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from bench.store import ROOT, write_piece
-from hybrid_kv.results import read_rows
-from hybrid_kv.results.store import opened
-from hybrid_kv.results.view import result_files
+from hybrid_kv.measure.results import read_rows
+from hybrid_kv.measure.results.store import opened
+from hybrid_kv.measure.results.view import result_files
 
 
 def test_pieces_join_without_a_gap_or_a_double(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockKey, BlockPool
-from hybrid_kv.guard.kept import Device
+from hybrid_kv.check.guard.kept import Device
 
 
 def ids(*values: int) -> np.ndarray:

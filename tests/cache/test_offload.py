@@ -25,8 +25,8 @@ from hybrid_kv.cache.spec import (
     UniformTypeKVCacheSpecs,
     window_and_states,
 )
+from hybrid_kv.check.guard.kept import Host
 from hybrid_kv.config import ConfigError
-from hybrid_kv.guard.kept import Host
 
 BLOCK = 4  # tokens of a block
 PAGE = 128  # bytes: FullAttentionSpec(4, 1, 8, float16)

@@ -10,8 +10,8 @@ import pytest
 
 from hybrid_kv import LLM, SamplingParams
 from hybrid_kv.cache.spec import UniformTypeKVCacheSpecs
-from hybrid_kv.guard.poison import poison
-from hybrid_kv.guard.scenario import SmallBlocksFirst, SmallKVFirst, answer_book
+from hybrid_kv.check.guard.poison import poison
+from hybrid_kv.check.guard.scenario import SmallBlocksFirst, SmallKVFirst, answer_book
 
 PARAMS = SamplingParams(max_tokens=9)
 BOOK = answer_book("*+#*")

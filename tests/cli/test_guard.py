@@ -1,4 +1,4 @@
-"""`hybrid-kv guard`: where its rows go, and what it prints as JSON. What it runs is tested in tests/guard."""
+"""`hybrid-kv guard`: where its rows go, and what it prints as JSON. What it runs is tested in tests/check/guard."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from hybrid_kv.guard import run as guard_run
-from hybrid_kv.guard.registry import CheckResult
-from hybrid_kv.results import read_rows
+from hybrid_kv.check.guard import run as guard_run
+from hybrid_kv.check.guard.registry import CheckResult
+from hybrid_kv.measure.results import read_rows
 from tests.cli.run import raising, refused, run
 
 
@@ -122,7 +122,7 @@ def test_what_has_ended_is_on_disk_if_the_next_section_is_interrupted(
 def test_rows_that_cannot_be_kept_do_not_cost_the_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("hybrid_kv.results.append_rows", raising(OSError(28, "No space left on device")))
+    monkeypatch.setattr("hybrid_kv.measure.results.append_rows", raising(OSError(28, "No space left on device")))
     code, out, err = run(capsys, "guard")
     assert (code, err) == (2, "error: No space left on device\n")
     assert out == "layout            0.1 s  1 check ok\n"

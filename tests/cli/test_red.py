@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli import run as cli
-from tests.dashboard.html import Checkout
-from tests.dashboard.rows import history, row, write
+from tests.measure.dashboard.html import Checkout
+from tests.measure.dashboard.rows import history, row, write
 
 GUARD = {"suite": "guard", "benchmark": "layout", "metric": "views", "unit": "views"}
 
@@ -25,7 +25,7 @@ def rows(*verdicts: str) -> list[dict[str, object]]:
 def test_it_prints_what_fails_since_which_commit_and_author(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hybrid_kv.results.head", lambda: Checkout("a" * 40))
+    monkeypatch.setattr("hybrid_kv.measure.results.head", lambda: Checkout("a" * 40))
     level = history([10.0, 12.0, 12.0], unit="blocks", metric="held")
     write(tmp_path / "rows", [*rows("pass", "fail", "fail"), *level])
     code, out, err = run(capsys, "--results", tmp_path / "rows", "--markdown", tmp_path / "red.md")

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_kv.results import read_rows
-from hybrid_kv.results.dataset import export_rows
+from hybrid_kv.measure.results import read_rows
+from hybrid_kv.measure.results.dataset import export_rows
 from tests.cli import run as cli
 from tests.cli.run import raising
-from tests.dashboard.kinds import everything
-from tests.dashboard.rows import row, write
+from tests.measure.dashboard.kinds import everything
+from tests.measure.dashboard.rows import row, write
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_kv.serve.server import Server
+from hybrid_kv.check.serve.server import Server
 from tests.cli.run import refused, run
 
 

@@ -1,4 +1,4 @@
-"""`hybrid-kv guard --target`: what it prints, writes and rejects. Probes are tested in tests/probes."""
+"""`hybrid-kv guard --target`: what it prints, writes and rejects. Probes are tested in tests/check/probes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from xml.etree import ElementTree
 
 import pytest
 
+from hybrid_kv.check.probes import guarded
+from hybrid_kv.check.probes.session import Outcome, Session
+from hybrid_kv.check.targets.target import Inside
 from hybrid_kv.cli import target
-from hybrid_kv.probes import guarded
-from hybrid_kv.probes.session import Outcome, Session
-from hybrid_kv.results import read_rows
-from hybrid_kv.targets.target import Inside
+from hybrid_kv.measure.results import read_rows
+from tests.check.probes.toy import ToyKind, ToyOracle
 from tests.cli.run import raising, refused, run
-from tests.probes.toy import ToyKind, ToyOracle
 
 
 @pytest.fixture(autouse=True)

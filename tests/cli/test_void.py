@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hybrid_kv.results import COLUMNS
+from hybrid_kv.measure.results import COLUMNS
 from tests.cli.run import commands, run
 
 ROOT = Path(__file__).parents[2]

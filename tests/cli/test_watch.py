@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from hybrid_kv.check.targets import ours
+from hybrid_kv.check.targets.target import Kind
 from hybrid_kv.cli import target as module
 from hybrid_kv.config import ConfigError
-from hybrid_kv.targets import ours
-from hybrid_kv.targets.target import Kind
 
 KIND = Kind("toy", {}, ours.Ours, package="toy", python="python")
 

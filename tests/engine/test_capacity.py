@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hybrid_kv.cache.capacity import capacity
+from hybrid_kv.check.guard.scenario import ScriptedProposer
 from hybrid_kv.engine.llm import LLM
-from hybrid_kv.guard.scenario import ScriptedProposer
 from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
 from hybrid_kv.sampling import SamplingParams
 

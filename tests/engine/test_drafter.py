@@ -11,7 +11,7 @@ from hybrid_kv.sampling import SamplingParams
 from hybrid_kv.sanitizer import SanitizerError
 from tests.models.tiny_nemotron import Characters
 
-FOLDER = Path(__file__).parents[2] / "hybrid_kv" / "accuracy" / "guard_model"
+FOLDER = Path(__file__).parents[2] / "hybrid_kv" / "check" / "guard_model"
 PROMPTS = [[5 + (7 * i + 3 * start) % 83 for i in range(length)] for start, length in enumerate((3, 60, 9, 100, 1))]
 NUM_TOKENS = (14, 9, 20, 50, 16)
 MAX_MODEL_LEN = 112  # where the fourth request ends: its last passes have no slot

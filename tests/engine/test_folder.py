@@ -13,8 +13,8 @@ import pytest
 from hybrid_kv import LLM, SamplingParams
 from hybrid_kv.cache.backend import BackendContext, MultipleOf, register_backend
 from hybrid_kv.cache.offload import KVOffload
-from hybrid_kv.guard.poison import poison
-from hybrid_kv.guard.scenario import SmallBlocksFirst, SmallKVFirst
+from hybrid_kv.check.guard.poison import poison
+from hybrid_kv.check.guard.scenario import SmallBlocksFirst, SmallKVFirst
 from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
 
 PROMPTS = [np.random.default_rng(0).integers(0, ExactConfig.vocab_size, size=n).tolist() for n in (40, 33, 17)]

@@ -7,10 +7,10 @@ differ from the exact result by that at most, 4e-5.
 import pytest
 import torch
 
+from hybrid_kv.check.guard.poison import poison
+from hybrid_kv.check.guard.scenario import ScriptedProposer
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.engine.record import record_logits
-from hybrid_kv.guard.poison import poison
-from hybrid_kv.guard.scenario import ScriptedProposer
 from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.sampling import SamplingParams
 from tests.kernels.interpreter import interpreted

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybrid_kv.check.guard.poison import poison
+from hybrid_kv.check.guard.scenario import SmallBlocksFirst
 from hybrid_kv.config import ConfigError, HybridKVError
 from hybrid_kv.engine.llm import LLM
-from hybrid_kv.guard.poison import poison
-from hybrid_kv.guard.scenario import SmallBlocksFirst
 from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
 from hybrid_kv.sampling import SamplingParams
 from tests.models.tiny_nemotron import Characters
@@ -17,7 +17,7 @@ from tests.models.tiny_nemotron import Characters
 MODEL = ExactModel(ExactConfig(pattern="M*M"))
 ORACLE = ExactOracle(MODEL)
 PROMPT = [(7 * i + 3) % ExactConfig.vocab_size for i in range(24)]
-GUARD_MODEL = Path(__file__).parents[2] / "hybrid_kv" / "accuracy" / "guard_model"
+GUARD_MODEL = Path(__file__).parents[2] / "hybrid_kv" / "check" / "guard_model"
 
 
 def engine(model=MODEL, **options):

@@ -11,8 +11,8 @@ import pytest
 
 from hybrid_kv import LLM, SamplingParams
 from hybrid_kv.cache.spec import MambaSpec
+from hybrid_kv.check.guard.scenario import SmallBlocksFirst, answer_book
 from hybrid_kv.config import ConfigError
-from hybrid_kv.guard.scenario import SmallBlocksFirst, answer_book
 from hybrid_kv.kernels.recompute import shortest_ring_len
 from hybrid_kv.models.exact import ExactModel
 

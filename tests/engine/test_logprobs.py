@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybrid_kv import LLM, SamplingParams
-from hybrid_kv.accuracy.guard_model import FOLDER
+from hybrid_kv.check.guard_model import FOLDER
 from hybrid_kv.engine.record import record_logits
 from hybrid_kv.sampling import TokenLogprobs, token_logprobs
 

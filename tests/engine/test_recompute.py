@@ -5,9 +5,9 @@ import itertools
 import pytest
 
 from hybrid_kv.cache.spec import MambaSpec
+from hybrid_kv.check.guard.poison import poison
+from hybrid_kv.check.guard.scenario import ScriptedProposer, answer_book
 from hybrid_kv.engine.llm import LLM
-from hybrid_kv.guard.poison import poison
-from hybrid_kv.guard.scenario import ScriptedProposer, answer_book
 from hybrid_kv.sampling import SamplingParams
 
 MODES = ("none", "align", "all")

@@ -9,8 +9,8 @@ import torch
 
 from hybrid_kv.cache.block_pool import NULL_BLOCK
 from hybrid_kv.cache.spec import MambaSpec
+from hybrid_kv.check.guard.scenario import SmallBlocksFirst
 from hybrid_kv.engine.llm import LLM
-from hybrid_kv.guard.scenario import SmallBlocksFirst
 from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.slot_mapping import PAD_SLOT
 from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle

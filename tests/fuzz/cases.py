@@ -26,26 +26,26 @@ from unittest.mock import patch
 
 import yaml
 
-from hybrid_kv.accuracy.guard_model import FOLDER as GUARD_MODEL
-from hybrid_kv.accuracy.threshold import FILE as FLOORS
-from hybrid_kv.guard.replay import to_json as scenario_json
-from hybrid_kv.guard.traffic import draw_scenario
+from hybrid_kv.check.guard.replay import to_json as scenario_json
+from hybrid_kv.check.guard.traffic import draw_scenario
+from hybrid_kv.check.guard_model import FOLDER as GUARD_MODEL
+from hybrid_kv.check.probes.reproducer import to_json
+from hybrid_kv.check.probes.run import guard as guard_engine
+from hybrid_kv.measure.accuracy.threshold import FILE as FLOORS
+from hybrid_kv.measure.results import COLUMNS
 from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.models.registry import sized
-from hybrid_kv.probes.reproducer import to_json
-from hybrid_kv.probes.run import guard as guard_engine
-from hybrid_kv.results import COLUMNS
 from mutants.runner.mutant import FOLDER as MUTANTS
-from tests.accuracy.test_compare import logged, record
+from tests.check.probes.test_reproducer import CASE
+from tests.check.probes.toy import ToyOracle
+from tests.check.targets import hostile as peer
 from tests.cli import run as cli
-from tests.dashboard.kinds import everything
-from tests.dashboard.rows import write
 from tests.fuzz import values
+from tests.measure.accuracy.test_compare import logged, record
+from tests.measure.dashboard.kinds import everything
+from tests.measure.dashboard.rows import write
+from tests.measure.timing.test_fitness import QUIET
 from tests.model_configs import CONFIGS
-from tests.probes.test_reproducer import CASE
-from tests.probes.toy import ToyOracle
-from tests.targets import hostile as peer
-from tests.timing.test_fitness import QUIET
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
@@ -335,8 +335,8 @@ def stubs(folder: Path, passes: bool) -> ExitStack:
     from bench.harness.compare import Comparison, Measured
     from bench.harness.versions import find_revision
     from bench.static.compile import Measurement, Metrics
-    from hybrid_kv.guard.registry import CheckResult
-    from tests.accuracy.test_threshold import result_of
+    from hybrid_kv.check.guard.registry import CheckResult
+    from tests.measure.accuracy.test_threshold import result_of
 
     check = CheckResult("views", 0, "views", "0", 1, "" if passes else "page 1 is elsewhere", section="layout")
     metrics = Metrics(32, 0, 0, 8, 128, 128, "sass", 100, None, {"sass": {}})
@@ -352,12 +352,12 @@ def stubs(folder: Path, passes: bool) -> ExitStack:
 
     stack = ExitStack()
     for name, value in {
-        "hybrid_kv.guard.run.run_guard": lambda *_, **__: [check],
+        "hybrid_kv.check.guard.run.run_guard": lambda *_, **__: [check],
         "hybrid_kv.cli.target.guard": guarded,
         "hybrid_kv.cli.target.SHRINK_SECONDS": {"quick": 0.1, "full": 0.1, "long": 0.1},
-        "hybrid_kv.probes.guarded.Oracle": lambda *_: ToyOracle(),
-        "hybrid_kv.targets.server.SECONDS": 0.5,
-        "hybrid_kv.study.swarm.Swarm.run": lambda one, _: one.tally,
+        "hybrid_kv.check.probes.guarded.Oracle": lambda *_: ToyOracle(),
+        "hybrid_kv.check.targets.server.SECONDS": 0.5,
+        "hybrid_kv.measure.study.swarm.Swarm.run": lambda one, _: one.tally,
         "mutants.runner.run.run_all": lambda *_: iter(()),
         "bench.static.gate.measure": lambda *_: iter(
             [Measurement("injected", "any", "float32", "sm_90", False, metrics)]
@@ -366,13 +366,13 @@ def stubs(folder: Path, passes: bool) -> ExitStack:
         "bench.static.counts.count_all": list,
         "bench.harness.compare.ROOT": folder,
         "bench.harness.compare.compare": no_measurement,
-        "hybrid_kv.timing.fitness.examine": lambda *_: QUIET,
+        "hybrid_kv.measure.timing.fitness.examine": lambda *_: QUIET,
         "bench.harness.operating_curve.self_test": lambda *_, **__: [],
         "bench.bisect.self_test.self_test": lambda *_: [],
-        "hybrid_kv.accuracy.run.evaluate": evaluated,
-        "hybrid_kv.serve.server.Server.run": lambda *_, **__: None,
-        "hybrid_kv.accuracy.threshold.FILE": folder / "floors.yaml",
-        "hybrid_kv.accuracy.threshold.find_floor.__defaults__": (folder / "floors.yaml",),
+        "hybrid_kv.measure.accuracy.run.evaluate": evaluated,
+        "hybrid_kv.check.serve.server.Server.run": lambda *_, **__: None,
+        "hybrid_kv.measure.accuracy.threshold.FILE": folder / "floors.yaml",
+        "hybrid_kv.measure.accuracy.threshold.find_floor.__defaults__": (folder / "floors.yaml",),
     }.items():
         stack.enter_context(patch(name, value))
     return stack

@@ -25,11 +25,11 @@ import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
+from hybrid_kv.check.targets.dialects import MOST_BYTES
 from hybrid_kv.cli import main
 from hybrid_kv.kernels.block_tables import HostTables, TableLayout
-from hybrid_kv.targets.dialects import MOST_BYTES
+from tests.check.targets import hostile
 from tests.fuzz import cases
-from tests.targets import hostile
 
 LIMIT_SECONDS = 60
 LIMIT_BYTES = 12 * 2**30  # of address space; torch's libraries alone take several
@@ -164,7 +164,7 @@ def left_over(folder: Path, no_json: set[str]) -> list[str]:
 @pytest.fixture(autouse=True, scope="module")
 def _slow_start() -> None:
     """Imports and compilation, which a slow disk would make look like a hang."""
-    for late in ("transformers.models.auto.tokenization_auto", "hybrid_kv.accuracy.run", "duckdb"):
+    for late in ("transformers.models.auto.tokenization_auto", "hybrid_kv.measure.accuracy.run", "duckdb"):
         pytest.importorskip(late)
     HostTables([TableLayout(1, 1, 1, 1)], 1, 1)
 

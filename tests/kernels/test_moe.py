@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_kv.device import pretend_gpu
 from hybrid_kv.kernels.moe import apply_experts, route_sigmoid, route_softmax, route_topk_softmax
+from hybrid_kv.measure.device import pretend_gpu
 from tests.kernels import definitions
 from tests.kernels.harness import assert_close
 

@@ -8,11 +8,11 @@ import json
 import pytest
 import torch
 
+from hybrid_kv.check.guard.exactness import FLOAT32_LIMIT, beside_transformers
+from hybrid_kv.check.guard.poison import poison
+from hybrid_kv.check.guard.scenario import SmallKVFirst
 from hybrid_kv.config import ConfigError
 from hybrid_kv.engine.llm import LLM
-from hybrid_kv.guard.exactness import FLOAT32_LIMIT, beside_transformers
-from hybrid_kv.guard.poison import poison
-from hybrid_kv.guard.scenario import SmallKVFirst
 from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.sampling import SamplingParams
 from tests.models.tiny_nemotron import Characters

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybrid_kv.check.guard.scenario import SmallKVFirst
 from hybrid_kv.engine.llm import LLM
-from hybrid_kv.guard.scenario import SmallKVFirst
 from hybrid_kv.models.exact import PRIME, ExactConfig, ExactModel, ExactOracle, affine_scan
 from hybrid_kv.sampling import SamplingParams
 

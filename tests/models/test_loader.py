@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hybrid_kv.accuracy.guard_model import FOLDER as GUARD_MODEL
+from hybrid_kv.check.guard_model import FOLDER as GUARD_MODEL
 from hybrid_kv.config import ConfigError, EngineConfig
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.models.config_file import ConfigFile

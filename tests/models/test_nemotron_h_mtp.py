@@ -12,9 +12,9 @@ import torch
 
 from accuracy.guard_model import load_checkpoint
 from accuracy.tokenizer import encode
-from hybrid_kv.accuracy.guard_model import FOLDER, problems
+from hybrid_kv.check.guard.float64 import KeepFloat64
+from hybrid_kv.check.guard_model import FOLDER, problems
 from hybrid_kv.config import CacheConfig, ConfigError, EngineConfig
-from hybrid_kv.guard.float64 import KeepFloat64
 from hybrid_kv.models.loader import load_head, load_model
 from hybrid_kv.models.random_checkpoint import write_checkpoint
 from tests.models.paged_head import CPU, Paged, pairs

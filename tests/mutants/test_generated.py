@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from hybrid_kv.check.guard.patterns import REQUIRED
+from hybrid_kv.check.guard.play import Differences
 from hybrid_kv.config import ConfigError
-from hybrid_kv.guard.patterns import REQUIRED
-from hybrid_kv.guard.play import Differences
-from hybrid_kv.results import append_rows
+from hybrid_kv.measure.results import append_rows
 from mutants.runner import equivalent, generated, guard, sample
 from mutants.runner import run as runs
 from mutants.runner.generated import Generated, Source
@@ -265,7 +265,7 @@ def test_the_exact_model_begins_and_ends_a_run(tmp_path: Path) -> None:
 
 
 def test_what_never_happens_is_found_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybrid_kv.guard.play.run_scenario", lambda _: Differences(num_requests=2))
+    monkeypatch.setattr("hybrid_kv.check.guard.play.run_scenario", lambda _: Differences(num_requests=2))
     scenarios = guard.Scenarios(False, tmp_path)
     assert scenarios.play(3) == guard.Catch(requests=4)
     found = scenarios.end(5)

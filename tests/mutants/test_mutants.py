@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_kv.accuracy.guard_model import FOLDERS
+from hybrid_kv.check.guard.registry import CHECKS
+from hybrid_kv.check.guard_model import FOLDERS
+from hybrid_kv.check.targets.ours import LEVELS
 from hybrid_kv.config import ConfigError
-from hybrid_kv.guard.registry import CHECKS
+from hybrid_kv.measure.results import read_rows
 from hybrid_kv.models.registry import sized
-from hybrid_kv.results import read_rows
-from hybrid_kv.targets.ours import LEVELS
 from mutants.runner import served
 from mutants.runner.guard import steps_of
 from mutants.runner.mutant import FOLDER, PACKAGE, UNCHANGED, Change, KnownBug, inject, read_mutants
@@ -97,7 +97,7 @@ SPELLED = [f"{way}cache/manager.py" for way in ("./", "/", "../hybrid_kv/", "cac
 SPELLED += ["cache//manager.py", "../mutants/runner/run.py", "cache"]
 
 
-@pytest.mark.parametrize("file", ["guard/observer.py", "cache/nothing.py", *SPELLED])
+@pytest.mark.parametrize("file", ["check/guard/observer.py", "cache/nothing.py", *SPELLED])
 def test_a_bug_is_injected_in_the_engine_alone(file: str) -> None:
     with pytest.raises(ConfigError, match=f"Z01: {file} is not a file of the engine"):
         mutant(Change(file, "a", "b")).changed()
@@ -219,7 +219,7 @@ def test_what_takes_too_long_or_dies_is_no_catch(forked: Forks) -> None:
 
 
 def test_a_server_that_does_not_start_or_that_dies_was_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from hybrid_kv.targets.target import TargetError
+    from hybrid_kv.check.targets.target import TargetError
 
     def refuse(*_: object, root: Path) -> None:
         assert root == tmp_path

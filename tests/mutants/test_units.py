@@ -110,14 +110,16 @@ def test_every_file_has_tests_that_exist_or_is_for_the_guard() -> None:
         ("cache/prefix.py", "cache/test_manager.py"),
         ("cache/manager.py", "engine/test_scheduler.py"),  # of another folder
         ("cache/modes.py", "cache/test_capacity.py"),
-        ("serve/answers.py", "serve/test_app.py"),
+        ("check/serve/answers.py", "check/serve/test_app.py"),
         ("models/layers.py", "models/test_layers.py"),
         ("models/mixers/conv.py", "models/test_families.py"),
     ],
 )
 def test_tests_follow_from_what_imports_what(file: str, test: str) -> None:
     assert f"tests/{test}" in units.tests_of(file)
-    assert not any(found.startswith(("tests/guard/", "tests/probes/", "tests/cli/")) for found in units.tests_of(file))
+    assert not any(
+        found.startswith(("tests/check/guard/", "tests/check/probes/", "tests/cli/")) for found in units.tests_of(file)
+    )
 
 
 def test_known_bugs_of_units_go_to_their_tests_and_then_to_the_guard() -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_kv.probes.run import matrix_of
-from hybrid_kv.targets.exact import PATTERNS, write_exact_checkpoint
-from hybrid_kv.targets.kinds import for_model
-from hybrid_kv.targets.vllm import KIND
+from hybrid_kv.check.probes.run import matrix_of
+from hybrid_kv.check.targets.exact import PATTERNS, write_exact_checkpoint
+from hybrid_kv.check.targets.kinds import for_model
+from hybrid_kv.check.targets.vllm import KIND
 from mutants.runner.vllm import FOLDER, HEALTHY, cell_of, files_of, head, overlay, patches_of, tables
 
 INSTALLED = [*Path(__file__).parents[2].glob(".venv-vllm/lib/python*/site-packages/vllm")]

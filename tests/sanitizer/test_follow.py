@@ -19,11 +19,11 @@ from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.cache.offload import KVOffload
 from hybrid_kv.cache.request_blocks import RequestBlocks
 from hybrid_kv.cache.spec import SlotsSpec, StateProgress
+from hybrid_kv.check.guard.scenario import ScriptedProposer, SmallBlocksFirst, SmallKVFirst
 from hybrid_kv.engine import runner
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.engine.runner import ModelRunner
 from hybrid_kv.engine.scheduler import Scheduler
-from hybrid_kv.guard.scenario import ScriptedProposer, SmallBlocksFirst, SmallKVFirst
 from hybrid_kv.kernels.block_tables.host import HostTables
 from hybrid_kv.kernels.recompute import RecomputeCursors
 from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle

@@ -9,8 +9,8 @@ import pytest
 
 from bench.bisect.history import Trees
 from bench.harness import compare
-from hybrid_kv.guard.replay import to_json
-from hybrid_kv.guard.traffic import draw_scenario
+from hybrid_kv.check.guard.replay import to_json
+from hybrid_kv.check.guard.traffic import draw_scenario
 from tests.bench.bisect.toy import checkout, commit
 from tests.bench.harness.toy import git
 from tests.cli.run import refused, run

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bench.harness import history_rows
-from hybrid_kv.results import read_rows
+from hybrid_kv.measure.results import read_rows
 
 ROOT = Path(history_rows.__file__).resolve().parents[2]
 BENCHMARK = "memory.Held.track_most"

@@ -31,8 +31,8 @@ from bench.harness.verdicts import (
     timed_outcomes,
 )
 from bench.harness.versions import Revision, find_revision, place
-from hybrid_kv.results import Row, append_rows, check_file, read_rows
-from hybrid_kv.timing import fitness
+from hybrid_kv.measure.results import Row, append_rows, check_file, read_rows
+from hybrid_kv.measure.timing import fitness
 from tests.bench.bisect.toy import commit
 from tests.bench.harness.toy import TORCH, git, write_package, write_toy
 from tests.cli.run import refused, run

@@ -6,9 +6,9 @@ import torch
 
 from bench.harness.cells import Case, Cell, Count, WrongResultError, grid
 from bench.harness.measurement import Counted, Measurement, groups, measure_together
-from hybrid_kv.results import Receipt
-from hybrid_kv.timing import together
-from hybrid_kv.timing.clock import Interval
+from hybrid_kv.measure.results import Receipt
+from hybrid_kv.measure.timing import together
+from hybrid_kv.measure.timing.clock import Interval
 
 
 def cell(make, tier="cpu", promise=None, **params):

@@ -184,14 +184,14 @@ def write_toy(folder):
     (folder / "results").mkdir()
     for name in ("__init__.py", "harness/__init__.py", "harness/cells.py", "harness/registry.py", "harness/worker.py"):
         (folder / "bench" / name).write_text((BENCH / name).read_text())
-    shutil.copytree(BENCH.parent / "hybrid_kv/timing", folder / "hybrid_kv/timing")
-    clock = folder / "hybrid_kv/timing" / "clock.py"
+    shutil.copytree(BENCH.parent / "hybrid_kv/measure/timing", folder / "hybrid_kv/measure/timing")
+    clock = folder / "hybrid_kv/measure/timing" / "clock.py"
     assert "clock = time.thread_time" in clock.read_text()
     fake = "import hybrid_kv\nclock = lambda: hybrid_kv.ticks * 1e-9"
     clock.write_text(clock.read_text().replace("clock = time.thread_time", fake))
     (folder / "bench" / "toy.py").write_text(CASES)
     (folder / "bench" / "late.py").write_text(LATE)
-    (folder / ".gitignore").write_text("/bench\n/results\n/hybrid_kv/timing\n")
+    (folder / ".gitignore").write_text("/bench\n/results\n/hybrid_kv/measure/timing\n")
     for name, values in VERSIONS.items():
         if name != "base":
             git(folder, "checkout", "-q", "-b", name, "base")

@@ -26,7 +26,7 @@ from bench.static.isa import access_bits, instruction_mix, instructions
 from bench.static.record import AotCase
 from hybrid_kv import kernels
 from hybrid_kv.config import HybridKVError
-from hybrid_kv.results import append_rows, provenance
+from hybrid_kv.measure.results import append_rows, provenance
 from tests.cli.run import printed, refused
 
 # ---- injected kernels ----

@@ -14,7 +14,7 @@ from bench.static import counts, gate
 from bench.static.counts import Count, count_bytes, failures
 from bench.static.gate import changed_rows, read_baseline
 from bench.static.state_bytes import slots_bytes, step_bytes
-from hybrid_kv.results import append_rows, check_file, provenance
+from hybrid_kv.measure.results import append_rows, check_file, provenance
 from tests.cli import run as cli
 from tests.kernels.interpreter import interpreted
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from hybrid_kv.device import DeviceError, pretend_gpu
 from hybrid_kv.kernels.common.upload import StepUpload, download, fill, move, now, stage_fields, together, upload
+from hybrid_kv.measure.device import DeviceError, pretend_gpu
 
 ARRAYS = (
     np.arange(6).reshape(2, 3)[:, ::2],

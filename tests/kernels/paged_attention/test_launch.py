@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from bench.static.compile import compile_case
 from bench.static.launches import aot_cases
-from hybrid_kv.device import pretend_gpu
 from hybrid_kv.kernels.paged_attention import (
     attend_tokens,
     attention_mask,
@@ -27,6 +26,7 @@ from hybrid_kv.kernels.paged_attention import (
 )
 from hybrid_kv.kernels.paged_attention import launch as module
 from hybrid_kv.kernels.paged_attention.reference import FOLDED_QUERIES, sees_nothing
+from hybrid_kv.measure.device import pretend_gpu
 from tests.kernels import definitions
 from tests.kernels.harness import (
     FLOATS,

@@ -1,0 +1,175 @@
+"""What is lost when the pool is full, request by request: the blocks that were used least recently, the deepest first.
+
+A wrong order costs hits and nothing else: every token stays right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from hybrid_kv.cache.block_hash import BlockHashes
+from hybrid_kv.cache.block_pool import BlockKey
+from hybrid_kv.check.guard.poison import poison
+from hybrid_kv.check.guard.registry import CheckResult, Run, check
+from hybrid_kv.check.guard.scenario import SmallBlocksFirst, answer_book, cache_options
+from hybrid_kv.engine.llm import LLM
+from hybrid_kv.kernels.common.integers import cdiv
+from hybrid_kv.sampling import SamplingParams
+
+BLOCK = 8
+NUM_NEW = 4
+
+
+class Kind(NamedTuple):
+    """Layers in a cache mode. `gives_back`: states come and go in the middle of a request."""
+
+    mode: str
+    layers: str
+    gives_back: bool = False
+
+
+KINDS = Kind("attention", "**"), Kind("all", "M*"), Kind("align", "M*MM*", gives_back=True)
+Key = tuple[int, tuple[int, ...]]  # group, tokens up to the end of the block
+
+
+@dataclass
+class Held:
+    """A request's block; `is_whole`: it holds what its key says."""
+
+    key: Key
+    is_whole: bool = False
+
+
+class LeastRecentlyUsed:
+    """A pool that serves one request after the other, as lists: no ids, no reference counts.
+
+    Args:
+        has_states: of each group.
+
+    Attributes:
+        idle: what can be found and no request holds, the next to be lost first.
+        num_lost: blocks that could have been found again.
+    """
+
+    def __init__(self, num_blocks: int, has_states: Sequence[bool], gives_back: bool) -> None:
+        self.num_lost = 0
+        self._num_plain = num_blocks - 1
+        self._has_states, self._gives_back = has_states, gives_back
+        self.idle: list[Key] = []
+
+    def run(self, tokens: Sequence[int], num_prompt: int) -> int:
+        """Serve a request that ends with these tokens, the last one not cached; how much of its prompt was cached."""
+        groups = range(len(self._has_states))
+        keys = [[(g, tuple(tokens[:end])) for end in range(BLOCK, len(tokens) + BLOCK, BLOCK)] for g in groups]
+        hit = (num_prompt - 1) // BLOCK
+        while hit and not all(keys[g][block_idx] in self.idle for g, block_idx in self._of_hit(hit)):
+            hit -= 1
+        held = [
+            {block_idx: Held(keys[g][block_idx], True) for of, block_idx in self._of_hit(hit) if of == g}
+            for g in groups
+        ]
+        for own in held:
+            for one in own.values():
+                self.idle.remove(one.key)
+        given_back: list[Key] = []
+        lengths, computed = [hit] * len(groups), hit * BLOCK
+        for end in self._steps(computed, num_prompt, len(tokens) - 1):
+            is_first = computed == hit * BLOCK
+            for own in [] if is_first else self._giving_back(held):
+                gone = [block_idx for block_idx in own if block_idx < (computed - 1) // BLOCK]
+                given_back += self._release([own.pop(block_idx) for block_idx in gone])
+            logical_blocks = cdiv(end, BLOCK)
+            for g, (own, is_states) in enumerate(zip(held, self._has_states, strict=True)):
+                # What a chunk jumps over gets no block.
+                first = max(lengths[g], logical_blocks - 1) if is_states and self._gives_back else lengths[g]
+                own.update({block_idx: Held(keys[g][block_idx]) for block_idx in range(first, logical_blocks)})
+                self._take(logical_blocks - first)
+                lengths[g] = logical_blocks
+            whole, computed = range(end // BLOCK), end
+            for own, is_states in zip(held, self._has_states, strict=True):
+                for block_idx, one in own.items():
+                    left = not (is_states and self._gives_back) or (block_idx + 1) * BLOCK == end
+                    one.is_whole |= block_idx in whole and left
+        last = self._release([own[block_idx] for own in held for block_idx in sorted(own)])
+        used = [*(key for key in given_back if key in self.idle), *last]
+        self.idle = [key for key in self.idle if key not in used] + sorted(used, key=lambda key: -len(key[1]))
+        return hit * BLOCK
+
+    def _steps(self, begin: int, num_prompt: int, end: int) -> list[int]:
+        """Where the steps of a request end: a chunk ends where a repeated prompt could go on, if that is kept."""
+        last = (num_prompt - 1) // BLOCK * BLOCK
+        chunk = [last] if self._gives_back and begin < last else []
+        return [*chunk, *range(num_prompt, end + 1)]
+
+    def _giving_back(self, held: Sequence[dict[int, Held]]) -> list[dict[int, Held]]:
+        return [own for own, is_states in zip(held, self._has_states, strict=True) if is_states and self._gives_back]
+
+    def _take(self, count: int) -> None:
+        plain = min(count, self._num_plain)
+        self._num_plain -= plain
+        self.num_lost += count - plain
+        del self.idle[: count - plain]
+
+    def _release(self, blocks: Sequence[Held]) -> list[Key]:
+        """Those that can be found from now on; of what is there already nothing is kept."""
+        kept = [one.key for one in blocks if one.is_whole and one.key not in self.idle]
+        self._num_plain += len(blocks) - len(kept)
+        self.idle += kept
+        return kept
+
+    def _of_hit(self, depth: int) -> list[tuple[int, int]]:
+        """Groups and logical blocks that a hit of so many blocks needs: of states the last one."""
+        return [
+            (group, block_idx)
+            for group, is_states in enumerate(self._has_states)
+            for block_idx in range(max(0, depth - 1) if is_states else 0, depth)
+        ]
+
+
+@check("eviction", quick=6, full=20, seconds=0.1, place=36)
+def check_eviction(run: Run) -> Iterator[CheckResult]:
+    """Requests one after the other, with beginnings in common, in a pool that holds about two of them."""
+    wrong, num_cached, num_lost, count = list[str](), 0, 0, 0
+    for trial in range(run.amount):
+        kind, rng = KINDS[trial % len(KINDS)], np.random.default_rng((run.seed, trial))
+        book, num_blocks = answer_book(kind.layers), int(rng.integers(14, 26))
+        where = f"mode {kind.mode}, {num_blocks} blocks, trial {trial}"
+        llm = LLM(
+            book.model, device="cpu", attention_backend=SmallBlocksFirst.name, block_size=BLOCK, max_num_seqs=1,
+            max_model_len=64, num_blocks=num_blocks, **cache_options(kind.mode, 0, "none"),
+        )  # fmt: skip
+        poison(llm)
+        has_states = [group.backend.is_ssm() for group in llm.runner.groups]
+        engine, pool = llm.manager.pool, LeastRecentlyUsed(num_blocks, has_states, kind.gives_back)
+        names: dict[BlockKey | None, Key] = {}
+        texts = rng.integers(0, 97, size=(3, 40))
+        texts[1, : int(rng.integers(8, 33))] = texts[0, 0]
+        for _ in range(10):
+            prompt = texts[rng.integers(3), : rng.integers(9, 41)].tolist()
+            (output,) = llm.generate([prompt], SamplingParams(max_tokens=NUM_NEW), progress=False)
+            tokens = [*prompt, *output.token_ids]
+            due = pool.run(tokens, len(prompt))
+            count += 1
+            num_cached += due
+            ends = enumerate(BlockHashes().chain(BLOCK, tokens, len(tokens)), 1)
+            names |= {(g, name): (g, tuple(tokens[: n * BLOCK])) for n, name in ends for g in range(len(has_states))}
+            if output.cached_tokens != due:
+                wrong.append(
+                    f"{where}: request {output.request_id} finds {output.cached_tokens} of its {len(prompt)} tokens "
+                    f"cached, {due} are due"
+                )
+            elif [names.get(engine.key_of(block)) for block in engine.idle_blocks().tolist()] != pool.idle:
+                wrong.append(f"{where}: blocks behind request {output.request_id} are not in the order of their use")
+            elif engine.num_evictions != pool.num_lost:
+                wrong.append(f"{where}: {engine.num_evictions} evictions are counted, {pool.num_lost} blocks were lost")
+        num_lost += pool.num_lost
+        run.progress(1)
+    void = "" if num_cached and num_lost else "void: no hit, or no eviction"
+    yield CheckResult(
+        "LRU order violations", len(wrong), "requests", "0", count, wrong[0] if wrong else void, {"seed": run.seed},
+        {"cached_tokens": num_cached, "evictions": num_lost},
+    )  # fmt: skip

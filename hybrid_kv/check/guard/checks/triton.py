@@ -1,0 +1,122 @@
+"""Engines with `kernels="triton"`, in Triton's interpreter: what launches are handed, and what is done with the result.
+
+Each kernel is held against its reference by the unit tests of its folder. Here whole engines run on all of them.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+from unittest.mock import patch
+
+from hybrid_kv.check.guard.exactness import Alone, Cell, Compared, describe
+from hybrid_kv.check.guard.forced import FORCED
+from hybrid_kv.check.guard.logits import LogitCase
+from hybrid_kv.check.guard.logits import to_json as logits_to_json
+from hybrid_kv.check.guard.play import Differences, run_scenario, unwarned
+from hybrid_kv.check.guard.registry import CheckResult, Run, check
+from hybrid_kv.check.guard.replay import to_json as scenario_to_json
+from hybrid_kv.check.guard.traffic import SCENARIOS_PER_RUN, design, draw_scenario
+from hybrid_kv.check.guard.workers import processes
+from hybrid_kv.kernels.common.interpreter import start_interpreter
+
+MODEL = "nemotron_h"
+COMMON = {"dtype": "float32", "attention_backend": "TORCH", "kernels": "triton"}
+# Both rollback schemes, each with a cache that hits and drafts that are accepted. Together they launch every kernel.
+CELLS: tuple[Cell, ...] = (
+    {**COMMON, "mamba_cache_mode": "all", "script": "mixed"},
+    {**COMMON, "mamba_cache_mode": "align", "script": "mixed", "state_scheme": "recompute", "recompute_ring_len": 11},
+)
+# Of random weights, which are the same each time, as these are: in float32 another prompt might have two best tokens.
+# One that is a block and a little longer, and is sent again; one beside it.
+PROMPTS = [[(7 * i * i + 3 * i) % 89 + 1 for i in range(length)] for length in (17, 3)]
+NUM_NEW = 4
+# All that an engine of this family can launch.
+KERNELS = (
+    "_attention", "_block_tables", "_conv_prefill", "_conv_update", "_gated_norm", "_outputs", "_state_update",
+    "_states", "_store_kv", "commit_kernel", "recompute_kernel",
+)  # fmt: skip
+
+
+@check("triton", quick=0, full=2, long=16, seconds=16.0, place=65, needs="safetensors tokenizers transformers")
+def check_triton(run: Run) -> Iterator[CheckResult]:
+    """Exact scenarios, as many as the amount, and the logits of a random model in both rollback schemes."""
+    if find_spec("triton") is None:
+        yield CheckResult("not run: Triton is not installed", 0, "", "", 0)
+        return
+    total, launched = Differences(), set[str]()
+    numbers = random.Random(run.seed).sample(range(len(FORCED) + len(design())), run.amount)
+    with processes(1, start_interpreter) as pool:
+        for number in numbers:
+            found, kernels = pool.submit(_play, run.seed * SCENARIOS_PER_RUN + number).result()
+            total += found
+            launched |= kernels
+            run.progress(1)
+            if total.wrong and run.fail_fast:
+                break
+        yield _exact(total, run.seed)
+        cells, kernels = pool.submit(_ask).result()
+    yield from map(_logits, cells)
+    yield _launches(launched | kernels)
+
+
+@contextmanager
+def _launched() -> Iterator[set[str]]:
+    """The names of kernels that are launched inside."""
+    from triton.runtime.interpreter import GridExecutor
+
+    names, launch = set[str](), GridExecutor.__call__
+
+    def naming(self: Any, *args: Any, **kwargs: Any) -> Any:
+        names.add(self.fn.__name__)
+        return launch(self, *args, **kwargs)
+
+    with patch.object(GridExecutor, "__call__", naming):
+        yield names
+
+
+def _play(number: int) -> tuple[Differences, set[str]]:
+    scenario = draw_scenario(number)
+    with _launched() as names:
+        found = run_scenario(replace(scenario, options={**scenario.options, "kernels": "triton"}))
+    return found, names
+
+
+@unwarned()
+def _ask() -> tuple[Sequence[Compared], set[str]]:
+    from hybrid_kv.models.random_checkpoint import write_checkpoint
+
+    with tempfile.TemporaryDirectory() as folder, _launched() as names:
+        write_checkpoint(MODEL, folder, "tiny")
+        alone = Alone(folder, prompts=PROMPTS, again=(0,), max_tokens=NUM_NEW)
+        return [alone.check(cell) for cell in CELLS], names
+
+
+def _exact(total: Differences, seed: int) -> CheckResult:
+    first = total.wrong[0] if total.wrong else None
+    return CheckResult(
+        "wrong tokens, exact model", len(total.wrong), "requests", "0", total.num_requests, str(first or ""),
+        {"seed": seed}, {"scenarios": total.num_scenarios},
+        case=scenario_to_json(first.scenario, first.rule) if first else "",
+    )  # fmt: skip
+
+
+def _logits(found: Compared) -> CheckResult:
+    case = LogitCase("alone", MODEL, found.cell, PROMPTS, (0,), NUM_NEW)
+    return CheckResult(
+        f"largest logit difference, {describe(found.cell)}", found.worst, "logit", f"{found.limit:.1g}",
+        found.num_tokens, found.problem, dict(found.cell),
+        {"cached_tokens": found.cached_tokens, "accepted": found.accepted},
+        case=logits_to_json(case, found.broken[0]) if found.broken[0] else "",
+    )  # fmt: skip
+
+
+def _launches(launched: set[str]) -> CheckResult:
+    missing, most = sorted(set(KERNELS) - launched), len(KERNELS)
+    void = f"void: never launched: {', '.join(missing)}" if missing else ""
+    return CheckResult("kernels launched", most - len(missing), "", str(most), most, void)

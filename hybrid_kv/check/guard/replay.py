@@ -1,0 +1,184 @@
+"""A scenario as a file, and played again step by step.
+
+The file is JSON: what `Scenario` has, a request a line, and the rule that it broke when it was written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import asdict, fields
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from hybrid_kv.check.guard.play import play, unwarned
+from hybrid_kv.check.guard.scenario import SCRIPTS, Event, Scenario
+from hybrid_kv.config import ConfigError, engine_config
+from hybrid_kv.models.exact import ATTENTION, PARTS, ExactConfig
+from hybrid_kv.observe import EngineObserver
+from hybrid_kv.request import ScheduledRequest
+from hybrid_kv.sampling import SamplingParams
+
+T = TypeVar("T")
+
+FORMAT, VERSION = "hybrid-kv scenario", 1
+NUM_STEPS = 12  # of a story, the last ones
+# Of a case, prompts and answers; of each number in its options; of each size in bytes. A hundred times what the guard
+# draws: more runs for hours, or needs all memory.
+MAX_TOKENS, MAX_NUMBER, MAX_MEMORY = 100_000, 2**20, 2**30
+
+
+def to_json(scenario: Scenario, rule: str = "") -> str:
+    """The text of a scenario's file; `rule` is for the reader."""
+    parts = asdict(scenario)
+    prompts, params = parts.pop("prompts"), parts.pop("params")
+    requests = [
+        {"prompt": prompt, **_changed(SamplingParams(**own))} for prompt, own in zip(prompts, params, strict=True)
+    ]
+    return as_text(FORMAT, rule, parts, "requests", requests)
+
+
+def as_text(form: str, rule: str, parts: Mapping[str, Any], name: str, many: Sequence[Any]) -> str:
+    """The text of a case's file: its parts, and under a `name` what there are many of, a line each."""
+    values = {"format": form, "version": VERSION, "rule": rule, **parts}
+    lines = {key: json.dumps(value) for key, value in values.items()}
+    lines[name] = "[\n  " + ",\n  ".join(map(json.dumps, many)) + "\n ]"
+    return "{\n" + ",\n".join(f' "{key}": {text}' for key, text in lines.items()) + "\n}\n"
+
+
+def parts_of(document: Mapping[str, Any], names: Set[str]) -> dict[str, Any]:
+    """What `as_text` was given.
+
+    Raises:
+        KeyError, ValueError: another version, or other names.
+    """
+    parts = {key: value for key, value in document.items() if key not in ("format", "rule")}
+    if (version := parts.pop("version")) != VERSION:
+        raise ValueError(f"version {version!r}, not {VERSION}")
+    if strange := sorted(parts.keys() ^ names):
+        raise ValueError(f"{strange[0]!r} is unknown or missing")
+    return parts
+
+
+def from_json(text: str, name: str = "scenario") -> Scenario:
+    """The scenario of a file's text; `name` is the file's, for the error.
+
+    Raises:
+        ConfigError: it is no scenario, of another version, or has a value that no scenario can have.
+    """
+    return from_text(text, name, from_document)
+
+
+def from_text(text: str, name: str, read: Callable[[Any], T]) -> T:
+    """What a file's JSON is read as.
+
+    Raises:
+        ConfigError: it cannot be.
+    """
+    try:
+        return read(json.loads(text))
+    except KeyError as error:
+        problem = f"{error} is missing"
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:
+        problem = str(error)
+    raise ConfigError(f"{name} is no scenario of this version: {problem}; write it anew with hybrid-kv guard")
+
+
+def from_document(document: Any) -> Scenario:
+    """The scenario of a file's JSON.
+
+    Raises:
+        ConfigError, KeyError, TypeError, ValueError, AttributeError: as `from_json`.
+    """
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise ValueError(f"format {FORMAT!r} is not named")
+    names = {field.name for field in fields(Scenario)} - {"prompts", "params"}
+    parts = parts_of(document, names | {"requests"})
+    requests = [dict(request) for request in parts["requests"]]
+    prompts = [request.pop("prompt") for request in requests]
+    seed, layers, drafts = (parts[key] for key in ("seed", "layers", "drafts"))
+    options, cell = tuples(parts["options"]), tuples(parts["cell"])
+    waves = tuple(parts["waves"])
+    numbers = [seed, *waves, *(token for prompt in prompts for token in prompt)]
+    if strange := [number for number in numbers if type(number) is not int]:
+        raise ValueError(f"{strange[0]!r} is no integer")
+    vocab_size = ExactConfig.vocab_size
+    if strange := [token for prompt in prompts for token in prompt if not 0 <= token < vocab_size]:
+        raise ValueError(f"token {strange[0]} is outside the vocabulary of {vocab_size}")
+    if not prompts or (waves and (sum(waves) != len(prompts) or min(waves) < 1)):
+        raise ValueError(f"waves of {list(waves)} requests, but {len(prompts)} requests")
+    if not isinstance(layers, str) or not 0 < len(layers) <= 64 or set(layers) - set(PARTS) - set(ATTENTION):
+        raise ValueError(f"layers {layers!r} are not 1 to 64 of {''.join((*PARTS, *ATTENTION))}")
+    if drafts not in SCRIPTS:
+        raise ValueError(f"drafts {drafts!r} are none of {', '.join(SCRIPTS)}")
+    engine_config(options)
+    if type(options.get("max_model_len")) is not int:
+        raise ValueError("options have no max_model_len")
+    if drafts not in ("none", "ngram") and type(options.get("num_speculative_tokens")) is not int:
+        raise ValueError("options have no num_speculative_tokens")
+    events = tuple(_event(**event) for event in parts["events"])
+    params = [SamplingParams(**request) for request in requests]
+    answers = sum(min(own.max_tokens, options["max_model_len"]) for own in params)
+    check_size(sum(map(len, prompts)) + answers, options)
+    return Scenario(seed, layers, options, prompts, params, waves, drafts, events, cell)
+
+
+def check_size(num_tokens: int, options: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: a case is larger than any that the guard writes.
+    """
+    if num_tokens > MAX_TOKENS:
+        raise ValueError(f"prompts and answers of {num_tokens:,} tokens, more than {MAX_TOKENS:,}")
+    for name, value in options.items():
+        if isinstance(value, int) and value > (most := MAX_MEMORY if name.endswith("_bytes") else MAX_NUMBER):
+            raise ValueError(f"{name}={value} is more than {most:,}")
+
+
+def _event(what: Any, first: int, every: int = 0) -> Event:
+    known = get_args(get_type_hints(Event)["what"])
+    if what not in known or any(type(n) is not int or not 0 <= n <= MAX_TOKENS for n in (first, every)):
+        raise ValueError(f"event {what!r} at step {first!r} and every {every!r} is none of {', '.join(known)}")
+    return Event(what, first, every)
+
+
+def tuples(parts: dict[str, Any]) -> dict[str, Any]:
+    """JSON has lists only."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in parts.items()}
+
+
+def _changed(params: SamplingParams) -> dict[str, Any]:
+    """What differs from the default."""
+    usual = vars(SamplingParams())
+    return {key: value for key, value in vars(params).items() if key == "max_tokens" or value != usual[key]}
+
+
+class _Story(EngineObserver):
+    """What ran in each step, in words."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def on_prepare(self, batch: Sequence[ScheduledRequest]) -> None:
+        self.lines.append(f"step {len(self.lines)}: " + "; ".join(map(_in_words, batch)))
+
+    def on_commit(self, tokens: Sequence[Sequence[int]]) -> None:
+        given = ", ".join(str(len(new)) for new in tokens)
+        self.lines[-1] += f" -> {given} tokens"
+
+
+def _in_words(item: ScheduledRequest) -> str:
+    name, start, end = item.request.request_id, item.num_computed_tokens, item.num_computed_tokens + item.num_tokens
+    if item.is_decode:
+        return f"request {name} decodes token {start} and {item.num_drafts} drafts"
+    hit = f" behind {start} cached ones" if item.overwrite and start else ""
+    return f"request {name} prefills tokens {start} to {end - 1} of {item.request.num_tokens}{hit}"
+
+
+@unwarned()
+def tell(scenario: Scenario) -> tuple[str, list[str]]:
+    """Play a scenario: the first rule that it breaks, empty if none, and the story of it in lines."""
+    story = _Story()
+    wrong = play(scenario, [story])[0].wrong[:1]
+    sent = [f"request {i}: {prompt}" for i, prompt in enumerate(scenario.prompts) if len(prompt) <= 64]
+    lines = [f"{scenario}", *sent, *story.lines[-NUM_STEPS:], *(one.report for one in wrong)]
+    return "".join(one.rule for one in wrong), lines

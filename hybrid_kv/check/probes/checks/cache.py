@@ -1,0 +1,104 @@
+"""One request at a time: what the prefix cache gives back, and what it must not."""
+
+from __future__ import annotations
+
+from hybrid_kv.check.probes.registry import BOTH, Round, Rounds, Traffic, probe
+
+LONG = 4096  # tokens; what is longer takes a CPU a minute
+
+
+@probe("alone", place=0)
+def alone(traffic: Traffic) -> Rounds:
+    """Each prompt by itself and cold: what the oracle says. The shortest, which may end an engine, come last."""
+    for prompt in reversed(traffic.mixed(6 + 2 * traffic.amount)):
+        yield Round((traffic.ask(prompt),))
+
+
+@probe("repeat", place=10, moves="cached", when="prefix", not_in=BOTH)
+def repeat(traffic: Traffic) -> Rounds:
+    """A prompt again and again."""
+    for prompt in traffic.mixed(6 + 2 * traffic.amount):
+        for _ in range(3):
+            yield Round((traffic.ask(prompt),))
+
+
+@probe("ends at a cached entry", place=11, moves="cached", when="prefix", not_in=BOTH)
+def cached_end(traffic: Traffic) -> Rounds:
+    """Prompts that end where what is cached ends, a token before and a token behind."""
+    for _ in range(traffic.amount):
+        whole = traffic.prompt(3 * traffic.unit + 5)
+        yield Round((traffic.ask(whole),))
+        for end in (len(whole), 3 * traffic.unit, 2 * traffic.unit, traffic.unit):
+            for length in (end - 1, end, end + 1):
+                yield Round((traffic.ask((*whole, *traffic.prompt(1))[: max(1, length)]),))
+
+
+@probe("extended and branched", place=12, moves="cached", when="prefix", not_in="exact random")
+def conversations(traffic: Traffic) -> Rounds:
+    """Turn after turn on the answers given, and other continuations of each turn."""
+    for _ in range(traffic.amount):
+        text = traffic.prompt(traffic.unit + 3)
+        for _ in range(3):
+            # A state that is a little off turns few tokens, and every log-probability.
+            (answer,) = yield Round((traffic.ask(text, logprobs=True),))
+            other = (*text, *traffic.prompt(traffic.unit // 2 + 1))
+            yield Round((traffic.ask(other),))
+            text = (*text, *answer.token_ids, *traffic.prompt(traffic.unit // 2))
+            yield Round((traffic.ask((*text[: traffic.unit], *traffic.prompt(3))),))
+            if len(text) + traffic.unit + traffic.num_new > traffic.longest:
+                break
+
+
+@probe("block boundaries", place=18, moves="cached", when="prefix")
+def boundaries(traffic: Traffic) -> Rounds:
+    """Prompts of every multiple of the block, and up to three tokens (as many as there may be drafts) off it, twice.
+
+    Those of one multiple together: one by one they took twice as long as any other probe.
+    """
+    most = min(3, (traffic.longest - traffic.num_new) // traffic.unit)
+    for blocks in range(1, most + 1):
+        prompts = [traffic.prompt(blocks * traffic.unit + off) for off in (-3, -2, -1, 0, 1, 2, 3)]
+        for _ in range(2):
+            yield Round(tuple(traffic.ask(prompt) for prompt in prompts))
+
+
+@probe("answers across a boundary", place=14, moves="cached", when="prefix", not_in=BOTH)
+def answers_across(traffic: Traffic) -> Rounds:
+    """The answer fills a block; then a prompt goes on from what it left."""
+    for off in range(1, 5):
+        prompt = traffic.prompt(traffic.unit - off)
+        (answer,) = yield Round((traffic.ask(prompt, max_tokens=2 * traffic.num_new),))
+        text = (*prompt, *answer.token_ids)
+        for cut in (0, 1, 2):
+            yield Round((traffic.ask((*text[: len(text) - cut], *traffic.prompt(2))),))
+
+
+@probe("up to the limit", place=17, not_in=BOTH)
+def to_the_limit(traffic: Traffic) -> Rounds:
+    """Requests that end at the last position that there is, where drafts would go beyond it; and once more."""
+    length = traffic.limit - traffic.num_new
+    if traffic.limit <= LONG:
+        prompt = tuple(traffic.rng.randrange(1, traffic.vocab_size) for _ in range(length))
+        yield Round((traffic.ask(prompt), traffic.ask(traffic.prompt(traffic.unit))))
+        yield Round((traffic.ask(prompt),))
+
+
+@probe("salts isolate", place=8, needs="salt cached", moves="cached", when="prefix", not_in=BOTH)
+def salts(traffic: Traffic) -> Rounds:
+    """A salt finds nothing of another's, and all of its own. (No probe may find more than was sent: `Seen`.)"""
+    for _ in range(traffic.amount):
+        prompt = traffic.prompt(3 * traffic.unit + 1)
+        yield Round((traffic.ask(prompt, salt="a"),))
+        yield Round((traffic.ask(prompt, salt="b"),))
+        yield Round((traffic.ask(prompt),))
+        yield Round((traffic.ask(prompt, salt="a"),))
+
+
+@probe("abort, then the same prompt", place=16, needs="abort", not_in=BOTH)
+def aborted(traffic: Traffic) -> Rounds:
+    """Cut off after a few tokens, sent again at once, extended."""
+    for tokens in (1, 2, 5):
+        prompt = traffic.prompt(2 * traffic.unit + tokens)
+        yield Round((traffic.ask(prompt, abort_after=tokens), traffic.ask(traffic.prompt(traffic.unit))))
+        yield Round((traffic.ask(prompt),))
+        yield Round((traffic.ask((*prompt, *traffic.prompt(3))),))

@@ -1,0 +1,78 @@
+"""Random traffic of an exact model: all at once, since each wrong token shows, wherever it comes from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hybrid_kv.check.probes.registry import Round, Rounds, Traffic, probe
+from hybrid_kv.check.targets.target import Ask
+
+NUM_REQUESTS = 24
+
+
+@probe("traffic", place=1, exact=True)
+def traffic(traffic: Traffic) -> Rounds:
+    """Prompts with shared beginnings arrive a few steps apart; some are repeated, extended, short or ended early.
+
+    Every other round has two salts; every third one preempts all that runs, again and again, and all its texts go on.
+    Later rounds have longer prompts.
+    """
+    rng, unit, known = traffic.rng, traffic.unit, list[tuple[int, ...]]()
+    for number in range(4 * traffic.amount):
+        longest = 7 * unit + 8 if number < 4 else traffic.limit - 6 * unit  # the first ones take few seconds
+        long = replace(traffic, longest=traffic.limit)
+        stems = [long.prompt(longest) for _ in range(3)]
+        requests: list[Ask] = []
+        for i in range(NUM_REQUESTS):
+            stem = rng.choice(stems)[: rng.randrange(longest)] if rng.random() < 0.6 else ()
+            prompt = (*stem, *traffic.prompt(rng.choice((1, rng.randrange(1, 2 * unit)))))
+            kind = rng.random()
+            if kind < 0.15 and requests:
+                prompt = rng.choice(requests).prompt
+            elif kind < 0.3 and known:
+                prompt = (*rng.choice(known), *traffic.prompt(rng.randrange(1, 4)))
+            elif kind < 0.4:
+                prompt = prompt[:1]
+            elif kind < 0.5:  # ends on a block's boundary, or a token beside it
+                prompt = prompt[: max(1, len(prompt) // unit * unit + rng.randrange(-1, 2))]
+            salt = rng.choice(("a", "b")) if number % 2 else ""
+            abort = rng.randrange(1, 20) if rng.random() < 0.1 else None
+            step = i // 4 * rng.randrange(2, 5)
+            new = rng.randrange(1, 2 * unit + 8)
+            requests.append(
+                traffic.ask(prompt, max_tokens=new, salt=salt, abort_after=abort, step=step, logprobs=False)
+            )
+        answers = yield Round(tuple(requests), preempt_every=(0, 0, 40)[number % 3])
+        known = [(*ask.prompt, *answer.token_ids) for ask, answer in zip(requests, answers, strict=True)]
+        if number % 3 == 2:  # a text that was computed again may have left another state than its blocks say
+            more = [replace(ask, prompt=(*text, 1), max_tokens=2) for ask, text in zip(requests, known, strict=True)]
+            yield Round(tuple(more))
+        known = [text for text in known if len(text) < longest + 3 * unit // 2]
+
+
+@probe("tiles", place=1, exact=True)
+def tiles(traffic: Traffic) -> Rounds:
+    """Prompts of whole blocks, out of four and in any order: only the blocks before it tell equal ones apart."""
+    rng = traffic.rng
+    kinds = [traffic.prompt(traffic.unit) for _ in range(4)]
+    for _ in range(traffic.amount):
+        requests = []
+        for i in range(NUM_REQUESTS):
+            tiles = [rng.choice(kinds) for _ in range(rng.randrange(1, 6))]
+            prompt = (*(token for tile in tiles for token in tile), *traffic.prompt(3))
+            requests.append(traffic.ask(prompt, max_tokens=rng.randrange(1, 30), step=i // 4 * 3, logprobs=False))
+        yield Round(tuple(requests))
+
+
+@probe("one token beside others", place=1, needs="batch", exact=True)
+def one_token(traffic: Traffic) -> Rounds:
+    """Prompts of one token that come while others run."""
+    rng = traffic.rng
+    for _ in range(traffic.amount):
+        prompts = [traffic.prompt(1 if i % 3 else 20) for i in range(NUM_REQUESTS)]
+        yield Round(
+            tuple(
+                traffic.ask(prompt, max_tokens=rng.randrange(10, 40), step=i // 3 * 4, logprobs=False)
+                for i, prompt in enumerate(prompts)
+            )
+        )

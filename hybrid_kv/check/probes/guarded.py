@@ -1,0 +1,155 @@
+"""An engine that is guarded from outside: its sessions, and all probes in one setting."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from hybrid_kv.check.probes.judge import ExactJudge, Judge, WeightsJudge
+from hybrid_kv.check.probes.oracle import Oracle
+from hybrid_kv.check.probes.registry import Probe, Verdict, load_probes
+from hybrid_kv.check.probes.session import Outcome, References, Session, calibrate
+from hybrid_kv.check.targets.exact import is_exact
+from hybrid_kv.check.targets.kinds import for_model
+from hybrid_kv.check.targets.target import Kind, TargetError, is_plain
+from hybrid_kv.config import ConfigError
+from hybrid_kv.models.config_file import ConfigFile
+from hybrid_kv.models.exact_weights.checkpoint import has_exact_weights
+
+Settings = dict[str, str]
+UNHEARD = "?"  # the version of an engine that did not start yet
+MOST_DEATHS = 3  # of one kind in one setting; vLLM takes 20 s to start again, and there are 26 probes
+
+
+class Guarded:
+    """An engine and a model, and what their sessions share.
+
+    Args:
+        kind: the engine.
+        folder: the checkpoint.
+        against: an engine to take answers from, instead of the oracle.
+        amount: how much each probe requests; 1 is a quick look.
+        thorough: also probes that the other part of a run has, see `registry.probe`.
+
+    Attributes:
+        version: of the engine, once one was heard.
+        judges: by dtype, those that were needed so far.
+        shortest: tokens that a prompt has at least: one more than one that killed the engine alone.
+
+    Raises:
+        ConfigError: the oracle does not read the model, or the engine cannot run an exact one.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        folder: str,
+        against: Kind | None = None,
+        seed: int = 0,
+        amount: int = 1,
+        thorough: bool = True,
+    ) -> None:
+        self.kind, self.folder, self.against = for_model(kind, folder), folder, against
+        self.seed, self.amount, self.thorough = seed, amount, thorough
+        self.version = UNHEARD
+        self.judges: dict[str, Judge] = {}
+        self.shortest = 1
+        self._references: dict[str, References] = {}
+        self.vocab_size = ConfigFile.read(folder).size("vocab_size")
+
+    def judge_of(self, settings: Mapping[str, str]) -> Judge:
+        """That of the setting's dtype."""
+        dtype = settings.get("dtype", self.kind.factors.get("dtype", ("float32",))[0])
+        if dtype not in self.judges and is_exact(self.folder):
+            self.judges[dtype] = ExactJudge(self.folder)
+        elif dtype not in self.judges and has_exact_weights(self.folder):
+            self.judges[dtype] = next(iter(self.judges.values()), None) or WeightsJudge(self.folder)
+        elif dtype not in self.judges:
+            self.judges[dtype] = Judge(Oracle(self.folder, dtype) if self.against is None else None)
+        return self.judges[dtype]
+
+    def references_of(self, settings: Mapping[str, str]) -> References:
+        """Those of the setting's dtype, if the engine that gives them has it."""
+        kind, dtype = self.against or self.kind, settings.get("dtype", "")
+        if dtype not in self._references:
+            has_it = dtype in kind.factors.get("dtype", ())
+            self._references[dtype] = References(kind, self.folder, {"dtype": dtype} if has_it else {})
+        return self._references[dtype]
+
+    def is_plain(self, settings: Mapping[str, str]) -> bool:
+        """Whether all factors but the dtype are at their plainest level."""
+        return is_plain(self.kind, settings, {*settings} - {"dtype"})
+
+    def hear(self, outcome: Outcome) -> None:
+        """The oracle is not used any more where the plain engine, alone and cold, disagrees with it.
+
+        An engine that dies says nothing of the oracle.
+        """
+        disagrees = any(not failure.died for failure in outcome.failures)
+        judge = self.judge_of(outcome.settings)
+        if outcome.probe == "alone" and disagrees and self.is_plain(outcome.settings) and not judge.is_exact:
+            judge.trusted = False
+
+    def close(self) -> None:
+        """End the engines that gave references."""
+        for references in self._references.values():
+            references.close()
+
+    def session(self, settings: Mapping[str, str]) -> Session:
+        """A new one.
+
+        Raises:
+            ConfigError: the engine does not know the setting or the model.
+            TargetError: it does not start.
+        """
+        judge = self.judge_of(settings)
+        references = self.references_of(settings)
+        drawn = self.seed, self.amount, self.shortest
+        try:
+            session = Session(self.kind, self.folder, settings, judge, references, *drawn)
+        except TargetError as error:
+            self.version = error.version or self.version
+            raise
+        self.version = session.target.version
+        if not judge.is_calibrated:
+            calibrate(session, self.vocab_size)
+        return session
+
+
+def wanted(probe: Probe, kind: Kind, settings: Mapping[str, str], part: str, thorough: bool) -> bool:
+    """Whether a probe runs in a setting of an engine; `part` of a run: `exact` or `random`."""
+    if (probe.exact and part != "exact") or (part in probe.not_in and not thorough):
+        return False
+    is_met = not is_plain(kind, settings, probe.when.split())
+    return probe.elsewhere or is_met or is_plain(kind, settings, {*settings} - {"dtype"})
+
+
+def ask(guarded: Guarded, settings: Settings, select: Sequence[str], report: Callable[[Outcome], None]) -> None:
+    """All probes that are selected, in one setting; an engine that dies of the same thing again and again is let be."""
+    try:
+        session = guarded.session(settings)
+    except (ConfigError, TargetError) as error:
+        verdict: Verdict = "not supported" if isinstance(error, ConfigError) else "wrong"
+        report(Outcome("start", settings, verdict, str(error)))
+        return
+    part, deaths = "exact" if session.judge.is_exact else "random", Counter[str]()
+    try:
+        for probe in load_probes():
+            if probe.name != "alone" and select and not any(part in probe.name for part in select):
+                continue
+            if not wanted(probe, guarded.kind, settings, part, guarded.thorough):
+                continue
+            if max(deaths.values(), default=0) >= MOST_DEATHS:
+                report(
+                    Outcome(probe.name, settings, "inconclusive", f"not sent: it died {MOST_DEATHS} times of one thing")
+                )
+                continue
+            outcome = session.run(probe, guarded.vocab_size)
+            deaths.update(failure.last_words for failure in outcome.failures if failure.died)
+            guarded.hear(outcome)
+            guarded.shortest = max(guarded.shortest, session.shortest)
+            report(outcome)
+            if outcome.is_last:
+                break
+    finally:
+        session.target.close()

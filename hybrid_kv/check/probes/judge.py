@@ -1,0 +1,258 @@
+"""From an answer to a verdict: wrong only where more than rounding, measured in the same run, stands behind it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import torch
+
+from hybrid_kv.check.probes.oracle import ExactOracle, Oracle
+from hybrid_kv.check.probes.registry import Verdict
+from hybrid_kv.check.targets.exact import ExactAnswers
+from hybrid_kv.check.targets.target import Answer, Ask
+
+# Kernels that sum in other orders than transformers differ from it as it differs from float64, a few times over.
+MARGIN = 8.0
+# A seeded draw is turned by rounding about as often as rounding is large; a difference is put down to it from here on.
+CHANCE = 0.01
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Of one answer.
+
+    Attributes:
+        problem: what is wrong or unclear, one line; empty if nothing is.
+        position: of the first token, counted from the answer's first, that differs.
+        expected: the right answer up to there.
+        margin: how much likelier the right token is, as a difference of log-probabilities.
+        logprob: the right log-probability of the token at `position`, where that is what is wrong.
+        most_cached: of the prompt, where more of it is said to come from the cache.
+    """
+
+    verdict: Verdict = "right"
+    problem: str = ""
+    position: int = 0
+    expected: tuple[int, ...] = ()
+    margin: float = 0.0
+    logprob: float | None = None
+    most_cached: int | None = None
+
+
+RIGHT = Judgement()
+
+
+class Judge:
+    """Holds answers against the oracle, or, once that disagrees with the plain engine itself, against the latter.
+
+    Args:
+        oracle: None where no other engine reads the model.
+
+    Attributes:
+        trusted: the oracle and the plain engine, each request alone and cold, agree.
+        repeated: the largest difference of a log-probability between two equal requests, each alone and cold.
+        is_calibrated: that and the oracle's rounding were measured.
+        hidden: of all tokens, the share that may stand where another is right, since they are no further off than the
+            limit: what an answer of random tokens would be taken for right by.
+    """
+
+    is_exact = False
+
+    def __init__(self, oracle: Oracle | None) -> None:
+        self.oracle, self.trusted, self.repeated = oracle, oracle is not None, 0.0
+        self.is_calibrated, self.hidden = False, 0.0
+
+    @property
+    def limit(self) -> float:
+        """What a log-probability may differ by."""
+        return MARGIN * max(self.repeated, self.oracle.rounding if self.oracle is not None else 0.0)
+
+    def hides(self, num_tokens: int) -> bool:
+        """Whether so many random tokens would too often be taken for right: then no answer is shown to be right."""
+        return self.limit == math.inf or (self.trusted and self.hidden**num_tokens > CHANCE)
+
+    def possible(self, answer: Answer) -> Answer:
+        """An answer with a token that the model does not have is an error: nothing can be computed with it."""
+        most = self.oracle.vocab_size if self.oracle is not None else math.inf
+        for token in (*answer.token_ids, *chain(*answer.others)):
+            if not 0 <= token < most:
+                return Answer((), error=f"token {token}: the model has {most:,}, from 0 on")
+        return answer
+
+    def needs_alone(self, ask: Ask) -> bool:
+        """Whether `judge` needs what the plain engine answers alone."""
+        return not self.trusted or ask.temperature > 0
+
+    def judge(self, ask: Ask, answer: Answer, alone: Answer | None) -> Judgement:
+        """One answer and those beside it, where several were requested."""
+        if answer.error:
+            return Judgement("wrong", f"error: {answer.error}")
+        if len(answer.others) != ask.n - 1:
+            return Judgement("wrong", f"{1 + len(answer.others)} answers for n={ask.n}")
+        return self._judge(ask, answer, alone)
+
+    def _judge(self, ask: Ask, answer: Answer, alone: Answer | None) -> Judgement:
+        if alone is not None and (alone.error or (ask.temperature and len(alone.others) != len(answer.others))):
+            return Judgement("inconclusive", f"the same request alone had {alone.error or 'other answers'}")
+        if ask.temperature > 0:
+            assert alone is not None
+            return self._sampled(ask, answer, alone)
+        if not (answer.is_greedy or self.trusted):
+            return Judgement("inconclusive", "what a search chose is held against an oracle alone")
+        found = [self._greedy(ask, answer.token_ids, answer.logprobs, alone, answer.is_greedy)]
+        found += [self._greedy(ask, other, (), alone) for other in answer.others]
+        return next(
+            (one for one in found if one.verdict == "wrong"), next((one for one in found if one.problem), RIGHT)
+        )
+
+    def _greedy(
+        self,
+        ask: Ask,
+        tokens: tuple[int, ...],
+        logprobs: Sequence[Mapping[int, float]],
+        alone: Answer | None,
+        is_greedy: bool = True,
+    ) -> Judgement:
+        least, expected = _least(ask), alone.token_ids if alone is not None else ()
+        if not self.trusted:
+            assert alone is not None
+            least = min(least, len(alone.token_ids))
+        elif tokens and tokens[-1] == 0:
+            least = min(least, len(tokens))  # the end-of-text token of the checkpoints that we write
+        if len(tokens) < least:
+            return Judgement("wrong", f"ends after {len(tokens)} of {least} tokens", len(tokens), expected)
+        if not tokens:
+            return RIGHT
+        if self.trusted:
+            return self._by_oracle(ask, tokens, logprobs, is_greedy)
+        assert alone is not None
+        return self._by_alone(tokens, logprobs, alone)
+
+    def _by_oracle(
+        self, ask: Ask, tokens: tuple[int, ...], logprobs: Sequence[Mapping[int, float]], is_greedy: bool
+    ) -> Judgement:
+        assert self.oracle is not None
+        text = [*ask.prompt, *tokens]
+        rows = self.oracle.logprobs(text)[len(ask.prompt) - 1 : -1]
+        found = _beyond(self.limit, rows, tokens, logprobs, is_greedy)
+        if not found.problem or self.is_exact:
+            return found
+        # The limit comes from short texts. Rounding grows with their length, and may turn a choice of experts.
+        limit, rounding = self.limit, MARGIN * self.oracle.rounding_of(text)
+        for moved in self.oracle.moves(text, MARGIN):
+            limit = max(limit, rounding + moved)
+            found = _beyond(limit, rows, tokens, logprobs, is_greedy)
+            if not found.problem:
+                break
+        if not found.problem and (share := self.oracle.within(text, limit)) ** len(tokens) > CHANCE:
+            said = f"in this text rounding goes to {limit:.2g}, which {share:.0%} of all tokens are within"
+            return Judgement("inconclusive", said)
+        return found
+
+    def _by_alone(self, tokens: tuple[int, ...], logprobs: Sequence[Mapping[int, float]], alone: Answer) -> Judgement:
+        expected = alone.token_ids
+        i = first_difference(tokens, expected)
+        if i is None:
+            for j, (one, other, token) in enumerate(zip(logprobs, alone.logprobs, tokens, strict=False)):
+                if not (off := abs(one[token] - other[token])) <= self.limit:
+                    said = f"token {j} is the same alone, its log-probability off by {off:.3g} (limit {self.limit:.2g})"
+                    return Judgement("wrong", said, j, tokens[: j + 1], off, other[token])
+            return RIGHT
+        if i < len(alone.logprobs):
+            there = alone.logprobs[i]
+            margin = there[expected[i]] - there.get(tokens[i], min(there.values()))
+            if margin > self.limit:
+                said = f"token {i} is {tokens[i]}; alone it was {expected[i]}, likelier by {margin:.3g}"
+                return Judgement("wrong", said, i, expected[: i + 1], margin)
+        said = f"token {i} is {tokens[i]}, alone {expected[i]}: log-probabilities there, or an oracle, would decide"
+        return Judgement("inconclusive", said, i, expected[: i + 1])
+
+    def _sampled(self, ask: Ask, answer: Answer, alone: Answer) -> Judgement:
+        for tokens, expected in zip((answer.token_ids, *answer.others), (alone.token_ids, *alone.others), strict=True):
+            if (i := first_difference(tokens, expected)) is not None:
+                by_chance = self.limit * ask.max_tokens
+                verdict: Verdict = "wrong" if by_chance < CHANCE else "inconclusive"
+                said = f"token {i} of the draw with seed {ask.seed} differs from the same request alone"
+                return Judgement(verdict, said, i, expected[: i + 1])
+        return RIGHT
+
+
+class ExactJudge(Judge):
+    """That of an exact model inside an engine: an answer is the oracle's, token by token, or it is wrong.
+
+    Nothing has a tolerance, and a temperature changes nothing: the logits are one-hot.
+    """
+
+    is_exact = True
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(None)
+        self._answers = ExactAnswers(folder)
+        self.trusted = self.is_calibrated = True
+
+    def needs_alone(self, ask: Ask) -> bool:
+        return False
+
+    def _judge(self, ask: Ask, answer: Answer, alone: Answer | None) -> Judgement:
+        expected, least = tuple(self._answers.tokens(ask.prompt, ask.max_tokens)), _least(ask)
+        for tokens in (answer.token_ids, *answer.others):
+            if (i := first_difference(tokens, expected)) is not None:
+                said = f"token {i} is {tokens[i]}, not {expected[i]}"
+                return Judgement("wrong", said, i, expected[: i + 1])
+            if not least <= len(tokens) <= ask.max_tokens:
+                return Judgement("wrong", f"ends after {len(tokens)} of {least} tokens", len(tokens), expected)
+        return RIGHT
+
+
+class WeightsJudge(Judge):
+    """That of a checkpoint whose every operation is exact, in an engine's own layers and kernels.
+
+    Nothing has a tolerance, in no dtype, and a temperature changes nothing: margins are 256.
+    """
+
+    is_exact = True
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(ExactOracle(folder))
+        self.is_calibrated = True
+
+    def needs_alone(self, ask: Ask) -> bool:
+        return False
+
+    def _judge(self, ask: Ask, answer: Answer, alone: Answer | None) -> Judgement:
+        return super()._judge(replace(ask, temperature=0.0), answer, None)
+
+
+def _beyond(
+    limit: float,
+    rows: torch.Tensor,
+    tokens: tuple[int, ...],
+    logprobs: Sequence[Mapping[int, float]],
+    is_greedy: bool,
+) -> Judgement:
+    """The first token of an answer, or log-probability, that is further from the oracle's `rows` than a limit."""
+    for i, token in enumerate(tokens if is_greedy else ()):
+        best = int(rows[i].argmax())
+        margin = float(rows[i, best] - rows[i, token])
+        if margin > limit:
+            said = f"token {i} is {token}; the oracle has {best}, likelier by {margin:.3g} (limit {limit:.2g})"
+            return Judgement("wrong", said, i, (*tokens[:i], best), margin)
+    for i, one in enumerate(logprobs):
+        right = float(rows[i, tokens[i]])
+        if not (off := abs(one[tokens[i]] - right)) <= limit:
+            said = f"the log-probability of token {i} is off by {off:.3g} (limit {limit:.2g}), though it is right"
+            return Judgement("wrong", said, i, tokens[: i + 1], off, right)
+    return RIGHT
+
+
+def _least(ask: Ask) -> int:
+    """The fewest tokens that an answer may have, unless a text ends it."""
+    return ask.max_tokens if ask.abort_after is None else min(ask.abort_after, ask.max_tokens)
+
+
+def first_difference(tokens: Sequence[int], expected: Sequence[int]) -> int | None:
+    """The first index at which two answers differ, as far as both go."""
+    return next((i for i, (one, other) in enumerate(zip(tokens, expected, strict=False)) if one != other), None)

@@ -1,0 +1,74 @@
+"""A failure of the exact model inside vLLM as a script that needs vLLM alone.
+
+`python -m hybrid_kv.check.probes.script FILE` prints that of a case.
+"""
+
+from __future__ import annotations
+
+import json
+import pprint
+import sys
+import tempfile
+from pathlib import Path
+
+from hybrid_kv.check.probes.reproducer import Case, from_json
+from hybrid_kv.check.probes.shrink import as_json
+from hybrid_kv.check.targets.exact import write_exact_checkpoint
+from hybrid_kv.check.targets.workers import vllm as worker
+from hybrid_kv.environment import WORKER_DEFAULTS
+from hybrid_kv.files import read_text
+
+WORKERS = Path(worker.__file__).parent
+
+
+def script_of(case: Case) -> str:
+    """The plugin's source, the case, and what plays it; its exit code is 1 while the answer is wrong.
+
+    Nothing for other engines and models.
+    """
+    if case.target != "vllm" or not case.model.startswith("exact"):
+        return ""
+    _, _, name = case.model.partition(":")
+    with tempfile.TemporaryDirectory() as folder:
+        write_exact_checkpoint(name or "mixed", folder)
+        config = json.loads((Path(folder) / "config.json").read_text())
+    settings = dict(case.settings)
+    wanted = {"make_tight": ("blocks", "tight"), "allow_async": ("async", "on")}
+    data = {
+        "options": worker.arguments(settings) | worker.exact_arguments(settings),
+        "kernel_block_size": int(settings.get("kernel", "0").replace("own", "0")),
+        "changes": [name for name, (factor, level) in wanted.items() if settings.get(factor) == level],
+        "rounds": as_json(case.rounds, whole=True),
+        "index": case.index,
+        "expected": list(case.expected),
+    }
+    described = " ".join(f"{factor}={level}" for factor, level in settings.items()) or "default settings"
+    lines = [
+        f'"""{case.target} {case.version}, {described}: a wrong answer. Found by `hybrid-kv guard --target vllm`.',
+        "",
+        f"{case.problem.rstrip('.')}.",
+        "",
+        "The model's arithmetic is exact: integers modulo a prime. It runs over vLLM's own cache, block tables and",
+        "metadata, so a wrong token is a wrong block, slot, state or column. Run it with vLLM's Python; the exit code",
+        "is 1 while the answer is wrong. The requests are in CASE, below the model.",
+        '"""',
+        "",
+        (WORKERS / "vllm_case.py").read_text(),
+        f"for name, value in {WORKER_DEFAULTS}.items():",
+        "    os.environ.setdefault(name, value)",
+        "declare_vision()",
+        *((WORKERS / f"{name}.py").read_text() for name in ("vllm_exact", "vllm_releases")),
+        "",
+        "CONFIG = " + json.dumps(config).replace("true", "True").replace("false", "False"),
+        "CASE = " + pprint.pformat(data, width=118, compact=True, sort_dicts=False),
+        'CASE["config"] = CONFIG',
+        "",
+        'if __name__ == "__main__":',
+        "    main(CASE, sys.modules[__name__])",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(script_of(from_json(read_text(Path(sys.argv[1])), sys.argv[1])))

@@ -1,0 +1,370 @@
+"""One engine with one setting: its probes, what was sent, and what became of it."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Any
+
+from hybrid_kv.check.guard.step import common_prefix
+from hybrid_kv.check.probes.judge import Judge, Judgement
+from hybrid_kv.check.probes.registry import Probe, Round, Traffic, Verdict
+from hybrid_kv.check.targets.target import Answer, Ask, Kind, Target, TargetError, is_plain
+from hybrid_kv.config import ConfigError
+
+DEFAULT_UNIT = 16
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What was sent, from an empty cache on, until an answer was wrong: the last round's ask `index`.
+
+    `unit`: tokens of a cached block. `died`: there is no answer; the target died of the last round.
+    """
+
+    probe: str
+    settings: Mapping[str, str]
+    rounds: tuple[Round, ...]
+    index: int
+    answer: Answer
+    judgement: Judgement
+    unit: int = DEFAULT_UNIT
+    died: bool = False
+
+    @property
+    def num_requests(self) -> int:
+        return sum(len(one.requests) for one in self.rounds)
+
+    @property
+    def last_words(self) -> str:
+        """What it failed with, without numbers: an index, a shape, a token."""
+        return re.sub(r"\d+", "#", self.judgement.problem)
+
+
+@dataclass
+class Outcome:
+    """A probe in one setting.
+
+    Attributes:
+        detail: the reason of a verdict that is not "right".
+        num_answers: that came, several to one prompt counted each.
+        num_tokens: of prompts and answers.
+        num_judged: answers that were found to be right or wrong, not unclear.
+        moved: by how much the target's counters did, and "cached", the cached tokens of all answers.
+        is_last: the target died, and does not start again.
+    """
+
+    probe: str
+    settings: Mapping[str, str]
+    verdict: Verdict = "right"
+    detail: str = ""
+    num_answers: int = 0
+    num_tokens: int = 0
+    num_judged: int = 0
+    moved: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    is_last: bool = False
+    failures: list[Failure] = field(default_factory=list)
+
+
+class Seen:
+    """Texts that a cache may know, by salt: nothing else may be found in it."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, list[tuple[int, ...]]] = {}
+
+    def add(self, one: Round, answers: Sequence[Answer]) -> None:
+        for ask, answer in zip(one.requests, answers, strict=True):
+            for tokens in (answer.token_ids, *answer.others):
+                self._texts.setdefault(ask.salt, []).append((*ask.prompt, *tokens))
+
+    def shared(self, one: Round, index: int, finds_itself: bool = False) -> int:
+        """The most tokens that a round's ask begins with as another text of its salt does, known or of that round."""
+        ask = one.requests[index]
+        # One that is preempted, or has several answers, finds itself.
+        finds_itself = finds_itself or one.preempt_every > 0 or ask.n > 1
+        beside = [other for i, other in enumerate(one.requests) if i != index or finds_itself]
+        texts = [other.prompt for other in beside if other.salt == ask.salt]
+        return max((common_prefix(text, ask.prompt) for text in (*texts, *self._texts.get(ask.salt, ()))), default=0)
+
+
+def plainly(ask: Ask) -> Ask:
+    """What an answer depends on, whatever runs beside it; greedy ones of one prompt are all the same."""
+    return replace(ask, salt="", after=0, abort_after=None, logprobs=True, n=ask.n if ask.temperature else 1)
+
+
+class References:
+    """What the plainest engine of a dtype answers to each request, alone and cold; started when first needed."""
+
+    def __init__(self, kind: Kind, folder: str, settings: Mapping[str, str] | None = None) -> None:
+        self._kind, self._folder, self._settings = kind, folder, dict(settings or {})
+        self._target: Target | None = None
+        self._known: dict[Ask, Answer] = {}
+
+    def alone(self, ask: Ask) -> Answer:
+        """
+        Raises:
+            TargetError: it died.
+        """
+        plain = plainly(ask)
+        if plain not in self._known:
+            if self._target is None:
+                self._target = self._kind.start(self._folder, self._settings)
+            try:
+                if "reset" in self._target.can:
+                    self._target.reset()
+                sent = plain if "logprobs" in self._target.can else replace(plain, logprobs=False)
+                (self._known[plain],) = self._target.ask([sent])
+            except TargetError:
+                self.close()
+                raise
+        return self._known[plain]
+
+    def close(self) -> None:
+        if self._target is not None:
+            self._target.close()
+        self._target = None
+
+
+class Session:
+    """A target that is started again when it dies. If the shortest prompt killed it, the next ones are longer.
+
+    Args:
+        shortest: tokens that a prompt has at least.
+        judge: shared by all settings of one dtype.
+        references: for what the oracle can't say.
+
+    Raises:
+        ConfigError: the engine does not know the setting or the model.
+        TargetError: it does not start.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        folder: str,
+        settings: Mapping[str, str],
+        judge: Judge,
+        references: References,
+        seed: int = 0,
+        amount: int = 1,
+        shortest: int = 1,
+    ) -> None:
+        self.kind, self.folder, self.settings = kind, folder, dict(settings)
+        self.judge, self.references, self.seed, self.amount = judge, references, seed, amount
+        self.target = kind.start(folder, settings)
+        self.unit, self.seen = 0, Seen()
+        self.sent = list[Round]()  # since the cache was empty
+        self.shortest = shortest
+        self._draws: dict[Ask, Answer] = {}
+        self._preempted = 0.0  # requests, until the cache was emptied
+
+    def is_plain(self, *factors: str) -> bool:
+        """Whether these factors, as far as the kind has them, are at their plainest level."""
+        return is_plain(self.kind, self.settings, factors)
+
+    def traffic(self, name: str, vocab_size: int) -> Traffic:
+        """A probe's own, the same in every setting of the same block size."""
+        if not self.unit:
+            self.unit = self._discover(vocab_size)
+        # Three blocks and an answer behind them must fit; longer prompts only take longer.
+        longest = min(self.target.longest, max(256, 5 * self.unit))
+        rng, limit = random.Random(f"{self.seed}/{name}"), self.target.longest
+        return Traffic(rng, vocab_size, self.unit, longest, limit, amount=self.amount, shortest=self.shortest)
+
+    def _discover(self, vocab_size: int) -> int:
+        """The block size: what all numbers of cached tokens are multiples of."""
+        if "cached" not in self.target.can or self.is_plain("prefix"):
+            return DEFAULT_UNIT
+        rng, longest = random.Random(f"{self.seed}/unit"), self.target.longest
+        traffic = Traffic(rng, vocab_size, DEFAULT_UNIT, longest, longest, num_new=1)
+        seen = list[int]()
+        for share in (0.11, 0.23, 0.41, 0.73, 0.95):
+            prompt = traffic.prompt(int(share * self.target.longest))
+            for _ in range(2):
+                ((answer,), _) = self.play(Round((Ask(prompt, max_tokens=1),)))
+                seen += [answer.cached_tokens or 0]
+            if sum(map(bool, seen)) == 3 and math.gcd(*seen) <= 4 * DEFAULT_UNIT:
+                break  # longer prompts would find no other unit, only take longer
+        return math.gcd(*seen) or DEFAULT_UNIT
+
+    def run(self, probe: Probe, vocab_size: int) -> Outcome:
+        """Send all rounds of a probe; the first wrong answer ends it."""
+        begin, outcome = time.perf_counter(), Outcome(probe.name, self.settings)
+        if missing := [name for name in probe.needs.split() if name not in self.target.can]:
+            outcome.verdict = "not supported"
+            outcome.detail = f"the target offers no {', '.join(missing)}"
+            return outcome
+        try:
+            self._play(probe, vocab_size, outcome)
+        except TargetError as error:
+            outcome.verdict, outcome.detail = "wrong", outcome.detail or str(error)
+            if not outcome.failures and self.sent:
+                outcome.failures.append(self._death(probe, error))
+            if self.sent and [len(ask.prompt) for ask in self.sent[-1].requests] == [self.shortest]:
+                outcome.detail = f"a prompt of length {self.shortest}: {outcome.detail}"
+                self.shortest += 1
+            try:
+                self.restart()
+            except (ConfigError, TargetError) as again:
+                outcome.detail, outcome.is_last = f"{outcome.detail}; then it does not start: {again}", True
+        outcome.seconds = time.perf_counter() - begin
+        return outcome
+
+    def _death(self, probe: Probe, error: TargetError) -> Failure:
+        said = str(error)
+        return Failure(
+            probe.name, self.settings, tuple(self.sent), 0, Answer((), error=said), Judgement("wrong", said),
+            self.unit or DEFAULT_UNIT, died=True,
+        )  # fmt: skip
+
+    def _play(self, probe: Probe, vocab_size: int, outcome: Outcome) -> None:
+        rounds = probe.rounds(self.traffic(probe.name, vocab_size))
+        self.reset()
+        before, unclear = self.target.counters(), ""
+        answers: Any = None
+        with suppress(StopIteration):
+            while not outcome.failures:
+                one = self._possible(rounds.send(answers))
+                answers, judgements = self.play(one)
+                _count(outcome, one, answers, judgements)
+                if failure := self.first_wrong(probe.name, answers, judgements):
+                    outcome.verdict, outcome.detail = "wrong", failure.judgement.problem
+                    outcome.failures.append(failure)
+                unclear = unclear or next((one.problem for one in judgements if one.problem), "")
+        if not self.sent:
+            outcome.verdict, outcome.detail = "not supported", "its requests would be too long"
+            return
+        after = self.target.counters()
+        outcome.moved |= {name: after[name] - before.get(name, 0.0) for name in after}
+        if outcome.failures:
+            return
+        if unclear:
+            outcome.verdict, outcome.detail = "inconclusive", unclear
+        elif self.judge.hides(Traffic.num_new):
+            outcome.verdict = "inconclusive"
+            outcome.detail = (
+                f"rounding goes to {self.judge.limit:.2g}, which {self.judge.hidden:.0%} of all tokens are within"
+            )
+        elif problem := self._unmoved(probe, outcome.moved):
+            outcome.verdict, outcome.detail = problem
+
+    def first_wrong(self, probe: str, answers: Sequence[Answer], judgements: Sequence[Judgement]) -> Failure | None:
+        """Of the last round's answers, with what was sent until then."""
+        for i, judgement in enumerate(judgements):
+            if judgement.verdict == "wrong":
+                return Failure(probe, self.settings, tuple(self.sent), i, answers[i], judgement, self.unit)
+        return None
+
+    def restart(self) -> None:
+        """Start a target that died.
+
+        Raises:
+            TargetError: it does not start.
+        """
+        self.target.close()
+        self.target, self.seen = self.kind.start(self.folder, self.settings), Seen()
+        self.sent, self._preempted = [], 0.0
+
+    def reset(self) -> None:
+        """Forget the prefix cache, if the target can; what was moved to a further tier may still come back."""
+        self.sent, self._preempted = [], self._preemptions()
+        if "reset" in self.target.can:
+            self.target.reset()
+            if self.is_plain("offload"):
+                self.seen = Seen()
+
+    def play(self, one: Round) -> tuple[list[Answer], list[Judgement]]:
+        """The answers to a round, and whether they are right."""
+        self.sent.append(one)
+        answers = [self.judge.possible(answer) for answer in self.target.ask(one.requests, one.preempt_every)]
+        found = []
+        for i, (ask, answer) in enumerate(zip(one.requests, answers, strict=True)):
+            judgement = self.judge.judge(ask, answer, self._alone(ask, answer))
+            cached, most = answer.cached_tokens or 0, self.seen.shared(one, i)
+            if cached > most and self._preemptions() > self._preempted:  # some releases count a request's last hit
+                most = self.seen.shared(one, i, finds_itself=True)
+            if judgement.verdict == "right" and cached > most:
+                said = f"{cached} cached tokens, but no text of its salt shares more than {most} with it"
+                judgement = Judgement("wrong", said, most_cached=most)
+            found.append(judgement)
+        self.seen.add(one, answers)
+        return answers, found
+
+    def _preemptions(self) -> float:
+        return self.target.counters().get("preemptions", 0.0)
+
+    def _alone(self, ask: Ask, answer: Answer) -> Answer | None:
+        """What an answer is held against, if not the oracle: the plainest engine's, or, where draws may depend on the
+        setting, the first one of this seed."""
+        if ask.temperature and "seed in all settings" not in self.target.can:
+            return self._draws.setdefault(plainly(ask), answer)
+        return self.references.alone(ask) if self.judge.needs_alone(ask) else None
+
+    def _possible(self, one: Round) -> Round:
+        """Without the extras that the target does not have; none of them is what the probe is about."""
+        can = self.target.can
+        requests = tuple(
+            replace(ask, logprobs=ask.logprobs and "logprobs" in can, salt=ask.salt if "salt" in can else "")
+            for ask in one.requests
+        )
+        return replace(one, requests=requests)
+
+    def _unmoved(self, probe: Probe, moved: Mapping[str, float]) -> tuple[Verdict, str] | None:
+        if not probe.moves or (probe.when and self.is_plain(*probe.when.split())):
+            return None
+        name = "hits" if probe.moves == "cached" and "cached" not in self.target.can else probe.moves
+        if name not in moved:
+            return "inconclusive", f"all answers are right, but no counter of {name} shows that it was at work"
+        if not moved[name]:
+            return "void", f"{name} stayed 0: nothing of what this probe is about happened"
+        return None
+
+
+def _count(outcome: Outcome, one: Round, answers: Sequence[Answer], judgements: Sequence[Judgement]) -> None:
+    for ask, answer, judgement in zip(one.requests, answers, judgements, strict=True):
+        texts = (answer.token_ids, *answer.others)
+        outcome.num_answers += len(texts)
+        outcome.num_tokens += len(ask.prompt) + sum(map(len, texts))
+        outcome.num_judged += len(texts) if judgement.verdict in ("right", "wrong") else 0
+        outcome.moved["cached"] = outcome.moved.get("cached", 0) + (answer.cached_tokens or 0)
+
+
+def calibrate(session: Session, vocab_size: int) -> None:
+    """Measure rounding and repetition, each prompt alone and cold; one that kills the target is left to the probes.
+
+    Raises:
+        ConfigError: there is neither an oracle nor log-probabilities.
+        TargetError: every prompt kills it.
+    """
+    judge, target, deaths = session.judge, session.target, list[TargetError]()
+    prompts, texts = session.traffic("calibrate", vocab_size).mixed(8), list[list[int]]()
+    for prompt in prompts:
+        answers = []
+        try:
+            for _ in range(2):
+                session.reset()
+                answers += session.play(Round((Ask(prompt, logprobs="logprobs" in target.can),)))[0]
+        except TargetError as error:
+            deaths.append(error)
+            if len(deaths) == len(prompts):
+                raise
+            session.restart()
+            continue
+        first, second = answers
+        for one, other, token in zip(first.logprobs, second.logprobs, first.token_ids, strict=False):
+            judge.repeated = max(judge.repeated, abs(one[token] - other.get(token, math.inf)))
+        if judge.oracle is not None:
+            texts.append([*prompt, *first.token_ids])
+            judge.oracle.rounds(texts[-1])
+    judge.is_calibrated = True
+    if judge.oracle is not None:
+        judge.hidden = fmean(judge.oracle.within(text, judge.limit) for text in texts)
+    if judge.oracle is None and "logprobs" not in target.can:
+        raise ConfigError("neither an oracle nor log-probabilities: no difference could be distinguished from rounding")

@@ -1,0 +1,183 @@
+"""Reduces what was sent until an answer was wrong: rounds, requests, tokens and settings that it does not need go."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hybrid_kv.check.minimize import Shrinker, TimeUpError
+from hybrid_kv.check.probes.registry import Round
+from hybrid_kv.check.probes.session import Failure, Session
+from hybrid_kv.check.targets.target import Answer, Ask, TargetError
+from hybrid_kv.config import ConfigError
+
+Rounds = tuple[Round, ...]
+
+
+def shrink(failure: Failure, start: Callable[[], Session], seconds: float = 120.0) -> Shrunk:
+    """The least that is still answered wrongly, as far as the time goes.
+
+    Args:
+        start: a session of the failure's settings, which has sent nothing yet. One that can forget its cache is used
+            again and again; another is started for every try.
+    """
+    shrinker = Shrunk(failure, start, seconds)
+    try:
+        shrinker.run()
+        smallest = shrinker.failure
+        shrinker.close()
+        shrinker.tried.clear()  # in a new engine it may be tried again
+        # What an engine keeps besides its cache may be what is wrong with it: then each try has an engine of its own.
+        if shrinker.is_minimal and not shrinker.fails(smallest.rounds):
+            shrinker.case, shrinker.failure, shrinker.is_always_new = failure.rounds, failure, True
+            shrinker.run()
+    except TimeUpError:
+        shrinker.is_minimal = False
+    finally:
+        shrinker.close()
+    return shrinker
+
+
+def play(session: Session, rounds: Sequence[Round], failure: Failure) -> Failure | None:
+    """The first wrong answer to these rounds; `failure` names where they come from.
+
+    Raises:
+        TargetError: the engine died.
+    """
+    for one in rounds:
+        if found := session.first_wrong(failure.probe, *session.play(one)):
+            return replace(found, unit=failure.unit)
+    return None
+
+
+class Shrunk(Shrinker[Rounds]):
+    """`failure`: the smallest one so far."""
+
+    def __init__(self, failure: Failure, start: Callable[[], Session], seconds: float) -> None:
+        super().__init__(failure.rounds, seconds, time.perf_counter)
+        self.failure, self.is_always_new = failure, False
+        self._start = start
+        self._session: Session | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(ask.prompt) for one in self.failure.rounds for ask in one.requests)
+
+    def close(self) -> None:
+        if self._session is not None:
+            self._session.target.close()
+        self._session = None
+
+    def play(self, case: Rounds) -> Rounds | None:
+        try:
+            found = play(self._fresh(), case, self.failure)
+        except (ConfigError, TargetError) as error:
+            found = self._died(error)
+            self.close()
+        if found is None:
+            return None
+        self.failure = found
+        return found.rounds
+
+    def _died(self, error: ConfigError | TargetError) -> Failure | None:
+        """What killed the session, if a death is what is reduced; the same one, whatever numbers it names."""
+        if not self.failure.died or self._session is None:
+            return None
+        now = replace(self.failure, rounds=tuple(self._session.sent), answer=Answer((), error=str(error)))
+        now = replace(now, judgement=replace(now.judgement, problem=str(error)))
+        return now if now.last_words == self.failure.last_words else None
+
+    def _fresh(self) -> Session:
+        if self._session is not None and "reset" in self._session.target.can and not self.is_always_new:
+            self._session.reset()
+            return self._session
+        self.close()
+        self._session = self._start()
+        return self._session
+
+    def passes(self) -> Sequence[Callable[[], object]]:
+        return self._rounds, self._requests, self._fields, self._tokens
+
+    def _rounds(self) -> None:
+        self.leave_out(self.case[:-1], lambda kept: _startable([*kept, self.case[-1]]))
+
+    def _requests(self) -> None:
+        for i in range(len(self.case) - 1, -1, -1):
+            if i < len(self.case) and len(self.case[i].requests) > 1:
+                self._requests_of(self.case, i)
+
+    def _requests_of(self, rounds: Rounds, i: int) -> None:
+        def keep(kept: Sequence[Ask]) -> Rounds | None:
+            return _startable([*rounds[:i], replace(rounds[i], requests=tuple(kept)), *rounds[i + 1 :]])
+
+        self.leave_out(rounds[i].requests, keep)
+
+    def _fields(self) -> None:
+        """Every field at its default, every answer as short as can be."""
+        plain = Ask(())
+        for name in ("logprobs", "salt", "after", "step", "abort_after", "temperature", "n"):
+            self._each(lambda ask, name=name: replace(ask, **{name: getattr(plain, name)}))  # type: ignore[misc]
+        self.fails(_startable([replace(one, preempt_every=0) for one in self.case]))
+        for most in (1, 2, 3, 4, 6, 8):
+            self._each(lambda ask, most=most: replace(ask, max_tokens=min(ask.max_tokens, most)))  # type: ignore[misc]
+
+    def _each(self, change: Callable[[Ask], Ask]) -> None:
+        """All requests at once, or else one by one."""
+        if self.fails(_startable([replace(one, requests=tuple(map(change, one.requests))) for one in self.case])):
+            return
+        for i, j in [(i, j) for i, one in enumerate(self.case) for j in range(len(one.requests))]:
+            now = self.case
+            if i < len(now) and j < len(now[i].requests):
+                requests = [*now[i].requests]
+                requests[j] = change(requests[j])
+                self.fails(_startable([*now[:i], replace(now[i], requests=tuple(requests)), *now[i + 1 :]]))
+
+    def _tokens(self) -> None:
+        """The same positions of all prompts, whole blocks first, so that what they share they share still."""
+        for size in (self.failure.unit, 1):
+            rounds = self.case
+            longest = max(len(ask.prompt) for one in rounds for ask in one.requests)
+
+            def keep(kept: Sequence[int], rounds: Rounds = rounds, size: int = size) -> Rounds | None:
+                pieces = set(kept)
+                return _with_prompts(rounds, lambda prompt: [t for i, t in enumerate(prompt) if i // size in pieces])
+
+            self.leave_out(range(-(-longest // size)), keep)
+        for cut in (self.failure.unit, 4, 1):
+            self._each(lambda ask, cut=cut: replace(ask, prompt=ask.prompt[:-cut] or ask.prompt[:1]))  # type: ignore[misc]
+
+
+def _startable(rounds: Sequence[Round]) -> Rounds | None:
+    """Without empty rounds; no request waits for more answers than the others give: an engine would wait with it."""
+    found = []
+    for one in rounds:
+        requests = list(one.requests)
+        for place, i in enumerate(sorted(range(len(requests)), key=lambda i: requests[i].after)):
+            requests[i] = replace(requests[i], after=min(requests[i].after, place))
+        found += [replace(one, requests=tuple(requests))] * bool(requests)
+    return tuple(found) or None
+
+
+def distinct(failures: Sequence[Failure]) -> list[Failure]:
+    """Without deaths like an earlier one: an engine may die of one bug in most probes, and is slow to start."""
+    known = {one.last_words: one for one in reversed(failures) if one.died}
+    return [one for one in failures if not one.died or known[one.last_words] is one]
+
+
+def _with_prompts(rounds: Rounds, change: Callable[[Sequence[int]], Sequence[int]]) -> Rounds | None:
+    def changed(ask: Ask) -> Ask:
+        return replace(ask, prompt=tuple(change(ask.prompt)) or ask.prompt[:1])
+
+    return _startable([replace(one, requests=tuple(map(changed, one.requests))) for one in rounds])
+
+
+def as_json(rounds: Sequence[Round], whole: bool = False) -> list[dict[str, Any]]:
+    """As JSON has them: fields that are at their default are left out, unless `max_tokens` is wanted in each."""
+    found: list[dict[str, Any]] = []
+    for one in rounds:
+        given = [{"max_tokens": ask.max_tokens} if whole else {} for ask in one.requests]
+        requests = [{"prompt": ask.prompt, **own, **ask.extras()} for ask, own in zip(one.requests, given, strict=True)]
+        found.append({"requests": requests} | ({"preempt_every": one.preempt_every} if one.preempt_every else {}))
+    return found

@@ -1,0 +1,141 @@
+"""`pytest --hybrid-kv-target URL`: each probe of an engine is a test item. Without the option nothing is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from hybrid_kv.check.probes.registry import Probe
+    from hybrid_kv.check.targets.target import Kind
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The engine, and what it serves."""
+    group = parser.getgroup("hybrid-kv", "probes of an engine's cache")
+    group.addoption("--hybrid-kv-target", metavar="URL|ENGINE", help="Probe this engine: hybrid-kv guard --target.")
+    group.addoption("--hybrid-kv-model", metavar="FAMILY|FOLDER|HUB", help="The model that it serves; default: exact.")
+    group.addoption("--hybrid-kv-python", metavar="PATH", help="The engine's Python; default: that in .venv-ENGINE.")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k chooses among the items
+def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Add each probe, in the plainest setting and each level of the prefix cache that the engine has.
+
+    With the exact model, in the settings that the engine names for it.
+
+    Raises:
+        pytest.UsageError: the engine or its model is not known, or a package is missing.
+    """
+    if (target := config.getoption("--hybrid-kv-target")) is None:
+        return
+    from hybrid_kv.check.probes.guarded import wanted
+    from hybrid_kv.check.probes.registry import load_probes
+    from hybrid_kv.check.probes.run import default_matrix
+    from hybrid_kv.check.targets.kinds import for_model, kind_of, model_folder
+    from hybrid_kv.errors import HybridKVError
+
+    try:
+        python, model = config.getoption("--hybrid-kv-python"), config.getoption("--hybrid-kv-model")
+        kind = kind_of(target, python)
+        if model is None and not kind.inside:
+            raise HybridKVError("--hybrid-kv-target needs --hybrid-kv-model: the family, folder or hub id that it has")
+        if (model := model or "exact").startswith("exact"):
+            with model_folder(model) as folder:
+                kind = for_model(kind, folder)
+        part = "exact" if model.startswith("exact") else "random"
+        for settings in default_matrix(kind, "quick"):
+            probes = [one for one in load_probes() if wanted(one, kind, settings, part, part == "random")]
+            again = f"hybrid-kv guard --target {target} --model {model}" + (f" --python {python}" if python else "")
+            setting = Setting.from_parent(
+                session,
+                kind=partial(kind_of, target, python),
+                model=model,
+                settings=settings,
+                probes=probes,
+                again=again,
+            )
+            items += setting.collect()
+    except (HybridKVError, ModuleNotFoundError) as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+class Setting(pytest.Collector):
+    """An engine in one setting, started for its first item and closed behind its last.
+
+    `again` is the command that reduces what fails.
+    """
+
+    def __init__(
+        self,
+        kind: Callable[[], Kind],
+        model: str,
+        settings: dict[str, str],
+        probes: list[Probe],
+        again: str,
+        **given: Any,
+    ) -> None:
+        levels = ",".join(f"{factor}={level}" for factor, level in settings.items()) or "plain"
+        super().__init__(name=f"hybrid-kv[{levels}]", **given)
+        self.kind, self.model, self.settings, self.probes, self.again = kind, model, settings, probes, again
+
+    def collect(self) -> list[Item]:
+        return [Item.from_parent(self, name=one.name, probe=one) for one in self.probes]
+
+    def setup(self) -> None:
+        from hybrid_kv.check.probes.guarded import Guarded
+        from hybrid_kv.check.probes.run import subtract_known
+        from hybrid_kv.check.probes.session import Outcome
+        from hybrid_kv.check.targets.kinds import model_folder
+        from hybrid_kv.check.targets.target import TargetError
+        from hybrid_kv.errors import HybridKVError
+        from hybrid_kv.threads import threads_for
+
+        stack = ExitStack()
+        self.addfinalizer(stack.close)
+        try:
+            folder = stack.enter_context(model_folder(self.model))
+            stack.enter_context(threads_for(folder))
+            self.guarded = Guarded(self.kind(), folder)
+            stack.callback(self.guarded.close)
+            self.engine = self.guarded.session(self.settings)
+        except TargetError as error:
+            start = Outcome("start", self.settings, "wrong", str(error))
+            subtract_known(self.guarded, start)
+            if start.verdict == "known":
+                pytest.xfail(start.detail)
+            pytest.fail(start.detail, pytrace=False)
+        except HybridKVError as error:
+            pytest.fail(str(error), pytrace=False)
+        stack.callback(lambda: self.engine.target.close())  # a probe may have started another one
+
+
+class Item(pytest.Item):
+    """A probe in its parent's setting; one that is void or inconclusive fails, too, a known failure as expected."""
+
+    def __init__(self, probe: Probe, **given: Any) -> None:
+        super().__init__(**given)
+        self.probe = probe
+
+    def runtest(self) -> None:
+        from hybrid_kv.check.probes.run import subtract_known
+
+        setting = self.parent
+        assert isinstance(setting, Setting)
+        outcome = setting.engine.run(self.probe, setting.guarded.vocab_size)
+        setting.guarded.hear(outcome)
+        subtract_known(setting.guarded, outcome)
+        if outcome.verdict == "known":
+            pytest.xfail(outcome.detail)
+        if outcome.verdict == "not supported":
+            pytest.skip(outcome.detail)
+        if outcome.verdict != "right":
+            said = f"{outcome.verdict}: {outcome.detail}\nreduce it: {setting.again} -k '{self.name}'"
+            pytest.fail(said, pytrace=False)
+
+    def reportinfo(self) -> tuple[Any, None, str]:
+        return self.path, None, self.nodeid.lstrip(":")

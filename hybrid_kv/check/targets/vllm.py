@@ -1,0 +1,67 @@
+"""vLLM, in an environment of its own."""
+
+from __future__ import annotations
+
+from hybrid_kv.check.targets.remote import remote_kind
+from hybrid_kv.check.targets.target import Inside, Known
+
+# A default guard runs them in this order: the slowest first, so that no core waits at the end; what vLLM rejects or
+# dies of at its start last.
+_FACTORS = {
+    # on: the mode that vLLM takes by itself; all: a `mamba_cache_mode` of some versions
+    "prefix": ("off", "all", "on"),
+    "chunk": ("whole", "17", "100"),
+    "blocks": ("ample", "tight"),
+    "retain": ("last", "all"),  # prefix_cache_retention_interval: which Mamba states stay
+    "block": ("own", "32"),  # tokens; a hybrid's grow until a Mamba state fits
+    "match": ("block", "32"),  # prefix_match_unit: hits may end inside a block
+    "dtype": ("float32", "bfloat16"),
+    "spec": ("none", "ngram3", "mtp3", "mtp1"),
+    "async": ("off", "on"),
+}
+# The exact model inside it costs seconds a setting, most of them for the start.
+_INSIDE = Inside(
+    {
+        "prefix": ("off", "on"),
+        "chunk": ("whole", "24", "40"),
+        "blocks": ("ample", "tight"),
+        "retain": ("last", "all"),
+        "block": ("own", "32"),
+        "kernel": ("own", "4"),  # tokens of a block as attention takes it
+        "match": ("block", "8", "4"),
+        "spec": ("none", "ngram3", "mtp3"),
+        "async": ("off", "on"),
+        "sanitize": ("off", "on"),  # at about half of the speed; not beside async
+    },
+    (
+        "chunk=24",
+        "prefix=on blocks=tight",
+        "async=on",
+        "prefix=on",
+        "prefix=on chunk=40 blocks=tight",
+        "prefix=on chunk=40 async=on",
+        "prefix=on retain=all chunk=40",
+        "prefix=on block=32",
+        "prefix=on kernel=4",
+        "prefix=on match=8",
+        "spec=mtp3 async=on",
+        "spec=ngram3",
+        "spec=ngram3 chunk=40 blocks=tight",
+        "prefix=on spec=ngram3",
+    ),
+    is_central=True,
+)
+_KNOWN = (
+    Known("0.32.0", "vllm_seed_in_chunks", words="CPU Generator does not use offset"),
+    Known("0.32.0", "vllm_top_k_without_drafts", ("spec",), words="max(): Expected reduction dim"),
+    Known("0.32.0", "vllm_temperature_of_drafts", ("spec",), probe="seeds"),
+    *(
+        Known(f"0.{minor}.0", "vllm_prefix_and_drafts", ("prefix", "spec"), words="object is not subscriptable")
+        for minor in (22, 24, 28, 32, 33)
+    ),
+    *(Known(f"0.{minor}.0", "vllm_hit_inside_a_block", ("match",)) for minor in (32, 33)),
+    # A state is kept at a prompt's end, but with `retain=all`.
+    Known("0.32.0", "retain=last", ("prefix",), probe="together across a boundary", words="cached stayed 0"),
+)
+# Its kernels for CPUs refuse the widths of a tiny checkpoint.
+KIND = remote_kind("vllm", "vllm", _FACTORS, size="small", inside=_INSIDE, known=_KNOWN)

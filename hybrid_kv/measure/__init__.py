@@ -1,0 +1,1 @@
+"""What measures, keeps and draws: accuracy, times, predictions, studies, rows and the report."""

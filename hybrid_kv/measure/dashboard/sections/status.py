@@ -1,0 +1,117 @@
+"""What is failing, the verdict of the newest runs, and the commits that were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from hybrid_kv.measure.dashboard.changes import MAX_COMMITS, Measured
+from hybrid_kv.measure.dashboard.data import column
+from hybrid_kv.measure.dashboard.draw import coloured, folded, name_of, paragraph, table, with_small_case
+from hybrid_kv.measure.dashboard.failing import Failing, counted
+from hybrid_kv.measure.dashboard.report import Report, Section
+from hybrid_kv.measure.dashboard.verdicts import SuiteVerdict, command_of, overall
+from hybrid_kv.measure.dashboard.words import WORDS, commit_day, day, suite_name
+
+NOTHING = "Every check of the newest runs passed, and no level that has no check is worse than it was."
+RULE = (
+    "A check fails since the first of its last runs in a row that did not pass, a level since a step for the worse "
+    "that was not reverted; where a check judges the level, its verdict counts. The cause lies between the last commit "
+    "that passed and the first that failed: hybrid-kv bisect GOOD BAD finds it."
+)
+STALE_RULE = (
+    "A run counts for HEAD as long as none of the files that it measures has changed since: the modules that its suite "
+    "imports, directly or not, and their data. Otherwise it is stale, by so many commits that changed one of them."
+)
+MAX_UNFOLDED = 8  # commits
+
+
+def failing_now(report: Report) -> Section | None:
+    """What is failing, since which commit, and its author."""
+    failing = report.failing
+    if not failing:
+        judged = (report.results.rows["verdict"] != "").any()
+        return Section("Failing now", counted(failing), paragraph(NOTHING)) if judged else None
+    attributes = [f'data-machine="{escape(one.key[4])}"' for one in failing]
+    head = ["what is failing", "", "since", "last passed", "value", "limit", "n"]
+    body = table(head, [_failure(report, one) for one in failing], attributes)
+    return Section("Failing now", counted(failing), body + paragraph(RULE), failing[0].word)
+
+
+def _failure(report: Report, one: Failing) -> list[str]:
+    info = report.infos.get(one.first.commit)
+    author = f"<br><small>{escape(info.author)}</small>" if info else ""
+    return [
+        with_small_case(one.key),
+        coloured(one.word, one.text),
+        _run(report, one.first) + author,
+        _run(report, one.passed) if one.passed else "never",
+        escape(one.value),
+        name_of(str(one.newest.parsed.get("limit", ""))),
+        f"{one.newest.n:,}",
+    ]
+
+
+def _run(report: Report, row: Any) -> str:
+    return report.link(row.commit + "-dirty" * row.dirty) + f", <time>{commit_day(row)}</time>"
+
+
+def suites(report: Report) -> Section | None:
+    """What passed and what did not, in the newest run of each suite on each machine."""
+    found = report.verdicts
+    if not found:
+        return None
+    passed, judged = sum(v.count("pass") for v in found), sum(len(v.rows) for v in found)
+    finding = f"{passed:,} of {judged:,} checks of the newest runs passed"
+    word = overall(v.word for v in found)
+    body = f'<ul class="tiles">{"".join(_tile(report, v) for v in found)}</ul>' + paragraph(STALE_RULE)
+    return Section("Suites", finding, body, word)
+
+
+def _tile(report: Report, v: SuiteVerdict) -> str:
+    commit = report.link(v.newest.commit) + (" + changes" if v.newest.dirty else "")
+    mark = next((text for text in column(v.rows, "unfit", str) if text), None)
+    notes = [f"{v.fresh.text}: {command_of(v.suite)}"] if v.fresh and v.is_stale else []
+    notes += [f"not fit for times: {mark}"] if mark else []
+    return (
+        f'<li class="tile" data-machine="{escape(v.machine)}">{coloured(v.word, WORDS[v.word])}'
+        f'<span class="name">{escape(suite_name(v.suite))}</span>'
+        f"<span>{v.count('pass'):,} of {len(v.rows):,} checks</span>"
+        f"<span class=where>{commit}, <time>{day(v.newest)}</time></span>"
+        f"{''.join(f'<span class=where>{escape(note)}</span>' for note in notes)}"
+        f"<span class=where>{escape(v.machine) or 'any machine'}</span></li>"
+    )
+
+
+def commits(report: Report) -> Section | None:
+    """The commits that were measured, with a link to a page for each."""
+    newest = list(report.commits.values())[::-1]
+    if not newest:
+        return None
+    body = _commit_table(report, newest[:MAX_UNFOLDED])
+    if older := newest[MAX_UNFOLDED:]:
+        body += folded(f"{len(older)} older ones", _commit_table(report, older))
+    body += paragraph(
+        "Metrics are compared with those of the commit that was measured before. A commit is here if it was measured "
+        f"without changes on top; the newest {MAX_COMMITS} of them have a page."
+    )
+    changed = sum(bool(len(one.changes)) and one.count("same") < len(one.changes) for one in newest)
+    return Section("Commits", f"{changed} of the {len(newest)} newest commits changed a metric", body)
+
+
+def _commit_table(report: Report, found: Sequence[Measured]) -> str:
+    words = ["worse", "better", "changed", "same"]
+    lines = []
+    for one in found:
+        info, word = report.infos.get(one.commit), overall(v.word for v in one.verdicts)
+        subject = f"<br><small>{escape(f'{info.subject} ({info.author})')}</small>" if info else ""
+        lines.append(
+            [
+                report.link(one.commit) + subject,
+                day(one.rows.iloc[0]),
+                coloured(word, WORDS[word]) if word != "none" else "–",
+                *(f"{one.count(change):,}" if len(one.changes) else "–" for change in words),
+            ]
+        )
+    return table(["commit", "measured", "checks", *words], lines)

@@ -1,0 +1,5 @@
+"""The guard's checks that measure: importing this package registers them, next to those of `check.guard.checks`."""
+
+from hybrid_kv.measure.guard_checks import accuracy, block_ids
+
+__all__ = ["accuracy", "block_ids"]

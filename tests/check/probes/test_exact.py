@@ -1,0 +1,160 @@
+"""The exact model in an engine: a toy answers as the oracle does, but for a bug."""
+
+import ast
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from hybrid_kv.check.probes.guarded import Guarded
+from hybrid_kv.check.probes.judge import ExactJudge
+from hybrid_kv.check.probes.registry import Round
+from hybrid_kv.check.probes.reproducer import Case, write_files
+from hybrid_kv.check.probes.run import default_matrix, subtract_known
+from hybrid_kv.check.probes.script import script_of
+from hybrid_kv.check.targets import ours, vllm
+from hybrid_kv.check.targets.exact import PATTERNS, ExactAnswers, write_exact_checkpoint
+from hybrid_kv.check.targets.target import CAPABILITIES, Answer, Ask, Inside, Kind, Known
+from hybrid_kv.config import ConfigError
+from tests.check.probes.toy import Toy, guard
+
+UNIT = 16
+
+
+class ExactToy(Toy):
+    def __init__(self, folder, settings, bug):
+        super().__init__(settings, bug, frozenset(CAPABILITIES) - {"logprobs", "cached", "salt"})
+        self.cached, self._answers = {}, ExactAnswers(folder)
+
+    def ask(self, requests, preempt_every=0):
+        return [self._answer(one, preempt_every) for one in requests]
+
+    def _answer(self, ask, preempt_every):
+        count = ask.max_tokens if ask.abort_after is None else min(ask.abort_after, ask.max_tokens)
+        prompt = ask.prompt
+        first, second = prompt[:UNIT], prompt[UNIT : 2 * UNIT]
+        known = self.cached.setdefault(second, first) if len(second) == UNIT else first
+        if self.bug == "no parent" and known != first:
+            prompt = (*known, *prompt[UNIT:])
+        if self.bug == "one token" and ask.step and len(prompt) == 1:
+            prompt = (*prompt, 0)
+        if self.bug == "preempted" and preempt_every and len(prompt) > 20:
+            prompt = prompt[1:]
+        tokens = tuple(self._answers.tokens(prompt, count))
+        return Answer(tokens, others=(tokens,) * (ask.n - 1))
+
+    def counters(self):
+        return {"preemptions": 1.0}
+
+
+def kind(bug="", known=()):
+    inside = Inside({"prefix": ("off", "on")}, ("prefix=on",))
+    start = lambda folder, settings: ExactToy(folder, settings, bug)  # noqa: E731
+    return Kind("toy", {}, start, inside=inside, known=known)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exact")
+    write_exact_checkpoint("mixed", folder)
+    return str(folder)
+
+
+def found(some, *select):
+    return {one.probe: one for one in guard(some, [{}], select) if one.verdict not in ("right", "not supported")}
+
+
+def test_a_right_engine_is_right_in_the_settings_that_it_names(folder, monkeypatch):
+    monkeypatch.setattr("hybrid_kv.check.probes.checks.exact.NUM_REQUESTS", 12)
+    some = Guarded(kind(), folder)
+    assert default_matrix(some.kind) == [{}, {"prefix": "on"}]
+    assert not found(some, "traffic", "tiles", "token")
+
+
+def test_what_its_traffic_covers_is_left_out_where_it_runs(folder):
+    names = [one.probe for one in guard(Guarded(kind(), folder, thorough=False), [{}], ["alone", "tiles", "repeat"])]
+    assert names == ["alone", "tiles"]
+
+
+@pytest.mark.parametrize(
+    ("bug", "probe"), [("no parent", "tiles"), ("one token", "one token beside others"), ("preempted", "traffic")]
+)
+def test_its_traffic_finds(folder, bug, probe):
+    outcome = found(Guarded(kind(bug), folder), probe)[probe]
+    assert outcome.verdict == "wrong" and len(outcome.failures) == 1
+
+
+def test_a_known_failure_of_the_release_is_named_and_not_counted(folder):
+    known = Known("1.0", "toy_script", probe="tiles", words="not")
+    some = Guarded(kind("no parent", (known,)), folder)
+    (outcome,) = found(some, "tiles").values()
+    assert (outcome.verdict, outcome.failures) == ("known", [])
+    assert outcome.detail.startswith("toy_script: token")
+    for other in (replace(known, release="2.0"), replace(known, words="dies"), replace(known, factors=("prefix",))):
+        again, some.kind.known = replace(outcome, verdict="wrong"), (other,)
+        subtract_known(some, again)
+        assert again.verdict == "wrong"
+
+
+def test_a_further_model_has_its_own_settings(folder, tmp_path):
+    some = kind()
+    some.inside = replace(some.inside, further={"kda": ("prefix=off",)})
+    write_exact_checkpoint("kda", tmp_path)
+    assert default_matrix(Guarded(some, folder).kind) == [{}, {"prefix": "on"}]
+    assert default_matrix(Guarded(some, str(tmp_path)).kind) == [{}]
+
+
+def test_an_engine_that_cannot_run_it_says_so(folder):
+    with pytest.raises(ConfigError, match="--exact: ours cannot run an exact model"):
+        Guarded(ours.KIND, folder)
+
+
+def test_an_answer_is_the_oracles_or_wrong(folder):
+    judge, prompt = ExactJudge(folder), (1, 2, 3)
+    right = tuple(ExactAnswers(folder).tokens(prompt, 9))
+
+    def verdict(ask, *tokens, **more):
+        return judge.judge(ask, Answer(tuple(tokens), **more), None).verdict
+
+    ask = Ask(prompt, max_tokens=9)
+    assert verdict(ask, *right) == verdict(replace(ask, temperature=1.0, seed=1), *right) == "right"
+    assert verdict(ask, *right[:-1], right[-1] + 1) == verdict(ask, *right[:-1]) == verdict(ask, error="no") == "wrong"
+    assert verdict(replace(ask, abort_after=4), *right[:5]) == "right"
+    assert verdict(replace(ask, abort_after=4), *right[:3]) == "wrong"
+    several = replace(ask, n=2)
+    assert verdict(several, *right) == verdict(several, *right, others=((0,) * 9,)) == "wrong"
+    assert verdict(several, *right, others=(right,)) == "right"
+
+
+def test_answers_depend_on_every_token_and_mostly_follow(folder):
+    answers, prompt = ExactAnswers(folder), tuple(range(40))
+    tokens = answers.tokens(prompt, 60)
+    assert answers.tokens(prompt, 20) == tokens[:20]
+    for i in range(40):
+        assert answers.tokens((*prompt[:i], prompt[i] + 1, *prompt[i + 1 :]), 60) != tokens
+    follow = sum(b == a - a % 5 + (a + 1) % 5 for a, b in pairwise(tokens))
+    assert 40 < follow < 59
+
+
+def test_there_is_no_other_exact_model(tmp_path):
+    with pytest.raises(
+        ConfigError, match=f"exact:mamba: there is no such exact model; use one of {', '.join(PATTERNS)}"
+    ):
+        write_exact_checkpoint("mamba", tmp_path)
+
+
+def test_a_failure_in_vllm_becomes_a_script(tmp_path):
+    rounds = (Round((Ask((5, 6), max_tokens=3), Ask((7,), max_tokens=2, step=4)), preempt_every=9),)
+    settings = {"prefix": "on", "blocks": "tight", "async": "on", "kernel": "4"}
+    wrong = rounds, 1, (8, 9), (8, 1), 0.0, None, None, 0.0
+    case = Case("vllm", "0.32.0", "exact:gdn", settings, "traffic", "token 0 is 1", *wrong)
+    *_, script = write_files(case, tmp_path, script_of(case))
+    names = {
+        node.name for node in ast.parse(script.read_text()).body if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+    assert {"declare_vision", "register", "ExactHybridForCausalLM", "make_tight", "allow_async", "main"} <= names
+    data = ast.literal_eval(script.read_text().split("\nCASE = ")[1].split('\nCASE["config"]')[0])
+    assert data["kernel_block_size"] == 4 and data["changes"] == ["make_tight", "allow_async"]
+    assert data["rounds"][0]["requests"][1] == {"prompt": (7,), "max_tokens": 2, "step": 4}
+    assert data["options"]["enable_prefix_caching"] is True and data["expected"] == [8, 9]
+    assert set(vllm.KIND.inside.factors) >= set(settings)
