@@ -16,7 +16,7 @@ from hybrid_kv.kernels.common.upload import Staged, together
 class CommonAttentionMetadata:
     """One step's batch: decodes first, then prefills.
 
-    A *decode* runs one known token of a request that already has a state, and up to K drafts behind
+    A *decode* runs one known token of a request that already has a state, and up to K drafts after
     it; everything else is a *prefill*, however short. Padding rows are one-token decodes on the
     null block with `PAD_SLOT`; they occur only in a step without prefills.
 

@@ -66,7 +66,7 @@ class KVCacheManager:
     Args:
         enable_prefix_caching: publish blocks and look for hits; needs Mamba groups in mode `align`
             or `all`.
-        num_lookahead_tokens: positions behind the scheduled tokens that a step may write (a
+        num_lookahead_tokens: positions after the scheduled tokens that a step may write (a
             drafting head's K/V).
         max_model_len: no position from here on is ever written.
         num_uncertain_tokens: drafts of the step in flight that may count when the next one is
@@ -222,7 +222,7 @@ class KVCacheManager:
         hit: PrefixHit = NO_HIT,
         num_seen_tokens: int = 0,
     ) -> NewBlocks | None:
-        """Make room for `num_new_tokens` tokens behind `num_computed_tokens`.
+        """Make room for `num_new_tokens` tokens after `num_computed_tokens`.
 
         Returns the *new* logical blocks, or None if the pool is too full; a hit is taken with them
         or not at all. What the offload tier has of it is read only when there is room.
@@ -461,7 +461,7 @@ class KVCacheManager:
         """Return everything the request holds.
 
         The deepest blocks of all groups go first, so that they are evicted first and together: a
-        prefix needs each of its attention blocks and the states behind them, in no group is a block
+        prefix needs each of its attention blocks and the states after them, in no group is a block
         worth more than its neighbours there.
         """
         rows = self._held.pop(request_id, None)

@@ -86,7 +86,7 @@ class KVOffload:
     `raw_buffers`: those of `allocate_raw_buffers`, contiguous, of any shape and dtype; layer i of
     every group lives in buffer i. `block_bytes[g]` is what one block of group g takes in a tier.
     `host_bytes` bounds the payload bytes of the host tier exactly; pages that `fetch` handed out
-    live on beside it. `namespace` separates models that share a layout (weights, revision): a
+    live on next to it. `namespace` separates models that share a layout (weights, revision): a
     folder's blocks are found under the same namespace and layout only.
 
     On a GPU, `store` and `load` work in the order of the current stream: a block is read after what

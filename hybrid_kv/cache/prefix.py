@@ -33,7 +33,7 @@ def longest_hit(
     Args:
         specs: of each group.
         unit: tokens; every hit is a multiple of it.
-        offload: where blocks may be beside the pool.
+        offload: where blocks may be besides the pool.
     """
     limit = len(token_ids) - 1
     chains = [hashes.chain(spec.block_size, token_ids, limit) for spec in specs]

@@ -15,7 +15,7 @@ restore.
 
 What is reported is the difference since the last time, so that a key is in one of two sets and
 events have no order. A router that misses one forgets all that it knew: it predicts too little
-until the next `snapshot`, never too much. Events that come twice, or behind later ones, say
+until the next `snapshot`, never too much. Events that come twice, or after later ones, say
 nothing, and neither do those of a log that another one has followed. What an offload tier holds is
 not reported: the engine may restore more than is predicted.
 """

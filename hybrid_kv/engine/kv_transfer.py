@@ -12,13 +12,13 @@ cache mode, number of blocks, drafts and asynchronous scheduling.
 - The state is read where the next step would read it (`StateCursor`,
   `Rollback.source_logical_blocks`): with drafts that is not the request's last block (asc!11262),
   and with a prefix cache a request has several blocks and gaps between them (vllm!50153). It is
-  written where the first step of a request that starts behind a hit reads it.
+  written where the first step of a request that starts after a hit reads it.
 - A draft head's layer is an attention layer with one token more: the pair (hidden state of token n
   - 1, token n) is computed with token n - 1. Drafts themselves stay behind: the first step has
   none.
 - `receive_request` refuses what does not fit before anything is allocated: other weights, another
   dtype or form of a layer's cache, a layer that the other engine does not have.
-- A request that is taken over waits in the queue like any other, its tensors beside it. Its first
+- A request that is taken over waits in the queue like any other, its tensors next to it. Its first
   step is that of a request whose hit leaves one token. It is preempted like any other: then its
   tokens are computed again.
 - One that is handed over is gone from its engine; the prefixes that it has published stay.

@@ -356,7 +356,7 @@ class LLM:
         request = item.request
         start = item.num_computed_tokens
         request.logprobs += output.logprobs.get(request.request_id, [])
-        # Those behind the token that ended it
+        # Those after the token that ended it
         del request.logprobs[len(request.output_token_ids) :]
         new = output.prompt_logprobs.get(request.request_id, [])
         request.prompt_logprobs[start : start + len(new)] = new  # a second time after a preemption

@@ -10,7 +10,7 @@ the door: no livelock. A prompt whose prefix another one is just computing waits
 In cache mode `align` a chunk that reaches a boundary of all groups
 (`KVCacheManager.hit_granularity`) ends on the last one that it reaches, and none passes the last
 one of the prompt that a hit may use. Where block sizes are unequal, a chunk before that may reach
-none of these: then it ends on a boundary of the states alone if it reaches one. Behind the last
+none of these: then it ends on a boundary of the states alone if it reaches one. After the last
 boundary of all groups a chunk may pass those of the states: nothing could use them. A chunk that
 cannot reach a boundary still runs: every step makes progress (vllm!51582).
 """
@@ -229,7 +229,7 @@ class Scheduler:
         request.progress = StateProgress(start, start)
         request.arrival(request, new)
         request.arrival = None  # it may be preempted, and then has nothing but its tokens
-        # Now, not behind the step: with one in flight, mode align gives the boundary's logical
+        # Now, not after the step: with one in flight, mode align gives the boundary's logical
         # block back before that.
         self._cache_blocks(request, is_decode=False)
         return item
@@ -271,7 +271,7 @@ class Scheduler:
         if item.awaits_drafts:
             assert flight is not None
             end = min(end + flight.num_drafts, self.config.max_model_len)
-        # A prefill in flight leaves a state behind its last token.
+        # A prefill in flight leaves a state after its last token.
         is_prefill = flight is not None and not flight.is_decode
         start = item.num_computed_tokens
         seen = start if is_prefill else self.rollback.num_seen(request.progress, start)

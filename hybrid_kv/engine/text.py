@@ -43,7 +43,7 @@ class TextStream:
     A piece leaves out what a later token may change or a stop string may end.
 
     A character of several tokens ends no piece. Decoding starts at the last piece but one: the
-    whole text at every token would be quadratic, and a token alone may read otherwise than behind
+    whole text at every token would be quadratic, and a token alone may read otherwise than after
     its neighbour.
     """
 

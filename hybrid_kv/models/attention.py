@@ -30,7 +30,7 @@ class PagedAttention(nn.Module):
         rope: rotates queries and keys; None: order comes from the Mamba layers.
         norms: of queries and of keys before the rotation; over each head, or over all of them at
             once, as their size says.
-        gated: `q_proj` gives each head a gate behind its query; outputs are multiplied by its
+        gated: `q_proj` gives each head a gate after its query; outputs are multiplied by its
             sigmoid (Qwen3-Next).
         scale: of the scores; None: `head_size ** -0.5`.
     """

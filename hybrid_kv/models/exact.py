@@ -51,7 +51,7 @@ PARTS: dict[str, tuple[int, int]] = {"M": (1, 1), "W": (1, 0), "T": (1, 2), "V":
 # K/V heads of an attention layer, all but the last one unused: bytes per token alone tell these
 # layers apart.
 KV_HEADS = {"*": 1, "+": 2, "#": 3}
-LATENT = "L"  # attention with one vector per token, K beside V
+LATENT = "L"  # attention with one vector per token, K next to V
 ATTENTION = (*KV_HEADS, LATENT)
 
 
@@ -60,7 +60,7 @@ class ExactConfig:
     """Geometry: `width` residues per token, and a `pattern` with one letter per layer.
 
     The letters of `PARTS` are layers with states, those of `KV_HEADS` attention with one, two or
-    three times the bytes per token: beside states that makes blocks of other sizes share the pool,
+    three times the bytes per token: next to states that makes blocks of other sizes share the pool,
     alone pages of other sizes share a table. `LATENT` has the bytes of `*` in one part.
     """
 
@@ -210,7 +210,7 @@ class ExactMamba:
         States are [rows, len, state_size, width].
 
         Args:
-            c: [rows, len, width], the tokens of a step's decodes, or of its prefills, behind the
+            c: [rows, len, width], the tokens of a step's decodes, or of its prefills, after the
                 convolutions; padded.
             lengths: [rows].
         """
@@ -322,7 +322,7 @@ class ExactAttention:
         score = (query[:, :, None] + key[:, None]) % PRIME
         mixed = score * score % PRIME * weighted[:, None] % PRIME
         visible = np.arange(key.shape[1]) <= positions[..., None]
-        # A product of matrices: with few values behind it, numpy's sum over an axis takes six times
+        # A product of matrices: with few values after it, numpy's sum over an axis takes six times
         # as long.
         return (visible[..., None, :] @ mixed)[..., 0, :] % PRIME
 

@@ -40,8 +40,8 @@ class ScaledMamba2Mixer(Mamba2Mixer):
     """Mamba-2 with multipliers, and a norm before the gate, after it or none.
 
     Args:
-        scale_in: of the input; `scales`: of gate, x, B, C and dt behind the projection.
-        order: whether the norm stands behind the gate or before it, or there is none.
+        scale_in: of the input; `scales`: of gate, x, B, C and dt after the projection.
+        order: whether the norm stands after the gate or before it, or there is none.
     """
 
     def __init__(

@@ -279,7 +279,7 @@ class Mamba2Spec:
 class Mamba1Spec:
     """Window and state of a Mamba-1 layer, under the names that the family's config.json has.
 
-    `inner`: of the channels, where a file names their number beside `expand`, how many times the
+    `inner`: of the channels, where a file names their number next to `expand`, how many times the
         hidden size they are.
     """
 

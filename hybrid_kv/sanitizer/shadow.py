@@ -37,7 +37,7 @@ class Owner:
         self.index = index
         self.serial = serial
         self.request: Request | None = None  # from its first step on
-        self.known = 0  # tokens; behind them lie the step's drafts
+        self.known = 0  # tokens; after them lie the step's drafts
         self.computed: int | None = None  # of them in the cache
         self.tokens = np.zeros(max_tokens, dtype=np.int64)
         self.prefix = np.zeros(max_tokens + 1, dtype=np.int64)  # [n]: hash of the first n tokens

@@ -41,7 +41,7 @@ class NgramProposer:
         Args:
             requests: whose rows they are; not looked at.
             token_ids: of each row [width].
-            num_tokens: [num_rows], known tokens of each row; behind them lie stale drafts, which
+            num_tokens: [num_rows], known tokens of each row; after them lie stale drafts, which
                 are never read.
         """
         return [

@@ -21,7 +21,7 @@ class Sampling(NamedTuple):
         places: in the batch, of the requests that sample.
         first_positions: of the tokens that they get.
         rows: of the hidden states, one for each token and draft; None: the first `num_rows`.
-        verification: what `verify` takes beside logits.
+        verification: the arguments of `verify` besides logits.
     """
 
     places: list[int]
@@ -106,7 +106,7 @@ def verify(
     (no proposer sees the noise of a position to come), `P(t = d) = p(d)`, and given `t != d`, `t`
     is distributed as `p` without `d`, renormalised: the same scheme, in one draw.
 
-    Logits behind a rejected draft are conditioned on a token that the request does not have, and
+    Logits after a rejected draft are conditioned on a token that the request does not have, and
     are dropped. Nothing depends on their draws, so that the same noise may serve those positions
     again in the next step.
 
@@ -115,7 +115,7 @@ def verify(
             for the positions from the first one on that it has no token for.
         draws: of these rows.
         drafts: [num_requests, 1 + longest] int64 each: the drafts of each request, then -1; and
-            where the logits for their positions are, behind a request's own ones the last of them.
+            where the logits for their positions are, after a request's own ones the last of them.
             Empty: there are none.
 
     Returns:

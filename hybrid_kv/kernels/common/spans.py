@@ -49,7 +49,7 @@ class Spans:
         lengths: [num_rows] int64 on the CPU, tokens of each row, which lie back to back. Rows
             without tokens have no spans: nothing is read or written for them.
         state_indices: [num_rows] int32 or int64, the block for what a row's last token leaves
-            behind.
+            after.
         boundaries: rows and offsets on the CPU, unless `moved` is given, blocks on the device of
             `state_indices`; None if there are none.
         chunk_size: tokens of a chunk at most, a power of two from 16 on.
@@ -61,9 +61,9 @@ class Spans:
         cu_spans: [num_spans + 1] int32, first token of each span; a span may be empty.
         span_blocks: [num_spans] int64, block for what is there after the span's last token.
         cu_chunks: [num_spans + 1] int32, first chunk of each span.
-        chunks: [num_chunks, 2] int32, first token of each chunk and that behind its last.
+        chunks: [num_chunks, 2] int32, first token of each chunk and that after its last.
         tiles: [num_tiles, 4] int32, row of each tile, first token of the row, first token of the
-            tile, and that behind its last.
+            tile, and that after its last.
 
     Raises:
         ValueError: a boundary lies outside of its row, or `chunk_size` is no power of two >= 16.

@@ -104,7 +104,7 @@ def _delta_recompute(
     in_n = (n < KEY) | (KEY == BLOCK_K)
     place = start + j
     place = tl.where(place >= RING, place - RING, place)
-    # A sum over what is behind token j is taken of what is behind, one place on.
+    # A sum over what is after token j is taken of what is after, one place on.
     next_place = tl.where(place + 1 >= RING, 0, place + 1)
     u_ring += (ring * HEADS + head) * (RING * VALUE)
     k_ring += (ring * KEY_HEADS + key_head) * (RING * KEY)
@@ -211,7 +211,7 @@ def _delta_recompute(
             tl.store(
                 y + i * (HEADS * VALUE) + p, tl.sum(out, axis=1).to(y.dtype.element_ty), mask=in_p
             )
-        # Behind everything that any program reads in this launch; keys and decays by one program of
+        # After everything that any program reads in this launch; keys and decays by one program of
         # those that share them.
         mask = in_t[None, :] & in_p[:, None]
         tl.store(

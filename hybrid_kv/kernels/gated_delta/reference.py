@@ -5,7 +5,7 @@ Per head with state `S` [V, K], as vLLM lays it out: `S_t = S_{t-1} * exp(g_t) +
 one number per head (Qwen3-Next, OLMo-Hybrid) or one per column of the state (Kimi Delta Attention,
 arXiv 2510.26692). `q` comes in scaled, `q` and `k` normalised: see `delta_operands`. All arithmetic
 is in the dtype of the state, float32 or float64; sums of log decays alone are in float64. Nothing
-here divides by a decay: behind a strong one its inverse overflows.
+here divides by a decay: after a strong one its inverse overflows.
 
 Rows may be padded at their end with what a token may be (`Ragged` repeats the last one): no token
 sees what comes after it, and only the wanted states are returned. A longer `k` would not do: with
@@ -159,7 +159,7 @@ def gated_delta_chunk(
     for start in range(0, length, chunk_size):
         span = slice(start, start + chunk_size)
         keys = k[:, :, span]
-        # [rows, heads, width, 1 or K] in float64: between two tokens behind a strong decay lies
+        # [rows, heads, width, 1 or K] in float64: between two tokens after a strong decay lies
         # little of a large sum.
         total = g[:, :, span].cumsum(2, dtype=torch.float64)
         out, updates = _inside(q[:, :, span], keys, v[:, :, span], total, beta[:, :, span], state)

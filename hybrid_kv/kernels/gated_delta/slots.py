@@ -2,7 +2,7 @@
 
 A gated delta net (Yang et al., 2024, arXiv 2412.06464) has one decay per head, Kimi Delta Attention
 (2025, arXiv 2510.26692) one per key channel; one program runs both. A row runs the last accepted
-token of a request and up to K drafts behind it. Each state that it passes is kept in a block of its
+token of a request and up to K drafts after it. Each state that it passes is kept in a block of its
 own, so that the next step may start from any of them: (2 + K) states of traffic, one launch per
 layer.
 
@@ -71,7 +71,7 @@ def _delta_update(
 ) -> None:
     # A program owns BLOCK_V rows of one head's state, and one warp runs it, for the reasons given
     # in `ssd.slots`: 2 or 4 KB, of which an SM holds 20 to 32. Twice the elements, with query and
-    # key beside them, do not fit into registers. A row of the state meets no other one, so neither
+    # key next to them, do not fit into registers. A row of the state meets no other one, so neither
     # do programs.
     tiles: tl.constexpr = (VALUE + BLOCK_V - 1) // BLOCK_V
     row = tl.program_id(1)

@@ -5,7 +5,7 @@ same checkpoints, rings, cursors and rules.
 
 A request keeps a *checkpoint*, its state after `base_pos` tokens, and a *ring* with the inputs (x,
 B, dt) of the tokens since. A step reads the checkpoint, lets its tokens see the `n_hist` tokens of
-the ring as well, and appends their own inputs behind them. Nothing is ever rolled back: the inputs
+the ring as well, and appends their own inputs after them. Nothing is ever rolled back: the inputs
 of rejected tokens are overwritten, because the next step counts only accepted ones. Now and then a
 step *flushes*: it folds the oldest `n_flush` tokens of the ring into the checkpoint and writes it
 to the block of the last one of them. So a step moves one state, not the 2 + K of scheme `slots`,
@@ -29,7 +29,7 @@ step and T_max the most that a step can have:
    programs of other heads may still read.)
 3. Otherwise none.
 
-A ring of `3 * T_max - 1` tokens holds what rule 1 leaves, the step and the one behind it; `n_hist`
+A ring of `3 * T_max - 1` tokens holds what rule 1 leaves, the step and the one after it; `n_hist`
 never exceeds `ring_len - T_max`.
 """
 

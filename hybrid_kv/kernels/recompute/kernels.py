@@ -129,7 +129,7 @@ def recompute_kernel(
     in_n = (n < STATE) | (STATE == BLOCK_N)
     place = start + j
     place = tl.where(place >= RING, place - RING, place)
-    # A sum over what is behind token j is taken of what is behind, one place on.
+    # A sum over what is after token j is taken of what is after, one place on.
     next_place = tl.where(place + 1 >= RING, 0, place + 1)
     x_ring += (ring * HEADS + head) * (RING * HEAD_DIM)
     dt_ring += (ring * HEADS + head) * RING
@@ -234,7 +234,7 @@ def recompute_kernel(
                 out.to(y.dtype.element_ty),
                 mask=now,
             )
-            # Behind everything that any program reads in this launch.
+            # After everything that any program reads in this launch.
             tl.store(
                 x_ring + (i * RING + behind[:, None]) * HEAD_DIM + p[None, :],
                 new_x.to(x_ring.dtype.element_ty),

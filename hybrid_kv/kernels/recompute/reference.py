@@ -228,7 +228,7 @@ def recompute_update_reference(
         log_decay = (every_dt * -torch.exp(A_log.to(dtype))).transpose(1, 2)
         i = torch.arange(log_decay.shape[2], device=x.device)
         now = i[-step.max_query_len :]
-        # From token s to token t: the sum over what lies behind s, since a difference of sums would
+        # From token s to token t: the sum over what lies after s, since a difference of sums would
         # lose the digits of neighbours. exp() is 1 where s is yet to come, so these are left out of
         # the scores.
         between = (

@@ -135,10 +135,10 @@ class RecomputeCursors:
 
     Attributes:
         base_pos: [num_rows] int64, tokens that the checkpoint has seen.
-        ring_start: [num_rows] int64, place in the ring of the first token behind the checkpoint.
-        n_hist: [num_rows] int64, tokens behind the checkpoint that were accepted, as of the last
+        ring_start: [num_rows] int64, place in the ring of the first token after the checkpoint.
+        n_hist: [num_rows] int64, tokens after the checkpoint that were accepted, as of the last
             `commit`.
-        prev_t: [num_rows] int64, tokens that the last step appended behind those; 0 after a
+        prev_t: [num_rows] int64, tokens that the last step appended after those; 0 after a
             prefill.
         ring_len: of the rings.
         max_query_len: 1 + K.
@@ -196,7 +196,7 @@ class RecomputeStep(NamedTuple):
         src: block of the checkpoint; 0: padding, the row reads and writes nothing.
         dst: block of the checkpoint after the flush; `src` where none is due.
         ring_start: place of the history's first token.
-        n_hist: tokens of history, those to flush included; behind them this step appends its own.
+        n_hist: tokens of history, those to flush included; after them this step appends its own.
         n_flush: how many of them, from the first, go into the checkpoint.
         max_query_len: the most tokens of a row.
     """

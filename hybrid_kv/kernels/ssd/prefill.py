@@ -126,7 +126,7 @@ def _states(
             step = tl.where(u == 1.0, e, tl.log(u) * (e / (u - 1.0)))
             step = tl.where(inside, tl.where(v > 20.0, v, step), 0.0)
             # Strong decay followed by weak: at a sum of 2000 one unit in the last place is 1e-4,
-            # and so would be the error of each product between the tokens behind. Sums of integers
+            # and so would be the error of each product between the tokens after. Sums of integers
             # are exact up to 2^24, the rest stays small. 2^-1000 is zero.
             decay = tl.maximum(step * a, -1000.0)
             whole = tl.floor(decay + 0.5)

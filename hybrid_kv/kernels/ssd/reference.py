@@ -103,7 +103,7 @@ def chunk_scan(
         width = stop - start
         b = b_all[:, :, start:stop]
         c = c_all[:, :, start:stop]
-        # [rows, heads, width] in float64: between two tokens behind a strong decay lies little of a
+        # [rows, heads, width] in float64: between two tokens after a strong decay lies little of a
         # large sum.
         total = log_decay[..., start:stop].cumsum(-1, dtype=torch.float64)
         # exp() can overflow above the diagonal, which is overwritten, not multiplied.
@@ -207,7 +207,7 @@ def chunk_scan_prefill_reference(
     """Run `chunk_scan_prefill` in plain torch; tokens of no row come out as zeros.
 
     In float64, because `ssd.chunk_scan` takes differences of summed decays: in float32 they err by
-    2e-4 behind strong decays.
+    2e-4 after strong decays.
     """
     y = torch.zeros_like(x, memory_format=torch.contiguous_format)
     lengths = spans.cu_seqlens.diff()

@@ -1,6 +1,6 @@
 """The verify step of a Mamba-2 layer in scheme `slots`: read one state, write one per token.
 
-A row runs the last accepted token of a request and up to K drafts behind it. Each state that it
+A row runs the last accepted token of a request and up to K drafts after it. Each state that it
 passes is kept in a block of its own, so that the next step may start from any of them: (2 + K)
 states of traffic, one launch per layer.
 """

@@ -1,7 +1,7 @@
 """A gated delta net (Yang et al., 2024, arXiv 2412.06464): convolution, delta rule, gated norm.
 
 As in transformers, queries and keys get length 1 in the dtype of the recurrence, and the norm of
-each head comes before its gate, not behind it as in Mamba-2.
+each head comes before its gate, not after it as in Mamba-2.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DeltaRuleMixer(LaunchedMixer):
     """The base of layers with a delta rule.
 
     `project` gives time steps, [num_tokens, value_heads] or per key channel [num_tokens,
-    value_heads, key_dim], and behind them betas [num_tokens, value_heads].
+    value_heads, key_dim], and after them betas [num_tokens, value_heads].
 
     Args:
         name: of the layer's cache.

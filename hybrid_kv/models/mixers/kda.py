@@ -1,7 +1,7 @@
 """Kimi Delta Attention (2025, arXiv 2510.26692): a gated delta rule with a rate per key channel.
 
 The convolutions of queries, keys and values are one, of all their channels, with one window. Decay
-and output gate come from projections of low rank; the gate is a sigmoid, behind the norm of each
+and output gate come from projections of low rank; the gate is a sigmoid, after the norm of each
 head.
 """
 
