@@ -55,7 +55,7 @@ class Compute(Protocol):
         """Store K and V [num_tokens, num_kv_heads, head_size] in their slots; -1 stores nothing."""
 
     def attend(
-        self, query: torch.Tensor, caches: Caches, part: AttentionPart, scale: float
+        self, query: torch.Tensor, caches: Caches, segment: AttentionPart, scale: float
     ) -> torch.Tensor:
         """Attend causally from a part's queries to the tokens of their rows, up to the query's own.
 
@@ -79,21 +79,21 @@ class TorchCompute:
         self,
         query: torch.Tensor,
         caches: Caches,
-        part: AttentionPart,
+        segment: AttentionPart,
         scale: float,
         grid: int | None = None,
     ) -> torch.Tensor:
         """Attend as `Compute.attend`; tokens at multiples of a `grid` are hidden (`models.mtp`)."""
-        padded = part.rows.padded(query)
-        shape = (len(padded), part.num_keys, *caches[0].shape[2:])
+        padded = segment.rows.padded(query)
+        shape = (len(padded), segment.num_keys, *caches[0].shape[2:])
         key, value = (
-            gather_tokens(cache, part.token_index(cache, grid)).view(shape) for cache in caches
+            gather_tokens(cache, segment.token_index(cache, grid)).view(shape) for cache in caches
         )
-        mask = part.mask(query.shape[1] // key.shape[2], query.dtype, grid)
+        mask = segment.mask(query.shape[1] // key.shape[2], query.dtype, grid)
         out = attend_tokens(padded, key, value, mask, scale)
         if grid is not None:
-            out = out.masked_fill_(sees_nothing(part.positions, grid)[..., None, None], 0)
-        return part.rows.flat(out)
+            out = out.masked_fill_(sees_nothing(segment.positions, grid)[..., None, None], 0)
+        return segment.rows.flat(out)
 
 
 class _Stores:
@@ -112,12 +112,14 @@ class TritonCompute(_Stores):
         self,
         query: torch.Tensor,
         caches: Caches,
-        part: AttentionPart,
+        segment: AttentionPart,
         scale: float,
         grid: int | None = None,
     ) -> torch.Tensor:
-        where = part.block_table, part.query_start_loc, part.seq_lens
-        return paged_attention_varlen(query, *caches, *where, part.rows.max_len, scale, grid or 0)
+        where = segment.block_table, segment.query_start_loc, segment.seq_lens
+        return paged_attention_varlen(
+            query, *caches, *where, segment.rows.max_len, scale, grid or 0
+        )
 
 
 class FlashAttentionCompute(_Stores):
@@ -133,18 +135,18 @@ class FlashAttentionCompute(_Stores):
         self._attend = importlib.import_module("vllm.vllm_flash_attn").flash_attn_varlen_func
 
     def attend(
-        self, query: torch.Tensor, caches: Caches, part: AttentionPart, scale: float
+        self, query: torch.Tensor, caches: Caches, segment: AttentionPart, scale: float
     ) -> torch.Tensor:
         out: torch.Tensor = self._attend(
             query,
             *caches,
-            max_seqlen_q=part.rows.max_len,
-            cu_seqlens_q=part.query_start_loc,
-            seqused_k=part.seq_lens,
-            max_seqlen_k=part.num_keys,
+            max_seqlen_q=segment.rows.max_len,
+            cu_seqlens_q=segment.query_start_loc,
+            seqused_k=segment.seq_lens,
+            max_seqlen_k=segment.num_keys,
             softmax_scale=scale,
             causal=True,
-            block_table=part.block_table,
+            block_table=segment.block_table,
         )
         return out
 
@@ -157,17 +159,17 @@ class FlashInferCompute(_Stores):
         self._workspaces: dict[torch.device, torch.Tensor] = {}
 
     def attend(
-        self, query: torch.Tensor, caches: Caches, part: AttentionPart, scale: float
+        self, query: torch.Tensor, caches: Caches, segment: AttentionPart, scale: float
     ) -> torch.Tensor:
         key_cache, _ = caches
         geometry = (query.shape[1:], key_cache.shape[2], scale, query.dtype, key_cache.dtype)
-        if geometry not in part.plans:
-            part.plans[geometry] = self._plan(query, key_cache, part, scale)
-        out: torch.Tensor = part.plans[geometry].run(query, caches)
+        if geometry not in segment.plans:
+            segment.plans[geometry] = self._plan(query, key_cache, segment, scale)
+        out: torch.Tensor = segment.plans[geometry].run(query, caches)
         return out
 
     def _plan(
-        self, query: torch.Tensor, key_cache: torch.Tensor, part: AttentionPart, scale: float
+        self, query: torch.Tensor, key_cache: torch.Tensor, segment: AttentionPart, scale: float
     ) -> Any:
         device = query.device
         page_size = key_cache.shape[1]
@@ -175,14 +177,14 @@ class FlashInferCompute(_Stores):
             self._workspaces[device] = torch.empty(
                 FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device
             )
-        pages = (part.seq_lens + page_size - 1) // page_size
-        used = torch.arange(part.block_table.shape[1], device=device) < pages[:, None]
+        pages = (segment.seq_lens + page_size - 1) // page_size
+        used = torch.arange(segment.block_table.shape[1], device=device) < pages[:, None]
         wrapper = self._wrapper(self._workspaces[device], "NHD")
         wrapper.plan(
-            qo_indptr=part.query_start_loc,
+            qo_indptr=segment.query_start_loc,
             paged_kv_indptr=torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int(),
-            paged_kv_indices=part.block_table[used],
-            paged_kv_last_page_len=(part.seq_lens - 1) % page_size + 1,
+            paged_kv_indices=segment.block_table[used],
+            paged_kv_last_page_len=(segment.seq_lens - 1) % page_size + 1,
             num_qo_heads=query.shape[1],
             num_kv_heads=key_cache.shape[2],
             head_dim_qk=query.shape[2],

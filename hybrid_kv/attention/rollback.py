@@ -245,18 +245,18 @@ class RecomputeSpec(RollbackSpec):
         return cdiv(span, block_size)
 
     def bytes_per_row(self, inputs: Sequence[StatePart]) -> int:
-        return self.ring_len * sum(part.nbytes for part in inputs)
+        return self.ring_len * sum(state_part.nbytes for state_part in inputs)
 
-    def stored(self, part: StatePart) -> StatePart:
+    def stored(self, state_part: StatePart) -> StatePart:
         """Return a float32 state as two int16 planes of the same bytes, other parts as they are.
 
         See `kernels.recompute.split_state`.
         """
         import torch
 
-        if part.role != "state" or part.dtype != torch.float32:
-            return part
-        return StatePart(part.name, (2, *part.shape), torch.int16)
+        if state_part.role != "state" or state_part.dtype != torch.float32:
+            return state_part
+        return StatePart(state_part.name, (2, *state_part.shape), torch.int16)
 
     def allocate(
         self, inputs: Sequence[StatePart], num_rows: int, device: torch.device

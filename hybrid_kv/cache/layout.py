@@ -83,11 +83,18 @@ def mamba_views(raw: torch.Tensor, num_blocks: int, spec: MambaSpec) -> tuple[to
     """
     views = []
     offset = 0
-    for part in map(spec.rollback.stored, spec.parts):
-        stride = (spec.page_size_bytes // part.dtype.itemsize, *contiguous_stride(part.shape))
-        shape = (num_blocks, *part.shape)
-        views.append(raw.view(part.dtype).as_strided(shape, stride, offset // part.dtype.itemsize))
-        offset += part.nbytes
+    for state_part in map(spec.rollback.stored, spec.parts):
+        stride = (
+            spec.page_size_bytes // state_part.dtype.itemsize,
+            *contiguous_stride(state_part.shape),
+        )
+        shape = (num_blocks, *state_part.shape)
+        views.append(
+            raw.view(state_part.dtype).as_strided(
+                shape, stride, offset // state_part.dtype.itemsize
+            )
+        )
+        offset += state_part.nbytes
     return tuple(views)
 
 

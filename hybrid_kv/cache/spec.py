@@ -164,7 +164,7 @@ class RollbackSpec(ABC):
         """Return the bytes outside of blocks, for each row of the engine in one layer."""
 
     @abstractmethod
-    def stored(self, part: StatePart) -> StatePart:
+    def stored(self, state_part: StatePart) -> StatePart:
         """Return a part as it is in its block; the bytes are the same."""
 
     @abstractmethod
@@ -216,8 +216,8 @@ class SlotsSpec(RollbackSpec):
     def bytes_per_row(self, inputs: Sequence[StatePart]) -> int:
         return 0
 
-    def stored(self, part: StatePart) -> StatePart:
-        return part
+    def stored(self, state_part: StatePart) -> StatePart:
+        return state_part
 
     def allocate(self, inputs: Sequence[StatePart], num_rows: int, device: torch.device) -> None:
         return None
@@ -264,15 +264,15 @@ class MambaSpec(KVCacheSpec):
                 f"({self.state_bytes} B)"
             )
         offset = 0
-        for part in self.parts:
-            size = part.dtype.itemsize
+        for state_part in self.parts:
+            size = state_part.dtype.itemsize
             if offset % size or (self.page_size_padded or 0) % size:
                 raise ConfigError(
-                    f"a {part.dtype} state part at byte {offset} of a {self.page_size_bytes} B "
-                    "page is not aligned to "
-                    f"{size} B; give all state parts one dtype"
+                    f"a {state_part.dtype} state part at byte {offset} of a "
+                    f"{self.page_size_bytes} B page is not aligned to {size} B; give all state "
+                    "parts one dtype"
                 )
-            offset += part.nbytes
+            offset += state_part.nbytes
 
     @property
     def mode(self) -> Mode:
@@ -282,7 +282,7 @@ class MambaSpec(KVCacheSpec):
     @property
     def state_bytes(self) -> int:
         """Bytes of the state itself, without padding."""
-        return sum(part.nbytes for part in self.parts)
+        return sum(state_part.nbytes for state_part in self.parts)
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -301,7 +301,7 @@ class MambaSpec(KVCacheSpec):
 
     @property
     def cache_dtypes(self) -> tuple[torch.dtype, ...]:
-        return tuple(part.dtype for part in self.parts)
+        return tuple(state_part.dtype for state_part in self.parts)
 
     @property
     def page_size_bytes(self) -> int:
@@ -513,15 +513,17 @@ def with_rollback(spec: KVCacheSpec, rollback: RollbackSpec) -> KVCacheSpec:
     if (
         rollback.needs_inputs
         and not spec.inputs
-        and any(part.role == "state" and part.nbytes for part in spec.parts)
+        and any(state_part.role == "state" and state_part.nbytes for state_part in spec.parts)
     ):
         raise ConfigError(
             f'state_scheme="{rollback.scheme}" is not for {spec.mamba_type} layers; use slots'
         )
     more = rollback.num_speculative_tokens - spec.num_speculative_tokens
 
-    def grown(part: StatePart) -> StatePart:
-        rows, *channels = part.shape
-        return replace(part, shape=(rows + more, *channels)) if part.role == "window" else part
+    def grown(state_part: StatePart) -> StatePart:
+        if state_part.role != "window":
+            return state_part
+        rows, *channels = state_part.shape
+        return replace(state_part, shape=(rows + more, *channels))
 
     return replace(spec, parts=tuple(map(grown, spec.parts)), rollback=rollback)

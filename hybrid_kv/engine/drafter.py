@@ -150,10 +150,10 @@ class MTPDrafter:
         for i in range(self.num_passes):
             place = places[i] if i else places[0][wanted]
             num_keys = min(step.longest + i, self.max_model_len)
-            part = AttentionPart(
+            segment = AttentionPart(
                 0, num_readers, queries, place.unsqueeze(1), table, num_keys, self.compute
             )
-            metadata = PagedAttentionMetadata(SlotMapping(slots[i]), (part,), places[i])
+            metadata = PagedAttentionMetadata(SlotMapping(slots[i]), (segment,), places[i])
             context = ForwardContext(dict.fromkeys(self.head.layer_specs, metadata), self.views)
             out = (
                 self.head(out, drafts[-1], context)

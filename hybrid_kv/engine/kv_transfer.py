@@ -73,7 +73,7 @@ class KVTransfer:
     @property
     def nbytes(self) -> int:
         """Total bytes of the tensors."""
-        return sum(part.nbytes for parts in self.layers.values() for part in parts)
+        return sum(tensor.nbytes for parts in self.layers.values() for tensor in parts)
 
 
 def pack(request: Request, runner: ModelRunner, weights: str) -> KVTransfer:
@@ -87,11 +87,12 @@ def pack(request: Request, runner: ModelRunner, weights: str) -> KVTransfer:
         views = runner.views[name]
         logical_blocks = runner.block_tables.tables[group.group_id][row].long()
         if isinstance(spec, MambaSpec):
-            (current_block,), (first,) = own = (
-                runner.cursors.current_block[[row]],
-                runner.cursors.window_row[[row]],
-            )
-            (source,) = runner.builders[group.group_id].rollback.source_logical_blocks(*own)
+            current_blocks = runner.cursors.current_block[[row]]
+            window_rows = runner.cursors.window_row[[row]]
+            rollback = runner.builders[group.group_id].rollback
+            (source,) = rollback.source_logical_blocks(current_blocks, window_rows)
+            current_block = int(current_blocks[0])
+            first = int(window_rows[0])
             window = int(logical_blocks[current_block])
             state = int(logical_blocks[source])
             parts = (
@@ -106,7 +107,7 @@ def pack(request: Request, runner: ModelRunner, weights: str) -> KVTransfer:
                 views[0],
             )
             parts = (view[places] for view in views)
-        layers[name] = tuple(part.to("cpu", copy=True) for part in parts)
+        layers[name] = tuple(tensor.to("cpu", copy=True) for tensor in parts)
     return KVTransfer(
         weights,
         list(request.prompt_token_ids),
@@ -157,12 +158,12 @@ def unpack(
         logical_blocks = torch.from_numpy(ids[group.group_id]).to(runner.device).long()
         if isinstance(spec, MambaSpec):
             block = int(logical_blocks[spec.mode.current_block(num_tokens - 1, spec.block_size)])
-            for view, part, rows in zip(views, parts, _window_rows(spec), strict=True):
-                view[block, slice(rows)] = part.to(view.device)
+            for view, tensor, rows in zip(views, parts, _window_rows(spec), strict=True):
+                view[block, slice(rows)] = tensor.to(view.device)
         else:
             places = _places(logical_blocks, _num_slots(name, num_tokens, runner), spec, views[0])
-            for view, part in zip(views, parts, strict=True):
-                view[places] = part.to(view.device)
+            for view, tensor in zip(views, parts, strict=True):
+                view[places] = tensor.to(view.device)
     for observer in runner.observers:
         observer.on_arrival(request, ids)
 
@@ -198,8 +199,8 @@ def _window_rows(spec: MambaSpec) -> list[int | None]:
     Those for drafts are left out.
     """
     return [
-        part.shape[0] - spec.num_speculative_tokens if part.role == "window" else None
-        for part in spec.parts
+        state_part.shape[0] - spec.num_speculative_tokens if state_part.role == "window" else None
+        for state_part in spec.parts
     ]
 
 
@@ -215,7 +216,7 @@ def _forms(views: Sequence[torch.Tensor], spec: KVCacheSpec) -> Iterator[Form]:
 def _forms_of(parts: Tensors, spec: KVCacheSpec) -> Iterator[Form]:
     """Yield the per-part shape and dtype of the received tensors."""
     first = 0 if isinstance(spec, MambaSpec) else 1
-    yield from ((tuple(part.shape[first:]), part.dtype) for part in parts)
+    yield from ((tuple(tensor.shape[first:]), tensor.dtype) for tensor in parts)
 
 
 def _text(forms: Sequence[Form]) -> str:

@@ -98,8 +98,8 @@ class PagedAttention(nn.Module):
             query = query[query_tokens]
             gate = None if gate is None else gate[query_tokens]
         outputs = [
-            self.attend(query[part.start : part.start + part.num_tokens], caches, part)
-            for part in metadata.parts
+            self.attend(query[segment.start : segment.start + segment.num_tokens], caches, segment)
+            for segment in metadata.parts
         ]
         mixed = (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).flatten(1).to(x.dtype)
         return self.o_proj(mixed if gate is None else mixed * gate.sigmoid())
@@ -125,13 +125,13 @@ class PagedAttention(nn.Module):
             key = _normed(key, self.k_norm)
         return query, key, value, gate
 
-    def attend(self, query: torch.Tensor, caches: Caches, part: AttentionPart) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, caches: Caches, segment: AttentionPart) -> torch.Tensor:
         """Attend from the queries [num_tokens, num_heads, head_size] of a part.
 
         Returns:
             [num_tokens, num_heads, head_size].
         """
-        return part.compute.attend(query, caches, part, self.scale)
+        return segment.compute.attend(query, caches, segment, self.scale)
 
 
 class GridAttention(PagedAttention):
@@ -139,14 +139,14 @@ class GridAttention(PagedAttention):
 
     grid: int | None = None
 
-    def attend(self, query: torch.Tensor, caches: Caches, part: AttentionPart) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, caches: Caches, segment: AttentionPart) -> torch.Tensor:
         if self.grid is None:
             raise ValueError(
                 "set the draft head's grid to the tokens between two possible ends of a prefix hit"
             )
         # No library knows a grid.
-        compute = TORCH if isinstance(part.compute, TorchCompute) else TRITON
-        return compute.attend(query, caches, part, self.scale, self.grid)
+        compute = TORCH if isinstance(segment.compute, TorchCompute) else TRITON
+        return compute.attend(query, caches, segment, self.scale, self.grid)
 
 
 def _normed(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:

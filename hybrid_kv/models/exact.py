@@ -336,17 +336,17 @@ class ExactAttention:
         keys[block, offset] = key[real]
         values[block, offset] = value[real]
         outputs = []
-        for part in metadata.parts:
-            rows = part.rows.padded(
-                torch.from_numpy(query[part.start : part.start + part.num_tokens])
+        for segment in metadata.parts:
+            rows = segment.rows.padded(
+                torch.from_numpy(query[segment.start : segment.start + segment.num_tokens])
             ).numpy()
-            table = part.block_table.numpy()
+            table = segment.block_table.numpy()
             shape = (len(table), -1, x.shape[1])
             seen_keys, seen_values = (
                 cache[table].reshape(shape).astype(np.int64) for cache in (keys, values)
             )
-            out = self.attend(rows, seen_keys, seen_values, part.positions.numpy())
-            outputs.append(part.rows.flat(torch.from_numpy(out)).numpy())
+            out = self.attend(rows, seen_keys, seen_values, segment.positions.numpy())
+            outputs.append(segment.rows.flat(torch.from_numpy(out)).numpy())
         return np.concatenate(outputs)
 
 

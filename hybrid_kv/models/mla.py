@@ -68,13 +68,15 @@ class LatentAttention(nn.Module):
             [torch.einsum("thk,hkr->thr", latent_query, to_keys), shared_query], dim=-1
         ).to(cache.dtype)
         outputs = []
-        for part in metadata.parts:
-            rows = part.rows.padded(query[part.start : part.start + part.num_tokens])
-            seen = gather_tokens(cache, part.token_index(cache)).unflatten(0, (-1, part.num_keys))
-            mixed = attend_latent(
-                rows, seen, part.mask(self.num_heads, query.dtype), self.scale, self.rank
+        for segment in metadata.parts:
+            rows = segment.rows.padded(query[segment.start : segment.start + segment.num_tokens])
+            seen = gather_tokens(cache, segment.token_index(cache)).unflatten(
+                0, (-1, segment.num_keys)
             )
-            outputs.append(part.rows.flat(mixed))
+            mixed = attend_latent(
+                rows, seen, segment.mask(self.num_heads, query.dtype), self.scale, self.rank
+            )
+            outputs.append(segment.rows.flat(mixed))
         mixed = (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).to(x.dtype)
         return self.o_proj(torch.einsum("thr,hvr->thv", mixed, to_values).flatten(1))
 

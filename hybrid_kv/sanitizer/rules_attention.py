@@ -29,15 +29,17 @@ def check_attention(
     entries[slots] = step.entries
     ledger.log_rows("write", shadow, rows, blocks)
 
-    ledger.check_lengths(shadow, [part.rows.lengths for part in metadata.parts], step)
-    given = np.concatenate([to_numpy(part.rows.flat(part.positions)) for part in metadata.parts])[
-        : len(rows)
-    ]
+    ledger.check_lengths(shadow, [segment.rows.lengths for segment in metadata.parts], step)
+    given = np.concatenate(
+        [to_numpy(segment.rows.flat(segment.positions)) for segment in metadata.parts]
+    )[: len(rows)]
     template = "attention is given position {} and not {}"
     ledger.require(
         given == step.positions, "position", shadow, rows, blocks, template, given, step.positions
     )
-    table = np.concatenate([to_numpy(part.block_table) for part in metadata.parts]).astype(np.int64)
+    table = np.concatenate([to_numpy(segment.block_table) for segment in metadata.parts]).astype(
+        np.int64
+    )
     if table.shape[1] * kernel_size < step.ends.max():
         problem = (
             f"{table.shape[1]} logical blocks of {kernel_size} tokens for a row of "
