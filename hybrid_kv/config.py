@@ -1,8 +1,9 @@
 """The settings of an engine and of a plan, validated where they are set.
 
-Every configuration is a frozen dataclass; an impossible value raises `ConfigError` with the value, the limit and the
-way out. A field's annotation has its help: options of the command line are derived from name, type, default and help
-(`hybrid_kv.cli.options`). Block sizes are *wishes* here: `hybrid_kv.cache.plan` is the only place that decides them.
+Every configuration is a frozen dataclass; an impossible value raises `ConfigError` with the value,
+the limit and the way out. A field's annotation has its help: options of the command line are
+derived from name, type, default and help (`hybrid_kv.cli.options`). Block sizes are *wishes* here:
+`hybrid_kv.cache.plan` is the only place that decides them.
 """
 
 from __future__ import annotations
@@ -30,12 +31,17 @@ else:  # The command line reads this module before torch, which takes seconds to
 DraftMethod = Literal["ngram", "mtp"]
 Kernels = Literal["auto", "torch", "triton"]
 # By name, the attribute of torch.
-DTYPES = {name: name for name in ("float64", "float32", "float16", "bfloat16")} | {"fp8": "float8_e4m3fn"}
+DTYPES = {name: name for name in ("float64", "float32", "float16", "bfloat16")} | {
+    "fp8": "float8_e4m3fn"
+}
 MakeDtype = Callable[[str], "torch.dtype"]
 
 
 class PlannedDtype(str):
-    """The name of a `torch.dtype`, in its place where nothing is allocated: a plan needs its bytes, and no torch."""
+    """The name of a `torch.dtype`, in its place where nothing is allocated.
+
+    A plan needs its bytes, and no torch.
+    """
 
     @property
     def itemsize(self) -> int:
@@ -46,12 +52,12 @@ class PlannedDtype(str):
 
 
 def planned_dtype(name: str) -> torch.dtype:
-    """`torch_dtype` without torch."""
+    """Return a dtype as `torch_dtype` does, without torch."""
     return cast("torch.dtype", PlannedDtype(name))
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The attribute of torch."""
+    """Return the dtype, an attribute of torch."""
     import torch
 
     dtype: torch.dtype = getattr(torch, name)
@@ -59,7 +65,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def parse_dtype(name: str, what: str, make: MakeDtype = torch_dtype) -> torch.dtype:
-    """The dtype called `name`; `what` names the setting in the error."""
+    """Return the dtype called `name`; `what` names the setting in the error."""
     require_dtype(name, what)
     return make(DTYPES[name])
 
@@ -71,27 +77,39 @@ def require_dtype(name: str, what: str) -> None:
 
 
 def require_int(config: Any, least: int, *names: str) -> None:
-    """Raise `ConfigError` unless each named field is an integer >= `least`, or None where that is its default."""
+    """Raise `ConfigError` unless each named field is an integer >= `least`.
+
+    None is one where it is the field's default.
+    """
     for name in names:
         value = getattr(config, name)
-        if not (is_int(value) and value >= least) and (value is not None or getattr(type(config), name) is not None):
+        if not (is_int(value) and value >= least) and (
+            value is not None or getattr(type(config), name) is not None
+        ):
             raise ConfigError(f"{name}={value!r} must be an integer >= {least}")
 
 
 def require_bool(config: Any, *names: str) -> None:
-    """Raise `ConfigError` unless each named field is None, True or False: "false" and "off" are true to Python."""
+    """Raise `ConfigError` unless each named field is None, True or False.
+
+    "false" and "off" are true to Python.
+    """
     for name in names:
-        if not isinstance(value := getattr(config, name), bool | None):
+        value = getattr(config, name)
+        if not isinstance(value, bool | None):
             raise ConfigError(f"{name}={value!r} must be True or False")
 
 
 def is_int(value: object) -> bool:
-    """An integer, numpy's included, and no bool."""
+    """Return whether it is an integer, numpy's included, and no bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_path(value: object) -> bool:
-    """A path that an operating system takes: not empty, and without a null character or half of a surrogate pair."""
+    """Return whether it is a path that an operating system takes.
+
+    It is not empty, and has no null character and no half of a surrogate pair.
+    """
     if not isinstance(value, str | os.PathLike):
         return False
     text = os.fspath(value)
@@ -102,18 +120,24 @@ def is_path(value: object) -> bool:
 
 
 def parse_model_dtype(name: str, what: str = "dtype", make: MakeDtype = torch_dtype) -> torch.dtype:
-    """`parse_dtype` of what a model computes in: 8 bits can be stored, not computed with."""
+    """Return a dtype that a model can compute in: 8 bits can be stored, not computed with."""
     dtype = parse_dtype(name, what, make)
     if dtype.itemsize < 2:
-        raise ConfigError(f"{what}={name!r} can't be computed with; use bfloat16, float16, float32 or float64")
+        raise ConfigError(
+            f"{what}={name!r} can't be computed with; use bfloat16, float16, float32 or float64"
+        )
     return dtype
 
 
 def from_dict(cls: type, values: dict[str, Any]) -> Any:
-    """`cls(**values)`; an unknown key is rejected by name."""
+    """Return `cls(**values)`; reject an unknown key by name."""
     known = {f.name for f in fields(cls)}
-    if unknown := sorted(set(values) - known):
-        raise ConfigError(f"{cls.__name__} does not know {', '.join(unknown)}; it takes {', '.join(sorted(known))}")
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise ConfigError(
+            f"{cls.__name__} does not know {', '.join(unknown)}; it takes "
+            f"{', '.join(sorted(known))}"
+        )
     return cls(**values)
 
 
@@ -121,33 +145,38 @@ def from_dict(cls: type, values: dict[str, Any]) -> Any:
 class CacheConfig:
     """The user's wishes for the cache; None means: let the plan decide.
 
-    `block_size` and `mamba_block_size` are in tokens. A given one is kept, raised to a multiple of itself with a note
-    in the plan, or rejected; never replaced silently (vllm!37467). `num_blocks` overrides `memory_bytes`.
+    `block_size` and `mamba_block_size` are in tokens. A given one is kept, raised to a multiple of
+    itself with a note in the plan, or rejected; never replaced silently (vllm!37467). `num_blocks`
+    overrides `memory_bytes`.
 
-    Prefix caching needs Mamba states to be kept: it is on in modes `align` and `all`, and turning it on without a mode
-    chooses `all`. Published blocks of the prefix cache can also be kept in `kv_offload_bytes` of host memory and in
-    files of a folder.
+    Prefix caching needs Mamba states to be kept: it is on in modes `align` and `all`, and turning
+    it on without a mode chooses `all`. Published blocks of the prefix cache can also be kept in
+    `kv_offload_bytes` of host memory and in files of a folder.
 
-    `state_scheme` says how a Mamba layer rolls back rejected drafts: `slots` writes the state after every token of a
-    step into a block of its own; `recompute` keeps one state and a ring with the inputs of the `recompute_ring_len`
-    tokens since, and runs these again (see `kernels.recompute`).
+    `state_scheme` says how a Mamba layer rolls back rejected drafts: `slots` writes the state after
+    every token of a step into a block of its own; `recompute` keeps one state and a ring with the
+    inputs of the `recompute_ring_len` tokens since, and runs these again (see `kernels.recompute`).
     """
 
     block_size: Annotated[int | None, "Tokens per attention block."] = None
     mamba_block_size: Annotated[int | None, "Tokens per Mamba block (mode all)."] = None
     mamba_cache_mode: Annotated[
-        CacheMode, "Mamba states that are kept; align and all turn on prefix caching (default: none)."
+        CacheMode,
+        "Mamba states that are kept; align and all turn on prefix caching (default: none).",
     ] = None  # type: ignore[assignment]  # resolved below
     state_scheme: Annotated[
         str,
-        "How rejected drafts are rolled back: a state per token (slots), or one state and its last inputs (recompute).",
+        "How rejected drafts are rolled back: a state per token (slots), or one state and its last "
+        "inputs (recompute).",
     ] = "slots"
     recompute_ring_len: Annotated[int | None, "Inputs kept per request (scheme recompute)."] = None
     enable_prefix_caching: Annotated[
         bool, "Reuse the blocks of earlier requests; without --mamba-cache-mode in mode all."
     ] = None  # type: ignore[assignment]  # resolved below
     kv_cache_dtype: Annotated[str, "K/V dtype; auto takes the model's."] = "auto"
-    mamba_ssm_cache_dtype: Annotated[str, "SSM state dtype; auto takes the config's or the family's."] = "auto"
+    mamba_ssm_cache_dtype: Annotated[
+        str, "SSM state dtype; auto takes the config's or the family's."
+    ] = "auto"
     num_blocks: Annotated[int | None, "Blocks in the pool; few of them force preemptions."] = None
     memory_bytes: Annotated[int | None, "Memory of the pool, instead of --num-blocks."] = None
     kv_offload_bytes: Annotated[int, "Host memory for cached blocks."] = 0
@@ -155,29 +184,54 @@ class CacheConfig:
     kv_offload_folder_bytes: Annotated[int | None, "Limit of that folder."] = None
 
     def __post_init__(self) -> None:
-        require_int(self, 1, "block_size", "mamba_block_size", "num_blocks", "memory_bytes", "recompute_ring_len")
+        require_int(
+            self,
+            1,
+            "block_size",
+            "mamba_block_size",
+            "num_blocks",
+            "memory_bytes",
+            "recompute_ring_len",
+        )
         require_int(self, 1, "kv_offload_folder_bytes")
         require_int(self, 0, "kv_offload_bytes")
         require_bool(self, "enable_prefix_caching")
+        self._resolve_mode()
+        self._check_offload()
+        if not isinstance(self.state_scheme, str):
+            raise ConfigError(f"state_scheme={self.state_scheme!r} must be a name, such as slots")
+        for name in ("kv_cache_dtype", "mamba_ssm_cache_dtype"):
+            value = getattr(self, name)
+            if value != "auto":
+                require_dtype(value, name)
+
+    def _resolve_mode(self) -> None:
+        """Let the cache mode and prefix caching decide each other where one is not given."""
         if self.mamba_cache_mode is None:
-            object.__setattr__(self, "mamba_cache_mode", "all" if self.enable_prefix_caching else "none")
+            object.__setattr__(
+                self, "mamba_cache_mode", "all" if self.enable_prefix_caching else "none"
+            )
         if not isinstance(self.mamba_cache_mode, str) or self.mamba_cache_mode not in MODES:
-            raise ConfigError(f"mamba_cache_mode={self.mamba_cache_mode!r}; use one of {', '.join(MODES)}")
+            raise ConfigError(
+                f"mamba_cache_mode={self.mamba_cache_mode!r}; use one of {', '.join(MODES)}"
+            )
         keeps_states = MODES[self.mamba_cache_mode].keeps_states
         if self.enable_prefix_caching is None:
             object.__setattr__(self, "enable_prefix_caching", keeps_states)
         if keeps_states and not self.enable_prefix_caching:
             raise ConfigError(
-                f"mamba_cache_mode={self.mamba_cache_mode!r} keeps states for the prefix cache, which "
-                "enable_prefix_caching=False turns off; use mode none"
+                f"mamba_cache_mode={self.mamba_cache_mode!r} keeps states for the prefix cache, "
+                "which enable_prefix_caching=False turns off; use mode none"
             )
+
+    def _check_offload(self) -> None:
         folder = self.kv_offload_folder
         if folder is not None and not is_path(folder):
             raise ConfigError(f"kv_offload_folder={folder!r} must be the path of a folder")
         if self.kv_offload_folder_bytes is not None and folder is None:
             raise ConfigError(
-                f"kv_offload_folder_bytes={self.kv_offload_folder_bytes} limits a folder that is not set; give "
-                "kv_offload_folder, or kv_offload_bytes for host memory"
+                f"kv_offload_folder_bytes={self.kv_offload_folder_bytes} limits a folder that is "
+                "not set; give kv_offload_folder, or kv_offload_bytes for host memory"
             )
         if (self.kv_offload_bytes or folder is not None) and not self.enable_prefix_caching:
             name = "kv_offload_bytes" if self.kv_offload_bytes else "kv_offload_folder"
@@ -185,16 +239,14 @@ class CacheConfig:
                 f"{name}={getattr(self, name)!r} keeps blocks of the prefix cache, which is off; "
                 "add enable_prefix_caching=True"
             )
-        if not isinstance(self.state_scheme, str):
-            raise ConfigError(f"state_scheme={self.state_scheme!r} must be a name, such as slots")
-        for name in ("kv_cache_dtype", "mamba_ssm_cache_dtype"):
-            if (value := getattr(self, name)) != "auto":
-                require_dtype(value, name)
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Limits of one engine step. `max_num_batched_tokens` is the chunk budget: longer prompts go in chunks."""
+    """Limits of one engine step.
+
+    `max_num_batched_tokens` is the chunk budget: longer prompts go in chunks.
+    """
 
     max_num_seqs: Annotated[int, "Concurrent requests."] = 64
     max_num_batched_tokens: Annotated[int, "Tokens per step."] = 2048
@@ -204,8 +256,9 @@ class SchedulerConfig:
         require_int(self, 1, "max_num_seqs", "max_num_batched_tokens", "max_model_len")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
-                "a step could not decode one token of every request; raise the first or lower the second"
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below "
+                f"max_num_seqs={self.max_num_seqs}: a step could not decode one token of every "
+                "request; raise the first or lower the second"
             )
 
 
@@ -213,8 +266,8 @@ class SchedulerConfig:
 class SpeculativeConfig:
     """Drafts: each step verifies up to K = `num_speculative_tokens` of them.
 
-    `ngram` looks the last `prompt_lookup_min` to `prompt_lookup_max` tokens up in the request itself; `mtp` is the
-    checkpoint's own multi-token-prediction head.
+    `ngram` looks the last `prompt_lookup_min` to `prompt_lookup_max` tokens up in the request
+    itself; `mtp` is the checkpoint's own multi-token-prediction head.
     """
 
     speculative_method: Annotated[DraftMethod | None, "Source of drafts."] = None
@@ -226,15 +279,21 @@ class SpeculativeConfig:
         require_int(self, 1, "prompt_lookup_min", "prompt_lookup_max")
         if self.speculative_method not in (None, *get_args(DraftMethod)):
             raise ConfigError(
-                f"speculative_method={self.speculative_method!r}; use {' or '.join(get_args(DraftMethod))}"
+                f"speculative_method={self.speculative_method!r}; use "
+                f"{' or '.join(get_args(DraftMethod))}"
             )
         if not is_int(self.num_speculative_tokens) or not 0 <= self.num_speculative_tokens <= 16:
-            raise ConfigError(f"num_speculative_tokens={self.num_speculative_tokens!r} must be in [0, 16]")
+            raise ConfigError(
+                f"num_speculative_tokens={self.num_speculative_tokens!r} must be in [0, 16]"
+            )
         if self.speculative_method is not None and not self.num_speculative_tokens:
-            raise ConfigError(f"speculative_method={self.speculative_method!r} needs num_speculative_tokens >= 1")
+            raise ConfigError(
+                f"speculative_method={self.speculative_method!r} needs num_speculative_tokens >= 1"
+            )
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(
-                f"prompt_lookup_min={self.prompt_lookup_min} is above prompt_lookup_max={self.prompt_lookup_max}"
+                f"prompt_lookup_min={self.prompt_lookup_min} is above "
+                f"prompt_lookup_max={self.prompt_lookup_max}"
             )
 
 
@@ -242,27 +301,33 @@ class SpeculativeConfig:
 class EngineConfig:
     """All settings of an `LLM` besides the model.
 
-    `captured_batch_sizes` are the row counts that an engine with CUDA graphs captures; here none is captured outside of
-    `bench.gpu`. A pure decode step is padded up to the next of them on every device, the CPU included, so that padded
-    and stale rows are exercised without a GPU; larger steps run unpadded. With `async_scheduling` each step is
-    scheduled before the tokens of the step before are known, and blocks are published and freed one step late.
-    `sanitize` follows every slot and block and stops at the first one that does not hold what it should
+    `captured_batch_sizes` are the row counts that an engine with CUDA graphs captures; here none is
+    captured outside of `bench.gpu`. A pure decode step is padded up to the next of them on every
+    device, the CPU included, so that padded and stale rows are exercised without a GPU; larger
+    steps run unpadded. With `async_scheduling` each step is scheduled before the tokens of the step
+    before are known, and blocks are published and freed one step late. `sanitize` follows every
+    slot and block and stops at the first one that does not hold what it should
     (`hybrid_kv.sanitizer`); `HYBRID_KV_SANITIZE=1` is its default.
 
-    `kernels` chooses how a step is computed: by plain torch, or by one Triton kernel for each operation of the cache
-    (block tables, convolution, states, norm, attention); `auto` takes Triton on a GPU where it is installed. Layers
-    that the kernels do not support, such as float64 ones, run in torch.
+    `kernels` chooses how a step is computed: by plain torch, or by one Triton kernel for each
+    operation of the cache (block tables, convolution, states, norm, attention); `auto` takes Triton
+    on a GPU where it is installed. Layers that the kernels do not support, such as float64 ones,
+    run in torch.
     """
 
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     speculative: SpeculativeConfig = SpeculativeConfig()
-    attention_backend: Annotated[str, "Layout and kernel block sizes, such as FLASH_ATTN or FLASHINFER."] = "auto"
+    attention_backend: Annotated[
+        str, "Layout and kernel block sizes, such as FLASH_ATTN or FLASHINFER."
+    ] = "auto"
     platform: Annotated[str, "Platform that chooses the backend: cuda, xpu or cpu."] = "auto"
     device: Annotated[str, "Device: cpu or cuda."] = "auto"
     dtype: Annotated[str, "Model dtype; auto takes the config's."] = "auto"
     captured_batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-    async_scheduling: Annotated[bool, "Schedule a step before the tokens of the last one are known."] = False
+    async_scheduling: Annotated[
+        bool, "Schedule a step before the tokens of the last one are known."
+    ] = False
     sanitize: Annotated[bool | None, "Check every slot and block at each step."] = None
     seed: Annotated[int, "Seed of sampling."] = 0
     kernels: Annotated[Kernels, "Implementation of the cache's operations."] = "auto"
@@ -277,27 +342,37 @@ class EngineConfig:
         if self.dtype != "auto":
             parse_model_dtype(self.dtype, make=planned_dtype)
         if self.kernels not in get_args(Kernels):
-            raise ConfigError(f"kernels={self.kernels!r}; use one of {', '.join(get_args(Kernels))}")
+            raise ConfigError(
+                f"kernels={self.kernels!r}; use one of {', '.join(get_args(Kernels))}"
+            )
         if list(self.captured_batch_sizes) != sorted(set(self.captured_batch_sizes)):
-            raise ConfigError(f"captured_batch_sizes={self.captured_batch_sizes} must rise strictly")
+            raise ConfigError(
+                f"captured_batch_sizes={self.captured_batch_sizes} must rise strictly"
+            )
         if self.captured_batch_sizes and self.captured_batch_sizes[0] < 1:
             raise ConfigError(f"captured_batch_sizes={self.captured_batch_sizes} must be >= 1")
 
 
 # The parts of `EngineConfig`; no two fields of them have the same name.
-PARTS: dict[str, Any] = {"cache": CacheConfig, "scheduler": SchedulerConfig, "speculative": SpeculativeConfig}
+PARTS: dict[str, Any] = {
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "speculative": SpeculativeConfig,
+}
 
 
 def engine_config(options: dict[str, Any]) -> EngineConfig:
-    """An `EngineConfig` from flat options such as `num_blocks=64, max_num_seqs=8, attention_backend="FLASH_ATTN"`.
+    """Return an `EngineConfig` from flat options, such as `num_blocks=64, max_num_seqs=8`.
 
     Raises:
         ConfigError: an unknown option.
     """
-    if given := sorted(options.keys() & PARTS.keys()):
+    given = sorted(options.keys() & PARTS.keys())
+    if given:
         raise ConfigError(f"give the options of {given[0]} by their own names, not as an object")
-    left, parts = dict(options), dict[str, Any]()
-    for name, part in PARTS.items():
-        parts[name] = part(**{f.name: left.pop(f.name) for f in fields(part) if f.name in left})
+    left = dict(options)
+    parts = dict[str, Any]()
+    for name, kind in PARTS.items():
+        parts[name] = kind(**{f.name: left.pop(f.name) for f in fields(kind) if f.name in left})
     config: EngineConfig = from_dict(EngineConfig, {**parts, **left})
     return config

@@ -23,37 +23,37 @@ _INTERPRET = "TRITON_INTERPRET"
 
 
 def sanitizes() -> bool:
-    """Whether engines run the sanitizer by default."""
+    """Return whether engines run the sanitizer by default."""
     return os.environ.get("HYBRID_KV_SANITIZE", "0") not in ("", "0")
 
 
 def machine() -> str | None:
-    """The name that results give this machine, if it is set."""
+    """Return the name that results give this machine, if it is set."""
     return os.environ.get("HYBRID_KV_MACHINE") or None
 
 
 def api_key() -> str | None:
-    """What clients of our server must send."""
+    """Return the key that clients of our server must send, if there is one."""
     return os.environ.get(API_KEY) or None
 
 
 def target_key() -> str | None:
-    """What a server under test requires."""
+    """Return the key that a server under test requires, if there is one."""
     return os.environ.get("HYBRID_KV_TARGET_KEY") or None
 
 
 def runs_on_github() -> bool:
-    """Whether this is a step of a GitHub workflow."""
+    """Return whether this is a step of a GitHub workflow."""
     return os.environ.get("GITHUB_ACTIONS") == "true"
 
 
 def step_summary() -> str | None:
-    """The file whose Markdown GitHub shows on a run's page, if there is one."""
+    """Return the file whose Markdown GitHub shows on a run's page, if there is one."""
     return os.environ.get("GITHUB_STEP_SUMMARY") or None
 
 
 def interprets_triton() -> bool:
-    """Whether Triton interprets kernels in this process."""
+    """Return whether Triton interprets kernels in this process."""
     return os.environ.get(_INTERPRET) == "1"
 
 
@@ -63,6 +63,10 @@ def interpret_triton() -> None:
 
 
 def child_environment(defaults: Mapping[str, str] | None = None, **extra: str) -> dict[str, str]:
-    """A copy of the environment for a child process; `extra` overrides it, it overrides `defaults`."""
-    own = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}  # new for each test
-    return {**(defaults or {}), **own, **extra}
+    """Return a copy of the environment for a child process.
+
+    `extra` overrides it, it overrides `defaults`.
+    """
+    # PYTEST_CURRENT_TEST is new for each test.
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return {**(defaults or {}), **inherited, **extra}

@@ -1,4 +1,7 @@
-"""Files that a command is given or makes: read to a limit; checked before the work, then whole or not there at all."""
+"""Files that a command is given or makes.
+
+They are read to a limit, checked before the work, and written whole or not at all.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def require_regular(file: Path) -> None:
 
 
 def read_text(file: Path, unpack: bool = False) -> str:
-    """The UTF-8 text of a file that a user named; with `unpack` that in a gzip file.
+    """Return the UTF-8 text of a file that a user named; with `unpack` that in a gzip file.
 
     Raises:
         ConfigError: it is not a regular file, has more than `MAX_BYTES`, or is not text.
@@ -41,11 +44,15 @@ def read_text(file: Path, unpack: bool = False) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{file} is not text: byte {error.start} is not UTF-8; write it as UTF-8 text") from None
+        raise ConfigError(
+            f"{file} is not text: byte {error.start} is not UTF-8; write it as UTF-8 text"
+        ) from None
 
 
 def check_outputs(*files: str | Path | None) -> None:
-    """Refuse files that `write_whole` could not write, before hours of work depend on them. Nothing is made yet.
+    """Refuse files that `write_whole` could not write.
+
+    It is asked before hours of work depend on them. Nothing is made yet.
 
     Raises:
         ConfigError: a folder that cannot be made or written, or a file that cannot be replaced.
@@ -58,7 +65,9 @@ def check_outputs(*files: str | Path | None) -> None:
             with tempfile.TemporaryFile(dir=folder):
                 pass
         except OSError as error:
-            raise ConfigError(f"{file}: {folder} cannot be written: {error.strerror}; choose another folder") from None
+            raise ConfigError(
+                f"{file}: {folder} cannot be written: {error.strerror}; choose another folder"
+            ) from None
         if file.exists() and not os.access(file, os.W_OK):
             raise ConfigError(f"{file} is write-protected; choose another file")
 
@@ -78,24 +87,28 @@ def write_whole(file: str | Path, data: str | bytes) -> None:
         except OSError as error:
             raise HybridKVError(f"{file} cannot be written: {error.strerror}") from None
         return
-    part = None
+    unfinished = None
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".hybrid-kv.", suffix=".part", delete=False) as made:
-            part = made.name
+        with tempfile.NamedTemporaryFile(
+            dir=file.parent, prefix=".hybrid-kv.", suffix=".part", delete=False
+        ) as made:
+            unfinished = made.name
             made.write(data)
-        os.chmod(part, 0o644)
-        os.replace(part, file)
+        os.chmod(unfinished, 0o644)
+        os.replace(unfinished, file)
     except OSError as error:
         raise HybridKVError(f"{file} cannot be written: {error.strerror}") from None
     finally:
-        if part is not None:
-            Path(part).unlink(missing_ok=True)
+        if unfinished is not None:
+            Path(unfinished).unlink(missing_ok=True)
 
 
 @contextmanager
 def new_folder(folder: str | Path) -> Iterator[Path]:
-    """A folder to fill, which gets its name when it is full; after an error nothing is there.
+    """Yield a folder to fill, which gets its name when it is full.
+
+    After an error nothing is there.
 
     Raises:
         ConfigError: something is there already; an empty folder may be.
@@ -106,8 +119,10 @@ def new_folder(folder: str | Path) -> Iterator[Path]:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} is there and not an empty folder; give another one")
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".hybrid-kv.", suffix=".part") as part:
-            made = Path(part) / "made"
+        with tempfile.TemporaryDirectory(
+            dir=folder.parent, prefix=".hybrid-kv.", suffix=".part"
+        ) as unfinished:
+            made = Path(unfinished) / "made"
             made.mkdir()
             yield made
             os.replace(made, folder)

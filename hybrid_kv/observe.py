@@ -1,8 +1,9 @@
 """Notifications of what the engine does, step by step.
 
-The order in a step: `on_schedule`, `on_prepare`, `on_step`, then the model runs, `on_hidden`, `on_copy` for each group
-with boundary states, `on_draft`, `on_commit`, `on_propose`. `on_flush` and `on_arrival` come between steps. A
-observer may look at everything and raise; what it may change is said where it may.
+The order in a step: `on_schedule`, `on_prepare`, `on_step`, then the model runs, `on_hidden`,
+`on_copy` for each group with boundary states, `on_draft`, `on_commit`, `on_propose`. `on_flush` and
+`on_arrival` come between steps. An observer may look at everything and raise; what it may change is
+said where it may.
 """
 
 from __future__ import annotations
@@ -25,10 +26,16 @@ class EngineObserver(CacheObserver):
     """An observer of one engine: of its manager, its runner and its drafter."""
 
     def on_schedule(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        """A step begins; drafts may still be the runner's to fill in. Requests may be aborted here."""
+        """Hear that a step begins.
+
+        Drafts may still be the runner's to fill in. Requests may be aborted here.
+        """
 
     def on_prepare(self, batch: Sequence[ScheduledRequest]) -> None:
-        """The batch is in order, and nothing of it is staged. What the block tables will write may be spoiled here."""
+        """Hear that the batch is in order, and nothing of it is staged.
+
+        What the block tables will write may be spoiled here.
+        """
 
     def on_step(
         self,
@@ -37,7 +44,7 @@ class EngineObserver(CacheObserver):
         positions: torch.Tensor,
         metadata: dict[str, Any],
     ) -> None:
-        """The model is about to run.
+        """Hear that the model is about to run.
 
         Args:
             input_ids, positions: [max_num_tokens] int64, the step's tokens first.
@@ -45,7 +52,7 @@ class EngineObserver(CacheObserver):
         """
 
     def on_hidden(self, batch: Sequence[ScheduledRequest], hidden: torch.Tensor) -> None:
-        """The model has run.
+        """Hear that the model has run.
 
         Args:
             hidden: [num_tokens or more, hidden_size], of the batch's tokens in order; then padding.
@@ -59,7 +66,7 @@ class EngineObserver(CacheObserver):
         layers: Sequence[tuple[torch.Tensor, ...]],
         copies_states: bool,
     ) -> None:
-        """Boundary states of a group are about to be copied.
+        """Hear that boundary states of a group are about to be copied.
 
         Args:
             copies: on the device; those of rejected drafts are copies of a block to itself.
@@ -69,13 +76,20 @@ class EngineObserver(CacheObserver):
         """
 
     def on_commit(self, tokens: Sequence[Sequence[int]]) -> None:
-        """The step has run. `tokens`: for each request of the batch none, or its accepted drafts and one more."""
-
-    def on_draft(self, group: int, rows: npt.NDArray[np.int64], positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """A head is about to write K and V of a group, also behind drafts that are rejected.
+        """Hear that the step has run.
 
         Args:
-            rows, positions, slots: [num_tokens] int64 each, `rows` of the batch. `PAD_SLOT` writes nothing.
+            tokens: for each request of the batch none, or its accepted drafts and one more.
+        """
+
+    def on_draft(
+        self, group: int, rows: npt.NDArray[np.int64], positions: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Hear that a head is about to write K and V of a group, also after rejected drafts.
+
+        Args:
+            rows, positions, slots: [num_tokens] int64 each, `rows` of the batch. `PAD_SLOT` writes
+                nothing.
         """
 
     def on_propose(
@@ -85,17 +99,22 @@ class EngineObserver(CacheObserver):
         num_tokens: npt.NDArray[np.int64],
         drafts: Sequence[Sequence[int]],
     ) -> None:
-        """A proposer (`engine.runner.Proposer`) was called with these arguments, and has returned `drafts`."""
+        """Hear that a proposer (`engine.runner.Proposer`) was called, and has returned `drafts`."""
 
     def on_flush(self, request: Request, group: int, step: RollbackStep) -> None:
-        """A request is about to give up its row; what is due of its history will be flushed into a state."""
+        """Hear that a request is about to give up its row.
+
+        What is due of its history will be flushed into a state.
+        """
 
     def on_arrival(self, request: Request, logical_blocks: Sequence[BlockIds]) -> None:
-        """A request that another engine has begun got its row; its blocks hold all of its tokens but the last.
+        """Hear that a request that another engine has begun got its row.
+
+        Its blocks hold all of its tokens but the last.
 
         Args:
             logical_blocks: group by group; of states one block holds the last.
         """
 
     def on_failure(self) -> None:
-        """A step raised; the engine clears up, whatever state it is in."""
+        """Hear that a step raised; the engine clears up, whatever state it is in."""

@@ -1,4 +1,4 @@
-"""A request, and what of it one step runs: the terms of the scheduler, the runner and their observers."""
+"""A request and a step of it: the terms of the scheduler, the runner and their observers."""
 
 from __future__ import annotations
 
@@ -20,19 +20,25 @@ class Request:
     params: SamplingParams
     seed: int
     output_token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each output token, if the request wants them
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each prompt token but the first, likewise
-    draft_token_ids: list[int] = field(default_factory=list)  # proposals for the tokens after the last known one
+    # Of each output token, if the request wants them
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    # Of each prompt token but the first, likewise
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    # Proposals for the tokens after the last known one
+    draft_token_ids: list[int] = field(default_factory=list)
     progress: StateProgress = field(default_factory=StateProgress)
     num_preemptions: int = 0
     num_verifications: int = 0  # steps that verified drafts …
     num_draft_tokens: int = 0  # … so many of them …
-    num_accepted_draft_tokens: int = 0  # … and found right; those behind the token that ended it do not count
-    in_flight: ScheduledRequest | None = None  # a step that has run, but whose tokens are not known here yet
+    # … and found right; those after the token that ended it do not count
+    num_accepted_draft_tokens: int = 0
+    # A step that has run, but whose tokens are not known here yet
+    in_flight: ScheduledRequest | None = None
     is_finished: bool = False
     hit: PrefixHit = NO_HIT  # of the first admission, without its chains
     row: int = -1  # of the block tables; -1 while waiting
-    # Fills its blocks with what another engine has computed, all of its tokens but the last; None once it has.
+    # Fills its blocks with what another engine has computed, all of its tokens but the last; None
+    # once it has.
     arrival: Callable[[Request, NewBlocks], None] | None = None
 
     def __post_init__(self) -> None:
@@ -76,13 +82,19 @@ class ScheduledRequest:
     def __post_init__(self) -> None:
         if not self.awaits_drafts:
             self.num_drafts = len(self.drafts)
-        # A request that was preempted since has no use for what the step computed, only for its tokens.
+        # A request that was preempted since has no use for what the step computed, only for its
+        # tokens.
         self.attempt = self.request.num_preemptions
 
     @property
     def is_decode(self) -> bool:
-        """True for a verify step: one known token plus its drafts. Nothing but decodes follows a decode."""
-        return self.samples and self.num_computed_tokens > 0 and self.num_tokens == 1 + self.num_drafts
+        """True for a verify step: one known token plus its drafts.
+
+        Nothing but decodes follows a decode.
+        """
+        return (
+            self.samples and self.num_computed_tokens > 0 and self.num_tokens == 1 + self.num_drafts
+        )
 
     @property
     def is_stale(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -19,15 +20,16 @@ _MASK32 = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is continued. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep the whole vocabulary.
+    """The parameters by which one request is continued.
 
-    `seed` makes the request reproducible whatever runs beside it; without one it is derived from the engine's seed and
-    the request's number. `stop` strings end the text before their first occurrence. Cached prefixes are shared only
-    among requests of one `cache_salt` (an adapter's name, a tenant).
+    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep the whole vocabulary. `seed` makes the
+    request reproducible whatever runs with it; without one it is derived from the engine's seed and
+    the request's number. `stop` strings end the text before their first occurrence. Cached prefixes
+    are shared only among requests of one `cache_salt` (an adapter's name, a tenant).
 
-    `logprobs` and `prompt_logprobs` ask for the log-probability of each token of the answer and of the prompt, and of
-    so many of the likeliest beside it. What comes from the prefix cache has no logits, so a request with
-    `prompt_logprobs` does not read it (as in vLLM).
+    `logprobs` and `prompt_logprobs` ask for the log-probability of each token of the answer and of
+    the prompt, and of so many of the likeliest tokens. What comes from the prefix cache has no
+    logits, so a request with `prompt_logprobs` does not read it (as in vLLM).
     """
 
     max_tokens: int = 16
@@ -43,16 +45,28 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        # Types too: the parameters of a request must not fail in a step, where it would take the other requests along.
+        # Types too: the parameters of a request must not fail in a step, where it would take the
+        # other requests along.
         require_int(self, 1, "max_tokens")
         require_int(self, 0, "top_k", "logprobs", "prompt_logprobs")
+        self._check_types()
+        self._check_ranges()
+        object.__setattr__(self, "stop", self._stop_strings())
+        object.__setattr__(self, "stop_token_ids", self._stop_tokens())
+
+    def _check_types(self) -> None:
         for name in ("temperature", "top_p"):
-            if not isinstance(value := getattr(self, name), Real):
+            value = getattr(self, name)
+            if not isinstance(value, Real):
                 raise ConfigError(f"{name}={value!r} must be a number")
         if not isinstance(self.ignore_eos, bool):
             raise ConfigError(f"ignore_eos={self.ignore_eos!r} must be True or False")
         if not isinstance(self.cache_salt, str):
-            raise ConfigError(f"cache_salt={self.cache_salt!r} must be a text; the empty one is the default")
+            raise ConfigError(
+                f"cache_salt={self.cache_salt!r} must be a text; the empty one is the default"
+            )
+
+    def _check_ranges(self) -> None:
         if not 0 <= self.temperature < math.inf:
             raise ConfigError(f"temperature={self.temperature} must be finite and >= 0")
         if self.top_k >= 2**31:
@@ -61,40 +75,49 @@ class SamplingParams:
             raise ConfigError(f"seed={self.seed!r} must be an integer and must fit in 64 bits")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p={self.top_p} must be in (0, 1]")
+
+    def _stop_strings(self) -> tuple[str, ...]:
         stop = (self.stop,) if isinstance(self.stop, str) else _entries("stop", self.stop)
         if not all(isinstance(entry, str) for entry in stop):
             raise ConfigError(f"stop={self.stop!r} must be texts; tokens go into stop_token_ids")
-        object.__setattr__(self, "stop", stop)
+        if "" in stop:
+            raise ConfigError("an empty stop string would end every text at once")
+        return stop
+
+    def _stop_tokens(self) -> tuple[int, ...]:
         stop_token_ids = _entries("stop_token_ids", self.stop_token_ids)
         if not all(is_int(entry) for entry in stop_token_ids):
-            raise ConfigError(f"stop_token_ids={self.stop_token_ids!r} must be integers; texts go into stop")
-        object.__setattr__(self, "stop_token_ids", stop_token_ids)
-        if "" in self.stop:
-            raise ConfigError("an empty stop string would end every text at once")
+            raise ConfigError(
+                f"stop_token_ids={self.stop_token_ids!r} must be integers; texts go into stop"
+            )
+        return stop_token_ids
 
     @property
     def is_greedy(self) -> bool:
-        """Temperatures below 1e-5 only differ from the limit by overflow (vLLM's `_SAMPLING_EPS`)."""
+        """True for temperatures that differ from 0 by overflow alone (vLLM's `_SAMPLING_EPS`)."""
         return self.temperature < 1e-5
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Whether a hit may spare the request a part of its prompt."""
+        """True if a hit may spare the request a part of its prompt."""
         return self.prompt_logprobs is None
 
 
 class TokenLogprobs(NamedTuple):
-    """Of one token the natural logarithm of its probability, and the likeliest tokens with theirs, best first.
+    """The natural logarithm of a token's probability, and the likeliest tokens with theirs.
 
-    Of the model's own distribution: before temperature, top-k and top-p.
+    The best comes first. They are of the model's own distribution: before temperature, top-k and
+    top-p.
     """
 
     logprob: float
     top: tuple[tuple[int, float], ...]
 
 
-def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
-    """How likely each token was, in float32 or the logits' own wider dtype.
+def token_logprobs(
+    logits: torch.Tensor, token_ids: Sequence[int], num_top: int
+) -> list[TokenLogprobs]:
+    """Return how likely each token was, in float32 or the logits' own wider dtype.
 
     Args:
         logits: [num_tokens, vocab_size], those that each token was drawn from.
@@ -103,8 +126,15 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: int)
     logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     chosen = torch.tensor(token_ids, device=logits.device)[:, None]
     best = logprobs.topk(min(num_top, logits.shape[-1]))
-    rows = zip(logprobs.gather(1, chosen)[:, 0].tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
-    return [TokenLogprobs(value, tuple(zip(ids, values, strict=True))) for value, ids, values in rows]
+    rows = zip(
+        logprobs.gather(1, chosen)[:, 0].tolist(),
+        best.indices.tolist(),
+        best.values.tolist(),
+        strict=True,
+    )
+    return [
+        TokenLogprobs(value, tuple(zip(ids, values, strict=True))) for value, ids, values in rows
+    ]
 
 
 def _entries(name: str, value: object) -> tuple[Any, ...]:
@@ -114,7 +144,7 @@ def _entries(name: str, value: object) -> tuple[Any, ...]:
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """A bijection of 32 bits with low bias (the lowbias32 finaliser of C. Wellons' hash prospector)."""
+    """Return a bijection of 32 bits with low bias: lowbias32 of Wellons' hash prospector."""
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D & _MASK32
     x = x ^ (x >> 15)
@@ -123,10 +153,10 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def uniform_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Uniform numbers in (0, 1), a pure function of (seed, position, token).
+    """Return uniform numbers in (0, 1), a pure function of (seed, position, token).
 
-    A counter instead of a generator's state: nothing to save when a request is preempted, and the same draw in any
-    batch.
+    A counter instead of a generator's state: nothing to save when a request is preempted, and the
+    same draw in any batch.
 
     Args:
         seeds, positions: [num_rows] int64.
@@ -141,21 +171,30 @@ def uniform_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int)
     return (_mix(row.unsqueeze(1) ^ _mix(token)).double() + 0.5) / 2**32
 
 
-def apply_top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Set logits outside of the `top_k` largest and of the smallest set with probability `top_p` to -inf."""
+def apply_top_k_top_p(
+    logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> torch.Tensor:
+    """Return the logits with those that may not be drawn set to -inf.
+
+    Kept is, of the `top_k` largest, the smallest set with probability `top_p`.
+    """
     ordered, order = logits.sort(dim=-1, descending=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
     keep = (rank < top_k[:, None]) | (top_k[:, None] == 0)
     probabilities = ordered.masked_fill(~keep, -torch.inf).softmax(-1)
     keep &= probabilities.cumsum(-1) - probabilities < top_p[:, None]
-    return torch.full_like(logits, -torch.inf).scatter(-1, order, ordered.masked_fill(~keep, -torch.inf))
+    return torch.full_like(logits, -torch.inf).scatter(
+        -1, order, ordered.masked_fill(~keep, -torch.inf)
+    )
 
 
 class Draws(NamedTuple):
-    """What rows of logits are sampled with, where any is drawn at random; [num_rows] each, on their device.
+    """The parameters that rows of logits are sampled with, where any is drawn at random.
+
+    [num_rows] each, on their device.
 
     Attributes:
-        filters: whether any has a top_k or top_p.
+        filters: True if any has a top_k or top_p.
         positions: that the sampled tokens will have.
         is_random: the other rows are greedy.
     """
@@ -169,12 +208,22 @@ class Draws(NamedTuple):
     is_random: torch.Tensor
 
 
+def _greedy() -> None:
+    return None
+
+
 def stage_draws(
-    params: Sequence[SamplingParams], seeds: Sequence[int], first_positions: Sequence[int], counts: Sequence[int] = (1,)
+    params: Sequence[SamplingParams],
+    seeds: Sequence[int],
+    first_positions: Sequence[int],
+    counts: Sequence[int] = (1,),
 ) -> Staged[Draws | None]:
-    """How to sample so many rows of logits for each of these, from its first position on; None if all are greedy."""
+    """Stage the sampling of so many rows of logits for each of these, from its first position on.
+
+    None if all are greedy.
+    """
     if all(p.is_greedy for p in params):
-        return (), lambda: None
+        return (), _greedy
     each = (
         np.array([1.0 if p.is_greedy else p.temperature for p in params], dtype=np.float64),
         np.array([p.top_k for p in params], dtype=np.int64),
@@ -184,13 +233,17 @@ def stage_draws(
         np.array([not p.is_greedy for p in params]),
     )
     arrays = [array.repeat(counts) for array in each]
-    arrays[4] += np.concatenate([np.arange(count) for count in np.broadcast_to(counts, len(params))])
+    arrays[4] += np.concatenate(
+        [np.arange(count) for count in np.broadcast_to(counts, len(params))]
+    )
     filters = any(p.top_k > 0 or p.top_p < 1 for p in params)
-    return arrays, lambda *moved: Draws(filters, *moved)
+    return arrays, partial(Draws, filters)
 
 
 def sample(logits: torch.Tensor, draws: Draws | None) -> torch.Tensor:
-    """One token per row: the largest logit, or the largest of `logits / temperature + Gumbel noise`.
+    """Return one token per row: the argmax of the logits, or of them with Gumbel noise.
+
+    The noise is added to `logits / temperature`.
 
     Args:
         logits: [num_rows, vocab_size].

@@ -1,6 +1,7 @@
-"""How many threads torch takes.
+"""The number of threads that torch takes.
 
-Two of them on two cores that are busy cost a small model 20 to 70 times what one costs: each operation waits for both.
+Two of them on two cores that are busy cost a small model 20 to 70 times what one costs: each
+operation waits for both.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ SMALL_BYTES = 2**26  # of weights; operations of larger models are worth several
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """One thread for torch, in this process."""
+    """Give torch one thread, in this process."""
     import torch
 
     before = torch.get_num_threads()
@@ -26,10 +27,10 @@ def one_thread() -> Iterator[None]:
 
 
 def is_small(folder: str | Path) -> bool:
-    """Whether one thread is enough for the checkpoint in a folder."""
+    """Return whether one thread is enough for the checkpoint in a folder."""
     return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")) < SMALL_BYTES
 
 
 def threads_for(folder: str | Path) -> AbstractContextManager[None]:
-    """One thread if the checkpoint in a folder is small, else as many as there were."""
+    """Give torch one thread if the checkpoint in a folder is small, else as many as before."""
     return one_thread() if is_small(folder) else nullcontext()
