@@ -21,7 +21,7 @@ from hybrid_kv.sanitizer.ledger import Ledger
 from hybrid_kv.sanitizer.rules_attention import check_attention, check_drafts
 from hybrid_kv.sanitizer.rules_mamba import check_mamba, expect_copy
 from hybrid_kv.sanitizer.rules_rollback import rollback_rules
-from hybrid_kv.sanitizer.shadow import Array, Owner, Shadow, Step, to_numpy
+from hybrid_kv.sanitizer.shadow import Array, Owner, Shadow, TrackedStep, to_numpy
 
 NUM_KEYS = 2**16  # the first ones, whose checksums are kept, to know them when they are loaded
 
@@ -64,7 +64,9 @@ class Sanitizer(EngineObserver):
         self._row_memory = row_memory or {}
         self._published_bytes: dict[BlockKey, set[int]] = {}
         self._all_bytes: set[int] = set()  # of all keys
-        self._copies: list[Callable[[Step], None]] = []  # checks of those of the step in flight
+        self._copies: list[
+            Callable[[TrackedStep], None]
+        ] = []  # checks of those of the step in flight
 
     # Blocks change hands.
 
@@ -221,7 +223,7 @@ class Sanitizer(EngineObserver):
             for shadow, block_idx, block in owner.restored:
                 ledger.check_prefix("hit-prefix", owner, shadow, block_idx, block)
             owner.restored.clear()
-        ledger.batch = step = Step(owners, batch, ledger.step)
+        ledger.batch = step = TrackedStep(owners, batch, ledger.step)
         pairs = ("input-token", input_ids, step.tokens), ("position", positions, step.positions)
         for rule, given, expected in pairs:
             actual = to_numpy(given)[: len(expected)]

@@ -11,7 +11,16 @@ import torch
 
 from hybrid_kv.cache.block_pool import BlockIds, BlockKey, BlockPool
 from hybrid_kv.config import CheckFailedError
-from hybrid_kv.sanitizer.shadow import HASH, ORIGIN, TOKENS, Array, Owner, Shadow, Step, to_numpy
+from hybrid_kv.sanitizer.shadow import (
+    HASH,
+    ORIGIN,
+    TOKENS,
+    Array,
+    Owner,
+    Shadow,
+    TrackedStep,
+    to_numpy,
+)
 
 NUM_EVENTS = 4096  # kept for reports
 NUM_LINES = 6  # of a block's history, the last ones
@@ -93,7 +102,7 @@ class Ledger:
             whatever state it is in.
     """
 
-    batch: Step
+    batch: TrackedStep
 
     def __init__(
         self,
@@ -187,7 +196,9 @@ class Ledger:
 
     # Checks; `rows` are places in the batch.
 
-    def check_lengths(self, shadow: Shadow, parts: Sequence[torch.Tensor], step: Step) -> None:
+    def check_lengths(
+        self, shadow: Shadow, parts: Sequence[torch.Tensor], step: TrackedStep
+    ) -> None:
         """Check that the rows of the metadata are as long as those of the batch."""
         lengths = np.concatenate([*map(to_numpy, parts)])[: len(step.owners)]
         template = "the row has {} tokens and not {}"
@@ -224,7 +235,7 @@ class Ledger:
             held, "read-unheld", shadow, rows, blocks, "read by a request that does not hold it"
         )
 
-    def check_writes(self, shadow: Shadow, rows: Array, blocks: Array, step: Step) -> None:
+    def check_writes(self, shadow: Shadow, rows: Array, blocks: Array, step: TrackedStep) -> None:
         """Check that the blocks which are written are the writer's alone."""
         exclusive = (self.references[blocks] <= 1) & ~self.published[blocks]
         self.require(

@@ -8,11 +8,11 @@ import torch
 from hybrid_kv.attention.paged import PagedAttentionMetadata
 from hybrid_kv.cache.block_pool import NULL_BLOCK
 from hybrid_kv.sanitizer.ledger import Ledger
-from hybrid_kv.sanitizer.shadow import HASH, Array, Shadow, Step, to_numpy
+from hybrid_kv.sanitizer.shadow import HASH, Array, Shadow, TrackedStep, to_numpy
 
 
 def check_attention(
-    ledger: Ledger, shadow: Shadow, metadata: PagedAttentionMetadata, step: Step
+    ledger: Ledger, shadow: Shadow, metadata: PagedAttentionMetadata, step: TrackedStep
 ) -> None:
     """Check a step of an attention group; its tokens are written before they are read."""
     size = shadow.block_size
@@ -61,7 +61,12 @@ def check_attention(
 
 
 def check_drafts(
-    ledger: Ledger, shadow: Shadow, rows: Array, at: torch.Tensor, slots: torch.Tensor, step: Step
+    ledger: Ledger,
+    shadow: Shadow,
+    rows: Array,
+    at: torch.Tensor,
+    slots: torch.Tensor,
+    step: TrackedStep,
 ) -> None:
     """Check the writes of a drafting head for `rows` of the batch; drafts are not verified yet."""
     places = to_numpy(slots)

@@ -12,11 +12,15 @@ from hybrid_kv.cache.block_pool import NULL_BLOCK
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.sanitizer.ledger import Ledger
 from hybrid_kv.sanitizer.rules_rollback import RollbackRules
-from hybrid_kv.sanitizer.shadow import HASH, Array, Shadow, Step, to_numpy
+from hybrid_kv.sanitizer.shadow import HASH, Array, Shadow, TrackedStep, to_numpy
 
 
 def check_mamba(
-    ledger: Ledger, shadow: Shadow, metadata: MambaMetadata, step: Step, rollback: RollbackRules
+    ledger: Ledger,
+    shadow: Shadow,
+    metadata: MambaMetadata,
+    step: TrackedStep,
+    rollback: RollbackRules,
 ) -> None:
     """Check a step of a Mamba group; its states are read before they are written."""
     num_rows = len(step.owners)
@@ -50,7 +54,7 @@ def _check_reads(
     metadata: MambaMetadata,
     windows: Array,
     sources: Array,
-    step: Step,
+    step: TrackedStep,
     first_source: int,
 ) -> None:
     """Check the windows that all rows read, and the states of those from `first_source` on."""
@@ -91,7 +95,7 @@ def _check_writes(
     shadow: Shadow,
     metadata: MambaMetadata,
     states: Array,
-    step: Step,
+    step: TrackedStep,
     in_blocks: bool,
 ) -> None:
     """Check the states that a step leaves.
@@ -152,7 +156,7 @@ def expect_copy(
     block_table: torch.Tensor,
     layers: Sequence[tuple[torch.Tensor, ...]],
     copies_states: bool,
-) -> Callable[[Step], None]:
+) -> Callable[[TrackedStep], None]:
     """Return the check of the boundary states of a group that will be copied.
 
     See `EngineObserver.on_copy`.
@@ -180,7 +184,7 @@ def expect_copy(
                 contents.append((kept, kept[torch.from_numpy(state)]))
     ends = (logical_blocks + 1) * shadow.block_size
 
-    def check(step: Step) -> None:
+    def check(step: TrackedStep) -> None:
         owners = [step.owners[row] for row in rows.tolist()]
         accepted = np.array([owner.computed for owner in owners])
         template = "gets the state after {} tokens, {} are accepted"

@@ -16,7 +16,7 @@ from hybrid_kv.cache.block_pool import NULL_BLOCK
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.kernels.recompute import RecomputeStep
 from hybrid_kv.sanitizer.ledger import Ledger
-from hybrid_kv.sanitizer.shadow import HASH, TOKENS, Array, Owner, Shadow, Step, to_numpy
+from hybrid_kv.sanitizer.shadow import HASH, TOKENS, Array, Owner, Shadow, TrackedStep, to_numpy
 
 
 class RollbackRules:
@@ -38,7 +38,7 @@ class RollbackRules:
     def restart(self, row: int) -> None:
         """Give a row of the engine to a new owner."""
 
-    def check_step(self, metadata: MambaMetadata, step: Step) -> None:
+    def check_step(self, metadata: MambaMetadata, step: TrackedStep) -> None:
         """Check the reads and writes of a step's decodes outside of their blocks."""
 
     def check_flush(self, owner: Owner, computed: int, step: RollbackStep) -> None:
@@ -78,7 +78,7 @@ class RecomputeRules(RollbackRules):
         """Empty the ring of a row."""
         self.ring[row] = 0
 
-    def check_step(self, metadata: MambaMetadata, step: Step) -> None:
+    def check_step(self, metadata: MambaMetadata, step: TrackedStep) -> None:
         """Check the history of each decode; a prefill leaves its state at its end."""
         ledger = self.ledger
         shadow = self.shadow
@@ -107,7 +107,11 @@ class RecomputeRules(RollbackRules):
             self._check_recompute([owner], np.array([computed]), step.history, None)
 
     def _check_recompute(
-        self, owners: Sequence[Owner], computed: Array, recompute: RecomputeStep, step: Step | None
+        self,
+        owners: Sequence[Owner],
+        computed: Array,
+        recompute: RecomputeStep,
+        step: TrackedStep | None,
     ) -> None:
         """Check each decode's state, history and flush, and store its tokens.
 

@@ -73,7 +73,7 @@ class Shadow:
         self.keeps_boundaries = isinstance(spec, MambaSpec) and spec.mode.keeps_states
 
 
-class Step:
+class TrackedStep:
     """A step's batch without padding, and the entries of its tokens."""
 
     def __init__(self, owners: list[Owner], batch: Sequence[ScheduledRequest], number: int) -> None:
