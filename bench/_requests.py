@@ -21,13 +21,18 @@ LIMIT = 16384  # max_model_len
 MAMBA_GROUPS = 4  # and one of attention, as Nemotron-3-Nano has them
 
 
-def _drafts(K: int) -> dict[str, Any]:
-    """Return the field of `MambaSpec` that tells the draft tokens; before commit 79aa965 it had another name."""
+def slots(K: int) -> Any:
+    """Return the rollback of K drafts that keeps a slot for each; it has had other names."""
     if hasattr(spec, "SlotsSpec"):
-        return {"rollback": spec.SlotsSpec(K)}
+        return spec.SlotsSpec(K)
     if hasattr(spec, "RollbackSpec"):  # before it was abstract
-        return {"rollback": spec.RollbackSpec(K)}
-    return {"undo": spec.UndoSpec(K)}
+        return spec.RollbackSpec(K)
+    return spec.UndoSpec(K)  # before commit 79aa965
+
+
+def _drafts(K: int) -> dict[str, Any]:
+    """Return the field of `MambaSpec` that tells the draft tokens."""
+    return {"rollback" if hasattr(spec, "RollbackSpec") else "undo": slots(K)}
 
 
 def manager(mode: str, K: int, num_blocks: int) -> KVCacheManager:

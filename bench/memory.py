@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from bench._requests import manager, prompts, requests, scheduler, step
+from bench._requests import manager, prompts, requests, scheduler, slots, step
 from bench._shapes import CONFIGS
 from bench.harness.cells import Cell, Count, Counts, grid
 from hybrid_kv.cache.backend import BackendContext, get_backend
 from hybrid_kv.cache.plan import plan_cache
-from hybrid_kv.cache.spec import SlotsSpec, with_rollback
+from hybrid_kv.cache.spec import with_rollback
 from hybrid_kv.config import CacheConfig
 from hybrid_kv.models.shapes import model_shape
 
@@ -51,7 +51,7 @@ def plan(seed: int, model: str, mode: str, K: int) -> Counts:
     """60 GiB for requests of up to 131,072 tokens, FlashAttention."""
     cache = CacheConfig(mamba_cache_mode=mode, enable_prefix_caching=mode != "none", memory_bytes=MEMORY)
     shape = model_shape(CONFIGS[model], cache=cache, num_speculative_tokens=K)
-    layers = {name: with_rollback(spec, SlotsSpec(K)) for name, spec in shape.layers.items()}
+    layers = {name: with_rollback(spec, slots(K)) for name, spec in shape.layers.items()}
     backend, context = get_backend("FLASH_ATTN", "cuda"), BackendContext.for_layers("cuda", layers)
     made = plan_cache(layers, cache, backend, context, MAX_MODEL_LEN, shape.mamba_chunk_size)
     sizes, per_request = made.sizes, made.blocks_per_request
