@@ -111,11 +111,11 @@ class Answers:
     repeats: int = 1
 
     def only(self, questions: Sequence[int]) -> Answers:
-        """The same run, cut to these questions."""
+        """Return this run, cut to these questions."""
         return replace(self, by_doc={doc_id: self.by_doc[doc_id] for doc_id in questions}, chosen=True)
 
     def first(self, questions: int) -> Answers:
-        """The same run, cut to its first questions."""
+        """Return this run, cut to its first questions."""
         kept = {doc_id: self.by_doc[doc_id] for doc_id in sorted(self.by_doc)[:questions]}
         return replace(self, by_doc=kept)
 
@@ -184,5 +184,5 @@ def json_lines(text: str, place: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def digest_of(text: str) -> str:
-    """What tells two files of one name apart."""
+    """Return a digest that tells two files of one name apart."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]

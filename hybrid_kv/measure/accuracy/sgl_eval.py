@@ -26,12 +26,12 @@ REPEATS = "output-rs*.jsonl"
 
 
 def is_metrics(document: Mapping[str, Any]) -> bool:
-    """Whether this is a metrics.json."""
+    """Return whether this is a metrics.json."""
     return {"name", "num_examples", "aggregate"} <= document.keys()
 
 
 def is_answer(line: Mapping[str, Any]) -> bool:
-    """Whether this is a line of an output-rs*.jsonl."""
+    """Return whether this is a line of an output-rs*.jsonl."""
     return {"id", "expected_answer", "symbolic_correct"} <= line.keys()
 
 

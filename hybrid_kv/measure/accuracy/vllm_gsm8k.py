@@ -14,7 +14,7 @@ ROUNDING = 1e-6  # of a share of questions in JSON
 
 
 def is_result(document: Mapping[str, Any]) -> bool:
-    """Whether this is such a result."""
+    """Return whether this is such a result."""
     return document.keys() >= FIELDS
 
 

@@ -75,7 +75,7 @@ def new_failures(now: Sequence[Failing], before: Sequence[Failing]) -> list[Fail
 
 
 def counted(failing: Sequence[Failing]) -> str:
-    """How many are failing, in words."""
+    """Return in words how many are failing."""
     words = {"fail": ("check failed", "checks failed"), "void": ("check was void", "checks were void")}
     words["worse"] = ("level is worse", "levels are worse")
     count = Counter(one.word for one in failing)

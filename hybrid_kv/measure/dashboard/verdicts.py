@@ -30,7 +30,7 @@ COMMANDS = {
 
 
 def command_of(suite: str) -> str:
-    """What to run for new rows of a suite."""
+    """Return the command that makes new rows of a suite."""
     return COMMANDS.get(suite, f"python -m bench --suite {suite} --out results/microbench.csv")
 
 
