@@ -37,8 +37,10 @@ def smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "smoke", module)
     loader.exec_module(module)
-    for name in ("ROOT", "OUT", "TREE"):
+    for name in ("ROOT", "OUT"):
         monkeypatch.setattr(module, name, tmp_path)
+    monkeypatch.setattr(module, "TREE", tmp_path / "tree")
+    subprocess.run(["git", "init", "-q", module.TREE], check=True)
     return module
 
 
@@ -81,6 +83,11 @@ def test_each_command_has_a_row_and_one_that_fails_is_named(
     assert [row[2] for row in rows] == ["", "needs a GPU", "run by ci.yml", "`echo slept`", "", ""]
     assert rows[1][3:] == ["–", "–", "–"] and rows[4][3] in ("130", "-2")
     assert capsys.readouterr().out.count("\n") == 9
+
+
+def test_a_page_begins_without_the_files_of_the_one_before(smoke: ModuleType, tmp_path: Path) -> None:
+    written = [smoke.Command(page, 0, "mkdir made") for page in ("first", "second")]
+    assert not smoke.run_all(written, smoke.Rules(RULES), smoke.Table(tmp_path / "table.md"))
 
 
 def test_in_reverse_the_commands_of_a_block_keep_their_order(smoke: ModuleType) -> None:

@@ -19,7 +19,7 @@ from hybrid_kv.check.guard.forced import FORCED, Draw
 from hybrid_kv.check.guard.play import Differences, run_scenario
 from hybrid_kv.check.guard.scenario import Event, Scenario, SmallKVFirst
 from hybrid_kv.check.guard.waiting import Waiting
-from hybrid_kv.engine import runner
+from hybrid_kv.engine import runner, step_inputs
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.engine.runner import ModelRunner
 from hybrid_kv.engine.scheduler import Scheduler
@@ -183,7 +183,7 @@ SLEEP = replace(scenario("all", 2, "mixed", state_scheme="recompute"), events=(E
         (Scheduler, "_next", lambda f: lambda *given: f(*given[:-1], given[-1] // 4),
          FORCED["one_token_left, first_decode_beside_chunk"](Draw(0)), "drafts-due: request 0 is to run"),
         # What is no token is verified, too.
-        (runner, "takewhile", lambda _: lambda is_token, drafts: drafts, FORCED["strange_drafts"](Draw(0)),
+        (ModelRunner, "_usable", lambda _: lambda self, drafts: list(drafts), FORCED["strange_drafts"](Draw(0)),
          "drafts-due: request"),
     ],
 )  # fmt: skip
@@ -250,7 +250,7 @@ def test_rows_that_are_padded_to_another_size(monkeypatch: pytest.MonkeyPatch) -
     padded = scenario("none", captured_batch_sizes=(2, 4))
     assert run_scenario(padded).wrong == []
     for size in (0, 3):
-        monkeypatch.setattr(ModelRunner, "padded_size", lambda self, rows, size=size: max(rows, size))
+        monkeypatch.setattr(step_inputs, "padded_size", lambda rows, sizes, size=size: max(rows, size))
         assert "requests has" in wrong(run_scenario(padded))
 
 
