@@ -64,7 +64,7 @@ def test_the_wheel_installs_one_name_with_all_that_it_reads(wheel: Path) -> None
     data = {
         str(file.relative_to(ROOT))
         for file in (ROOT / "hybrid_kv").rglob("*")
-        if file.is_file() and file.suffix != ".py" and not file.name.endswith("ruff.toml") and file.parent.name != "__pycache__"
+        if file.is_file() and not file.name.endswith((".py", "ruff.toml")) and file.parent.name != "__pycache__"
     }
     assert data <= names
     assert "hybrid_kv/check/guard_model/model.safetensors" in data
