@@ -1,9 +1,7 @@
 """Hard attention: each head reads exactly one token.
 
-Bits of the query and of the keys choose at which distance.
-
 Pairs of rotated channels form a peak of the score between two neighbouring tokens; a bit of each
-key, which the query wants to be +1 or -1, decides between them. Where the text is too short for a
+key decides between them. Where the text is too short for a
 distance, the first token is read. Scores are rounded, and may be: the best one is ahead by more
 than softmax can represent, so that each weight is 0 or 1.
 """
@@ -34,9 +32,8 @@ SINK = 0.9
 QUERY_SCALE = 2.0**10
 KEY_SCALE = 2.0**8
 NUM_VALUES = 32  # channels of a value that are used
-PAGE = 16  # tokens: at each step some head reads one token of every page of so many
-NUM_PAGES = 16  # that are read so, counted from the current token
-FAR_AWAY = (288, 384, 544, 800, 1280)  # tokens; read now and then
+PAGE = 16  # tokens: a step that depends on the cache reads one token of each of the last pages
+FAR_STEP = 40  # tokens between what is read now and then, up to 1,904 away in the third layer
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,9 @@ class Aim:
     """The token that a head reads: at a distance, or its neighbour, as a bit of their keys says.
 
     Attributes:
-        near, far: tokens before the current one; a bit of the query says which.
+        near: tokens before the current one.
+        far: the same where the current token has a settled successor, so that nothing depends on
+            what is read.
         is_plain: the token at the distance itself, whatever the keys say.
     """
 
@@ -91,27 +90,19 @@ class Aim:
     is_plain: bool = False
 
 
-def aims(layer: int, num_heads: int, draw: Choices) -> list[Aim]:
-    """Return the aims of a layer's heads.
-
-    The two tokens before the current one, pages in turn, and what is far away.
-    """
-    chosen = [Aim(distance, distance, is_plain=True) for distance in (1, 2)]
-    for n in range(num_heads - len(chosen)):
-        page = layer * (num_heads - 2) + n
-        distance = PAGE * page + PAGE // 2
-        if page < NUM_PAGES:
-            chosen.append(Aim(distance, distance))
-        else:
-            chosen.append(
-                Aim(PAGE * draw.below(NUM_PAGES) + PAGE // 2, FAR_AWAY[page % len(FAR_AWAY)])
-            )
-    return chosen
+def aims(layer: int, num_heads: int) -> list[Aim]:
+    """Return the aims of a layer's heads: the last two tokens, then each of the last pages."""
+    last_two = [Aim(distance, distance, is_plain=True) for distance in (1, 2)]
+    num_pages = num_heads - len(last_two)
+    return last_two + [
+        Aim(PAGE * page + PAGE // 2, PAGE * num_pages + FAR_STEP * (1 + layer * num_pages + page))
+        for page in range(num_pages)
+    ]
 
 
 def attention(shape: AttentionShape, layer: int, draw: Choices) -> AttentionWeights:
     """Return the weights of attention layer `layer`, counted from 0."""
-    queries = [_query(shape, aim, draw) for aim in aims(layer, shape.num_heads, draw)]
+    queries = [_query(shape, aim, draw) for aim in aims(layer, shape.num_heads)]
     keys = [_key(shape, draw) for _ in range(shape.num_kv_heads)]
     values = [_value(shape, draw) for _ in range(shape.num_kv_heads)]
     query_scale = 1.0 if shape.has_norms else QUERY_SCALE
@@ -145,16 +136,15 @@ def _query(shape: AttentionShape, aim: Aim, draw: Choices) -> torch.Tensor:
     half = shape.num_rotated // 2
     near = aim.near + PEAK
     far = aim.far + PEAK
-    chooser, decider = draw.sources(2)
     for i in range(NUM_PAIRS):
         weight = FADING**i
         turn = -_frequency(shape, i)
         for row, wave in ((i, math.cos), (half + i, math.sin)):
-            query[row, CHANNELS.one] = weight * (wave(turn * near) + wave(turn * far)) / 2
-            query[row, chooser] = weight * (wave(turn * near) - wave(turn * far)) / 2
+            query[row, CHANNELS.one] = weight * wave(turn * near)
+            query[row, CHANNELS.settled] = weight * (wave(turn * far) - wave(turn * near))
     peak = sum(FADING**i * math.cos(PEAK * _frequency(shape, i)) for i in range(NUM_PAIRS))
     query[shape.free, CHANNELS.one] = SINK * peak / math.sqrt(NUM_PAIRS)
-    query[shape.free + 1, decider] = 0.0 if aim.is_plain else KEY_WEIGHT
+    query[shape.free + 1, draw.source()] = 0.0 if aim.is_plain else KEY_WEIGHT
     return query
 
 

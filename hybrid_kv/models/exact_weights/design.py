@@ -5,7 +5,7 @@ up in one sum for each bit of the word; the MLP after it flips bits by these sum
 them. All numbers are small integers times powers of two, so that each product and each sum of them
 is exact, in any order.
 
-One channel of 2^60 decides every root mean square alone: a norm multiplies by a power of two.
+Two channels of 2^60 decide every root mean square alone: a norm multiplies by a power of two.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from dataclasses import dataclass
 
 import torch
 
-WIDTH = 256  # a power of 4: so is the mean square, and its root a power of two
+WIDTH = 512  # with two constants, the mean square is a power of 4 and its root a power of two
 CONSTANT = 2.0**60
-ROOT_MEAN_SQUARE = 2.0**56  # CONSTANT / sqrt(WIDTH)
-# Exp(-1024) is 0 in float64, too; sigmoid is then 0 or 1, softplus and SiLU are 0 or the identity
+ROOT_MEAN_SQUARE = 2.0**56  # CONSTANT * sqrt(2 / WIDTH)
+# exp(-1024) is 0 in float64, too; sigmoid is then 0 or 1, softplus and SiLU are 0 or the identity
 SATURATED = 1024.0
 
 VOCABULARY = 256
 CODE_BITS = 8  # of the word: a token's code
 # Of the code: only 64 tokens are ever likeliest, so that texts repeat and n-grams guess right
 LIKELY_BITS = 6
+NUM_SHARES = 4  # of the tokens; those of the first have a settled successor, in the second
 NUM_BITS = 10  # of the word
 NUM_FACTS = 64  # further random bits of the last token, which no layer changes
 NUM_ADDRESSES = 32
@@ -37,9 +38,10 @@ class Channels:
     """The channels of a hidden state."""
 
     one: int = 0  # CONSTANT before a norm, 1 after it
-    first: int = 1  # 1 at the first token of a text, else 0
-    settled: int = 2  # 1 if the token has a settled successor, else 0
-    successor: int = 3  # CODE_BITS, that successor's code, or zeros
+    second: int = 1  # the same; no weight reads it
+    first: int = 2  # 1 at the first token of a text, else 0
+    settled: int = 3  # 1 if the token has a settled successor, else 0
+    successor: int = 4  # CODE_BITS, that successor's code, or zeros
     bit: int = successor + CODE_BITS  # NUM_BITS, the word
     sum: int = bit + NUM_BITS  # one for each bit
     fact: int = sum + NUM_BITS  # NUM_FACTS
@@ -107,12 +109,12 @@ def codes(draw: Choices) -> torch.Tensor:
 def embedding(code: torch.Tensor, draw: Choices) -> torch.Tensor:
     """Return the embedding [VOCABULARY, WIDTH].
 
-    Half of the tokens have a settled successor, which has none itself: a wrong cache shows at one
-    of two tokens, and drafts are right now and then.
+    Some tokens have a settled successor, which has none itself: a wrong cache shows at one of two
+    tokens, and drafts are right now and then.
     """
     at = CHANNELS
     rows = torch.zeros(VOCABULARY, WIDTH)
-    rows[:, at.one] = CONSTANT
+    rows[:, [at.one, at.second]] = CONSTANT
     rows[:, at.bit : at.bit + CODE_BITS] = code
     rows[:, at.bit + CODE_BITS : at.bit + NUM_BITS] = draw.signs(VOCABULARY, NUM_BITS - CODE_BITS)
     rows[:, at.fact : at.fact + NUM_FACTS] = draw.signs(VOCABULARY, NUM_FACTS)
@@ -120,7 +122,7 @@ def embedding(code: torch.Tensor, draw: Choices) -> torch.Tensor:
         rows[token, at.address + place % NUM_ADDRESSES] = 1.0
     likely = (code[:, LIKELY_BITS:] > 0).all(1)
     for tokens in (likely.nonzero()[:, 0], (~likely).nonzero()[:, 0]):
-        settled, free = tokens[draw.order(len(tokens))].view(2, -1)
+        settled, free, *_ = tokens[draw.order(len(tokens))].chunk(NUM_SHARES)
         rows[settled, at.settled] = 1.0
         rows[settled, at.successor : at.successor + CODE_BITS] = code[free]
     return rows
@@ -137,9 +139,9 @@ def head(code: torch.Tensor) -> torch.Tensor:
 
 
 def norm() -> torch.Tensor:
-    """Return the weight [WIDTH] of a norm that makes the constant channel 1, and no more."""
+    """Return the weight [WIDTH] of a norm that makes the constant channels 1, and no more."""
     weight = torch.full((WIDTH,), ROOT_MEAN_SQUARE)
-    weight[CHANNELS.one] = ROOT_MEAN_SQUARE / CONSTANT
+    weight[[CHANNELS.one, CHANNELS.second]] = ROOT_MEAN_SQUARE / CONSTANT
     return weight
 
 

@@ -80,7 +80,7 @@ def _attention(
     }
 
 
-_SHORT_SHAPE = attention.AttentionShape(8, 2, 32, 32, BASE**2, has_norms=True)
+_SHORT_SHAPE = attention.AttentionShape(16, 2, 32, 32, BASE**2, has_norms=True)
 
 
 def _lfm2(layer: int, draw: design.Choices) -> Tensors:
@@ -101,7 +101,7 @@ def _lfm2(layer: int, draw: design.Choices) -> Tensors:
 
 
 _MAMBA_SHAPE = mamba2.Mamba2Shape(num_heads=16, head_dim=32, state=32, taps=TAPS)
-_GRANITE_SHAPE = attention.AttentionShape(8, 2, 32, 32, BASE**2)
+_GRANITE_SHAPE = attention.AttentionShape(16, 2, 32, 32, BASE**2)
 
 
 def _granitemoehybrid(layer: int, draw: design.Choices) -> Tensors:
@@ -122,7 +122,7 @@ def _granitemoehybrid(layer: int, draw: design.Choices) -> Tensors:
 _DELTA_SHAPE = delta_net.DeltaNetShape(
     num_key_heads=4, num_value_heads=16, key_dim=64, value_dim=64, taps=TAPS
 )
-_GATED_SHAPE = attention.AttentionShape(8, 2, 64, 16, BASE, has_gate=True, has_norms=True)
+_GATED_SHAPE = attention.AttentionShape(16, 2, 64, 16, BASE, has_gate=True, has_norms=True)
 
 
 def _qwen3_5(layer: int, draw: design.Choices) -> Tensors:
@@ -158,7 +158,8 @@ def _qwen3_5_head() -> Tensors:
     queries = _GATED_SHAPE.num_heads
     join = torch.zeros(design.WIDTH, 2 * design.WIDTH)
     join[:, : design.WIDTH] = torch.eye(design.WIDTH)
-    join[design.CHANNELS.one, design.CHANNELS.one] = design.CONSTANT
+    for channel in (design.CHANNELS.one, design.CHANNELS.second):
+        join[channel, channel] = design.CONSTANT
     size = _GATED_SHAPE.head_dim
     layer = {
         "input_layernorm.weight": norm,
@@ -180,7 +181,7 @@ def _qwen3_5_head() -> Tensors:
     }
 
 
-_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
+_HEADS = {"num_attention_heads": 16, "num_key_value_heads": 2}
 _KINDS = [
     "full_attention" if _is_attention(layer) else "linear_attention" for layer in range(NUM_LAYERS)
 ]

@@ -22,12 +22,13 @@ def rotated(heads, shape, positions):
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
-@pytest.mark.parametrize("shape", [AttentionShape(8, 2, 32, 32, BASE**2), AttentionShape(8, 2, 64, 16, BASE)])
+@pytest.mark.parametrize("shape", [AttentionShape(16, 2, 32, 32, BASE**2), AttentionShape(16, 2, 64, 16, BASE)])
 def test_the_best_score_is_ahead(shape, layer):
     draw = Choices(layer)
     made = attention(shape, layer, draw)
     hidden = draw.signs(LENGTH, WIDTH).double()
     hidden[:, CHANNELS.one], hidden[:, CHANNELS.first] = 1.0, 0.0
+    hidden[:, CHANNELS.settled] = (1.0 + draw.signs(LENGTH).double()) / 2
     hidden[0, CHANNELS.first] = 1.0
     size, positions = shape.head_dim, torch.arange(LENGTH).double()
     keys = (hidden @ made.k.double().T).view(LENGTH, -1, size).transpose(0, 1)
