@@ -23,6 +23,7 @@ from hybrid_kv.measure.dashboard.words import number
 
 ROOT = Path(__file__).resolve().parents[1]
 _BLOCK = re.compile(r"(<!-- figures:([\w-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
+EXACT = "exact_weights"
 RUNS = ("quick", "sanitizer", "full")  # runs of the mutants; a later one counts where no earlier one caught the bug
 SOON = 30  # seconds of one core in which the quick guard is to catch a bug
 SHORT_BLOCKS_PER_KV_BLOCK = 8  # of the table in README
@@ -187,6 +188,75 @@ def expansion_short_table(results: Results) -> str | None:
     return f"{table}\n\n{expansion.crossover_text(found)} {expansion.launch_text()}"
 
 
+def exact_engines_table(results: Results) -> str | None:
+    """In which dtypes each engine computes exact checkpoints to the bit, by family; and each difference."""
+    rows = with_params(
+        results.of(EXACT, "engines"), family=str, engine=str, version=str, dtype=str, setting=str, problem=str
+    )
+    rows = rows.drop_duplicates(["family", "engine", "version", "dtype", "setting"], keep="last")
+    if rows.empty:
+        return None
+    families = sorted({*rows["family"]})
+    lines, notes = [], list[str]()
+    for (engine, version), group in rows.groupby(["engine", "version"]):
+        cells = []
+        for family in families:
+            words = []
+            for dtype, own in group[group["family"] == family].groupby("dtype"):
+                served = own[own["metric"] == "equal"]
+                equal = int((served["value"] == 1).sum())
+                count = f"{equal} of {len(served)}" if len(served) else "not served"
+                words.append(f"{dtype} {count}")
+                notes += [
+                    f"{engine}, {family}, {dtype}, {row.setting}: {row.problem}" for row in each(own) if row.value != 1
+                ]
+            cells.append("; ".join(words) or "–")
+        lines.append([f"{engine} {version}", *cells])
+    table = markdown_table(["settings that are equal to the bit", *(f"`{family}`" for family in families)], lines)
+    return "\n".join([table, "", *(f"- {note}" for note in notes)]) if notes else table
+
+
+def exact_damage_table(results: Results) -> str | None:
+    """How often damage shows in the tokens of exact checkpoints: in one layer / in all, by family."""
+    rows = with_params(results.of(EXACT, "damage"), family=str, cache=str, scope=str, kind=str)
+    if rows.empty:
+        return None
+    rows = rows[rows["commit"] == rows["commit"].iloc[-1]]
+    rows = rows.assign(shown=rows["value"] * rows["n"])
+    sums = rows.groupby(["cache", "kind", "scope", "family"])[["shown", "n"]].sum()
+    families = sorted({*rows["family"]})
+
+    def cell(cache: str, kind: str, family: str) -> str:
+        keys = [(cache, kind, scope, family) for scope in ("one layer", "all layers")]
+        return " / ".join(f"{sums.loc[key, 'shown'] / sums.loc[key, 'n']:.1%}" for key in keys if key in sums.index)
+
+    pairs = rows[["cache", "kind"]].drop_duplicates().itertuples(index=False)
+    lines = [[f"{cache}, {kind}", *(cell(cache, kind, family) or "–" for family in families)] for cache, kind in pairs]
+    trials = int(sums["n"].min()), int(sums["n"].max())
+    said = f"{trials[0]} trials each" if trials[0] == trials[1] else f"{trials[0]} to {trials[1]} trials each"
+    return f"One layer / all layers; {said}.\n\n{markdown_table(['', *(f'`{f}`' for f in families)], lines)}"
+
+
+def exact_mutants_text(results: Results) -> str | None:
+    """How many of the known bugs that make the quick guard see wrong tokens exact weights find by themselves."""
+    rows = with_params(results.of(MUTANTS), by=str, rule=str)
+    newest = rows.drop_duplicates(["benchmark", "by", "metric"], keep="last")
+    caught = newest[newest["metric"] == "caught"]
+    changing = {*caught[(caught["by"] == "quick") & (caught["rule"] == "step-tokens")]["benchmark"]}
+    own = caught[(caught["by"] == "weights") & caught["benchmark"].isin(changing)]
+    if own.empty:
+        return None
+    seconds = newest[(newest["by"] == "weights") & (newest["metric"] == "seconds")].set_index("benchmark")["value"]
+    found = own[own["value"] == 1]["benchmark"]
+    missed = " ".join(sorted({*own["benchmark"]} - {*found}))
+    text = (
+        f"Of {len(changing)} known bugs that change tokens, {len(own)} were run: {len(found)} are found "
+        f"({len(found) / len(own):.0%}), in a median of {seconds[found].median():.1f} s of one core, at most "
+        f"{seconds[found].max():.0f} s."
+    )
+    return f"{text} Not found: {missed}." if missed else text
+
+
 def _marked(cells: Sequence[str]) -> list[str]:
     """What is not measured in italics, so that it looks like no number."""
     return [f"*{cell}*" if cell == expansion.NOT_MEASURED else cell for cell in cells]
@@ -194,6 +264,9 @@ def _marked(cells: Sequence[str]) -> list[str]:
 
 BLOCKS = {
     "curve": curve_table,
+    "exact-damage": exact_damage_table,
+    "exact-engines": exact_engines_table,
+    "exact-mutants": exact_mutants_text,
     "expansion": expansion_table,
     "expansion-short": expansion_short_table,
     "families": families_table,
