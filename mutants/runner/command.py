@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mutants.runner.mutant import Mutant
     from mutants.runner.run import Row
 
-By = Literal["quick", "sanitizer", "full", "accuracy", "http", "tests"]
+By = Literal["quick", "sanitizer", "full", "accuracy", "http", "weights", "tests"]
 
 
 def mutants(
@@ -35,7 +35,8 @@ def mutants(
         By | None,
         typer.Option(
             help="What is to kill them; default: the quick guard, and tests of units. Of generated ones only those of "
-            "quick or of tests; accuracy: the guard models' answers alone; http: probes of a server."
+            "quick or of tests; accuracy: the guard models' answers alone; http: probes of a server; weights: exact "
+            "weights alone."
         ),
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Mutants at a time, a process each.")] = 1,
@@ -76,9 +77,7 @@ def mutants(
     if generated is not None and (ids or folder is not None):
         raise ConfigError(f"--generated {generated} draws its own mutants; leave out --id and --folder")
     is_generated = generated is not None or any(":" in name for name in ids or ())
-    if by not in (
-        (None, "quick", "tests") if is_generated else (None, "quick", "sanitizer", "full", "accuracy", "http")
-    ):
+    if by not in (None, "quick") and (by == "tests") != is_generated:
         raise ConfigError(f"--by {by}: generated mutants are killed by quick or tests, known bugs by all but tests")
     csv = rows_file("mutants.csv", results, record)
     check_outputs(out, junit_xml)

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from multiprocessing import get_context
@@ -25,6 +25,7 @@ from mutants.runner import forks, units
 from mutants.runner.guard import RUN, compile_loops
 from mutants.runner.mutant import PACKAGE, UNCHANGED, Changed, Mutant, inject
 from mutants.runner.units import BY_TESTS, tests_of_all
+from mutants.runner.weights import WEIGHTS, write_checkpoints
 
 RUNS = 5  # of a reduced case
 
@@ -159,11 +160,13 @@ class MutationRun:
     Attributes:
         limit: seconds of one core for one, but by `http`.
         repro: a folder for the case that caught one, reduced for at most as many seconds.
+        weights: the folder of exact checkpoints and their right answers; None: nothing needs it.
         sound: tests that have failed with a mutant and passed without.
     """
 
     limit: float
     repro: Path | None = None
+    weights: Path | None = None
     sound: set[str] = field(default_factory=set)
 
     def judge(self, mutant: Mutant, ways: Sequence[str], forked: Forks) -> Row:
@@ -198,8 +201,19 @@ class MutationRun:
     def _by_guard(self, root: Path, texts: Changed, ways: Sequence[str], forked: Forks) -> dict[str, Any]:
         # A changed loop is not compiled, which takes longer than to interpret it.
         task = {"ways": ways, "compiled": not any("import compiled" in text for text in texts.values())}
-        found: dict[str, Any] = forked.call(root, "guard.run", task, self.limit)
+        function = "guard.run"
+        if self.weights is not None:
+            function, task = "weights.run", {**task, "folder": str(self.weights)}
+        found: dict[str, Any] = forked.call(root, function, task, self.limit)
         return found
+
+    def record(self, folder: Path, forked: Forks) -> None:
+        """Write exact checkpoints into a folder, and the right answers to what is asked of each mutant."""
+        write_checkpoints(folder)
+        with tempfile.TemporaryDirectory() as copy:
+            inject(Path(copy), {})
+            task = {"folder": str(folder), "record": True}
+            forked.call(Path(copy), "weights.run", task, 10 * self.limit)
 
     def _by_tests(self, root: Path, tests: Sequence[str], forked: Forks) -> dict[str, Any]:
         task, limit = {"checkout": str(PACKAGE.parent)}, min(units.LIMIT, self.limit)
@@ -277,6 +291,17 @@ def run_all(mutants: Sequence[Mutant], by: str, run: MutationRun, jobs: int) -> 
     """
     if not mutants:
         return
-    with _probing(jobs) if by == "http" else _forking(by, run, jobs) as (pool, judge):
+    with ExitStack() as stack:
+        if by == WEIGHTS:
+            run = stack.enter_context(_recorded(run))
+        pool, judge = stack.enter_context(_probing(jobs) if by == "http" else _forking(by, run, jobs))
         for task in as_completed([pool.submit(judge, mutant) for mutant in mutants]):
             yield task.result()
+
+
+@contextmanager
+def _recorded(run: MutationRun) -> Iterator[MutationRun]:
+    """The run with exact checkpoints, as long as the context lasts."""
+    with tempfile.TemporaryDirectory() as folder, closing(Forks()) as forked:
+        run.record(Path(folder), forked)
+        yield replace(run, weights=Path(folder))

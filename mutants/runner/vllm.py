@@ -1,9 +1,10 @@
 """Known bugs as patches of vLLM's own source, `mutants/vllm/*.patch`, and what finds them.
 
-    python -m mutants.runner.vllm --python PYTHON [--random] [--out FILE.csv] [NAME ...]
+    python -m mutants.runner.vllm --python PYTHON [--weights random|designed] [--out FILE.csv] [NAME ...]
     python -m mutants.runner.vllm --table
 
-The exact model inside it, or with `--random` the probes with random weights; the sanitizer plays again what failed.
+The exact model inside it, or the probes with random weights, or with those of a checkpoint whose every operation is
+exact (`designed`: without a tolerance); the sanitizer plays again what failed of the first.
 
 A patch begins with `# ID: what goes wrong` and `# settings: CELL; CELL`, the cells of the guard's matrix that should
 show it, the cheapest first; `plain` is the plainest one, and `model=linear` in a cell chooses another exact model.
@@ -40,8 +41,12 @@ from mutants.runner.mutant import inject
 
 FOLDER = Path(__file__).parents[1] / "vllm"
 HEALTHY = "healthy"
-RANDOM, DTYPE = "qwen3_5_text:small", {"dtype": "bfloat16"}  # a delta net on a CPU takes no other
-# n-grams change this model's answers in vLLM 0.32 as it is: `examples/found/vllm_no_drafts.py`.
+# A delta net on a CPU takes no other dtype.
+CHECKPOINTS = {
+    "random": ("qwen3_5_text:small", {"dtype": "bfloat16"}),
+    "designed": ("granitemoehybrid:exact", {}),
+}
+# n-grams change these models' answers in vLLM 0.32 as it is: `examples/found/vllm_no_drafts.py`.
 WITHOUT = "spec=", "not run: with drafts it is wrong without the patch, too"
 
 
@@ -117,9 +122,9 @@ def search(python: str, name: str, weights: str, models: Callable[[str], Guarded
         subtract_known(guarded, outcome)
         found.seconds = round(found.seconds + outcome.seconds, 1)
         found.answers += outcome.num_answers
-        if weights == "random" and (outcome.probe, outcome.verdict) == ("start", "not supported"):
+        if weights in CHECKPOINTS and (outcome.probe, outcome.verdict) == ("start", "not supported"):
             found.detail = f"not run: {outcome.detail}"
-        elif weights == "random" and outcome.verdict == "void":
+        elif weights in CHECKPOINTS and outcome.verdict == "void":
             return  # as it may be without the patch: a healthy engine is run with the exact model alone
         elif outcome.verdict not in FINE or outcome.probe == "start":
             found.probe, found.detail = outcome.probe, f"{outcome.verdict}: {outcome.detail}"
@@ -130,20 +135,20 @@ def search(python: str, name: str, weights: str, models: Callable[[str], Guarded
         overlay(Path(package), patches, Path(folder))
         os.environ["PYTHONPATH"] = folder
         for setting in head(patches[-1])[2]:
-            if weights == "random" and WITHOUT[0] in setting:
+            if weights in CHECKPOINTS and WITHOUT[0] in setting:
                 found.detail = found.detail or WITHOUT[1]
                 continue
             found.setting, found.detail = setting, ""
             model, text = cell_of(setting)
-            known = models(f"exact:{model}" if weights == "exact" else RANDOM)
+            checkpoint, dtype = CHECKPOINTS.get(weights, (f"exact:{model}", {}))
+            known = models(checkpoint)
             guarded = Guarded(kind_of("vllm", python), known.folder, thorough=False)  # the probes of a default run
             guarded.judges = known.judges
             for judge in guarded.judges.values():
                 judge.trusted = True  # the patch before may have seemed to be the oracle's error
             cell = _possible(dict(part.split("=") for part in text.split()), guarded.kind)
-            if weights == "random":
-                cell |= DTYPE
-            if cell in ran:  # random weights have one model, and fewer factors
+            cell |= dtype
+            if cell in ran:  # other weights than the exact model's have one checkpoint, and fewer factors
                 continue
             ran.append(cell)
             try:
@@ -173,11 +178,7 @@ def _wrong_read(guarded: Guarded, outcome: Outcome) -> str:
 def tables(rows: Sequence[Mapping[str, str]]) -> str:
     """What was found, fastest first, and what was not, from the last row of each patch and kind of weights."""
     exact = {row["name"]: row for row in rows if row["weights"] == "exact" and row["name"] != HEALTHY}
-    random = {
-        row["name"]: row["probe"] or row["detail"].partition(":")[0] or "no"
-        for row in rows
-        if row["weights"] == "random"
-    }
+    random, designed = (_by_checkpoint(rows, weights) for weights in CHECKPOINTS)
     found = sorted(
         (row for row in exact.values() if row["probe"]), key=lambda row: (float(row["seconds"]), row["name"])
     )
@@ -185,24 +186,42 @@ def tables(rows: Sequence[Mapping[str, str]]) -> str:
     lines = [
         f"**{len(found)} of {len(exact)} are found**, in a median of {median(seconds):.1f} s of probes, at most "
         f"{max(seconds):.0f} s.\n",
-        "| patch | id | what goes wrong | found by | setting | s | random weights | first wrong read |",
-        "|---|---|---|---|---|--:|---|---|",
+        "| patch | id | what goes wrong | found by | setting | s | random weights | exact weights | first wrong read |",
+        "|---|---|---|---|---|--:|---|---|---|",
     ]
     for row in found:
         id, what, _ = head(FOLDER / f"{row['name']}.patch")
-        cells = row["probe"], row["setting"], row["seconds"], random.get(row["name"], ""), row["wrong_read"]
-        lines.append(f"| {' | '.join((row['name'], id, what, *cells))} |")
+        name = row["name"]
+        cells = (
+            row["probe"],
+            row["setting"],
+            row["seconds"],
+            random.get(name, ""),
+            designed.get(name, ""),
+            row["wrong_read"],
+        )
+        lines.append(f"| {' | '.join((name, id, what, *cells))} |")
     lines += [
         "\n## Not found\n",
-        "| patch | id | what goes wrong | settings | random weights | why |",
-        "|---|---|---|---|---|---|",
+        "| patch | id | what goes wrong | settings | random weights | exact weights | why |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name in sorted({*exact} - {row["name"] for row in found}):
         patch = FOLDER / f"{name}.patch"
         id, what, settings = head(patch)
         why = "".join(re.findall(r"(?m)^# why not: (.*)", patch.read_text()))
-        lines.append(f"| {' | '.join((name, id, what, '; '.join(settings), random.get(name, ''), why))} |")
+        cells = "; ".join(settings), random.get(name, ""), designed.get(name, ""), why
+        lines.append(f"| {' | '.join((name, id, what, *cells))} |")
     return "\n".join(lines) + "\n"
+
+
+def _by_checkpoint(rows: Sequence[Mapping[str, str]], weights: str) -> dict[str, str]:
+    """What found each patch with a checkpoint of these weights."""
+    return {
+        row["name"]: row["probe"] or row["detail"].partition(":")[0] or "no"
+        for row in rows
+        if row["weights"] == weights
+    }
 
 
 def _rewrite() -> None:
@@ -217,7 +236,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--table", action="store_true", help="only rewrite the README's tables")
     parser.add_argument("--python", help="of an environment with vLLM")
-    parser.add_argument("--random", action="store_true", help="random weights instead of the exact model")
+    parser.add_argument("--weights", choices=("exact", *CHECKPOINTS), default="exact", help="default: the exact model")
     parser.add_argument("--out", type=Path, help="a CSV file to append rows to")
     parser.add_argument("names", nargs="*", help="default: all, behind a healthy engine in all of their cells")
     chosen = parser.parse_args()
@@ -225,7 +244,7 @@ def main() -> None:
         return _rewrite()
     if chosen.python is None:
         parser.error("--python is missing: the Python of an environment with vLLM")
-    weights = "random" if chosen.random else "exact"
+    weights = chosen.weights
     with ExitStack() as stack:
 
         @cache

@@ -1,0 +1,151 @@
+"""What exact weights alone find of a bug: probes of a changed copy of the engine, by one process.
+
+The probes know nothing of the bug; each is probed in the same settings, without a tolerance. Right
+answers are recorded once, of the engine without a bug, each held against transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mutants.runner.guard import Catch, LoopError, time_limit
+
+if TYPE_CHECKING:
+    from hybrid_kv.probes.session import Outcome
+
+WEIGHTS = "weights"
+LIMIT = 60.0  # CPU seconds of all probes
+# A family and a setting each, those first in which most bugs act: drafts of the model's own head,
+# a history of inputs instead of states, states at boundaries inside a chunk, a pool that evicts and
+# loads, steps in flight, no drafts, windows alone.
+CELLS: tuple[tuple[str, dict[str, str]], ...] = (
+    ("granitemoehybrid", {"prefix": "align", "spec": "ngram3", "chunk": "100"}),
+    ("qwen3_5_text", {"prefix": "all", "spec": "mtp3", "chunk": "17"}),
+    ("granitemoehybrid", {"prefix": "align", "spec": "ngram3", "scheme": "recompute"}),
+    ("lfm2", {"prefix": "align", "chunk": "100", "blocks": "tight", "offload": "host"}),
+    ("qwen3_5_text", {"spec": "mtp3", "async": "on"}),
+    ("granitemoehybrid", {"prefix": "all"}),
+)
+ANSWERS = "answers.json"
+
+Answers = dict[tuple[int, ...], tuple[int, ...]]  # the longest right one by its prompt
+
+
+def write_checkpoints(folder: Path) -> None:
+    """Write the checkpoints of all cells."""
+    from hybrid_kv.models.exact_weights.checkpoint import write_exact_weights
+
+    for family in {family for family, _ in CELLS}:
+        write_exact_weights(family, folder / family)
+
+
+def run(task: Mapping[str, Any], case: Path) -> dict[str, Any]:
+    """Probe the copy in each cell until an answer is wrong; `task` names the `folder`."""
+    folder = Path(task["folder"])
+    texts = json.loads((folder / ANSWERS).read_text()) if (folder / ANSWERS).exists() else {}
+    known = {family: _read(answers) for family, answers in texts.items()}
+    catch = Catch()
+    try:
+        with time_limit(LIMIT if not task.get("record") else 10 * LIMIT):
+            catch = _first(folder, known)
+    except LoopError:
+        pass  # what the time allowed has found nothing
+    except Exception as error:
+        catch = Catch("crash", type(error).__name__, str(error))
+    if task.get("record"):
+        if catch.section:
+            raise AssertionError(f"without a bug, {catch}")
+        written = {family: _written(answers) for family, answers in known.items()}
+        (folder / ANSWERS).write_text(json.dumps(written))
+    return {**asdict(catch), "seconds": sum(os.times()[:4])}
+
+
+def _read(answers: Mapping[str, list[int]]) -> Answers:
+    return {tuple(map(int, key.split())): tuple(answer) for key, answer in answers.items()}
+
+
+def _written(answers: Answers) -> dict[str, tuple[int, ...]]:
+    return {" ".join(map(str, prompt)): answer for prompt, answer in answers.items()}
+
+
+class _WrongError(Exception):
+    """Ends the probes; its argument is the outcome."""
+
+
+def _first(folder: Path, known: dict[str, Answers]) -> Catch:
+    """Return what the first cell finds that finds something."""
+    import torch
+
+    from hybrid_kv.probes.guarded import Guarded, ask
+    from hybrid_kv.targets.ours import KIND
+
+    torch.set_num_threads(1)
+    num_answers = 0
+
+    def report(outcome: Outcome) -> None:
+        nonlocal num_answers
+        num_answers += outcome.num_answers
+        is_dead = outcome.probe == "start" or outcome.is_last
+        if outcome.verdict == "wrong" or is_dead:
+            raise _WrongError(outcome)
+
+    for family, settings in CELLS:
+        guarded = Guarded(KIND, str(folder / family), thorough=False)
+        judge = _judge(folder / family, known.setdefault(family, {}))
+        guarded.judges["float32"] = judge
+        try:
+            ask(guarded, dict(settings), (), report)
+        except _WrongError as wrong:
+            (outcome,) = wrong.args
+            cell = " ".join([family, *(f"{name}={level}" for name, level in settings.items())])
+            return Catch("probes", outcome.probe, outcome.detail, num_answers, cell)
+    return Catch(requests=num_answers)
+
+
+def _judge(folder: Path, known: Answers) -> Any:
+    """Return a judge that knows recorded answers, and asks transformers for others."""
+    from hybrid_kv.probes.judge import RIGHT, Judge, Judgement, WeightsJudge
+    from hybrid_kv.targets.target import Answer, Ask
+
+    class Recorded(Judge):
+        """That of exact weights: an answer is the recorded one, token by token, or it is wrong."""
+
+        is_exact = True
+
+        def __init__(self) -> None:
+            super().__init__(None)
+            self.trusted = self.is_calibrated = True
+            self._weights: WeightsJudge | None = None
+
+        def needs_alone(self, ask: Ask) -> bool:
+            return False
+
+        def _judge(self, ask: Ask, answer: Answer, alone: Answer | None) -> Judgement:
+            expected = known.get(ask.prompt, ())
+            if len(expected) < ask.max_tokens:
+                return self._by_transformers(ask, answer)
+            for tokens in (answer.token_ids, *answer.others):
+                is_short = ask.abort_after is None and len(tokens) < ask.max_tokens
+                if tokens != expected[: len(tokens)] or is_short:
+                    said = f"{list(tokens)}, not {list(expected[: ask.max_tokens])}"
+                    return Judgement("wrong", said)
+            sure = zip(answer.token_ids, answer.logprobs, strict=False)
+            if any(row[token] != 0.0 for token, row in sure):
+                return Judgement("wrong", "the log-probability of a right token is not 0")
+            return RIGHT
+
+        def _by_transformers(self, ask: Ask, answer: Answer) -> Judgement:
+            self._weights = self._weights or WeightsJudge(str(folder))
+            greedy = replace(ask, temperature=0.0)
+            judgement = self._weights.judge(greedy, self._weights.possible(answer), None)
+            is_longer = len(answer.token_ids) > len(known.get(ask.prompt, ()))
+            if judgement is RIGHT and is_longer:
+                known[ask.prompt] = answer.token_ids
+            return judgement
+
+    return Recorded()
