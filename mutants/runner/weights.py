@@ -53,8 +53,9 @@ def run(task: Mapping[str, Any], case: Path) -> dict[str, Any]:
     try:
         with time_limit(LIMIT if not task.get("record") else 10 * LIMIT):
             catch = _first(folder, known)
-    except LoopError:
-        pass  # what the time allowed has found nothing
+    except LoopError as error:  # what the time allowed has found nothing
+        if task.get("record"):
+            catch = Catch("run", "time limit", str(error))
     except Exception as error:
         catch = Catch("crash", type(error).__name__, str(error))
     if task.get("record"):
@@ -126,12 +127,12 @@ def _judge(folder: Path, known: Answers) -> Any:
             return False
 
         def _judge(self, ask: Ask, answer: Answer, alone: Answer | None) -> Judgement:
-            expected = known.get(ask.prompt, ())
-            if len(expected) < ask.max_tokens:
+            expected, texts = known.get(ask.prompt, ()), (answer.token_ids, *answer.others)
+            least = min(ask.max_tokens, ask.abort_after or ask.max_tokens)
+            if len(expected) < max(least, *map(len, texts)):
                 return self._by_transformers(ask, answer)
-            for tokens in (answer.token_ids, *answer.others):
-                is_short = ask.abort_after is None and len(tokens) < ask.max_tokens
-                if tokens != expected[: len(tokens)] or is_short:
+            for tokens in texts:
+                if tokens != expected[: len(tokens)] or len(tokens) < least:
                     said = f"{list(tokens)}, not {list(expected[: ask.max_tokens])}"
                     return Judgement("wrong", said)
             sure = zip(answer.token_ids, answer.logprobs, strict=False)
