@@ -19,9 +19,9 @@ import torch
 
 from bench.harness.arguments import ArgumentParser
 from hybrid_kv.errors import run_command
+from hybrid_kv.measure.results import Row, append_rows
 from hybrid_kv.models.exact_weights.design import Choices
 from hybrid_kv.models.random_checkpoint import quiet
-from hybrid_kv.results import Row, append_rows
 
 SHORTEST, LONGEST = 40, 224  # tokens of a text; each layer of attention reads the last 224
 PAGE = 16  # tokens

@@ -17,16 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.harness.arguments import ArgumentParser
+from hybrid_kv.check.probes.guarded import Guarded, ask
+from hybrid_kv.check.probes.run import matrix_of, text_of
+from hybrid_kv.check.probes.session import Outcome
+from hybrid_kv.check.targets.kinds import kind_of
 from hybrid_kv.config import ConfigError
 from hybrid_kv.errors import run_command
+from hybrid_kv.measure.results import Row, append_rows
 from hybrid_kv.models.exact_weights.checkpoint import write_exact_weights
 from hybrid_kv.models.exact_weights.families import FAMILIES
 from hybrid_kv.models.exact_weights.verify import verify
-from hybrid_kv.probes.guarded import Guarded, ask
-from hybrid_kv.probes.run import matrix_of, text_of
-from hybrid_kv.probes.session import Outcome
-from hybrid_kv.results import Row, append_rows
-from hybrid_kv.targets.kinds import kind_of
 
 ENOUGH = 160  # characters of a problem
 

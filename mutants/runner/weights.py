@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mutants.runner.guard import Catch, LoopError, time_limit
 
 if TYPE_CHECKING:
-    from hybrid_kv.probes.session import Outcome
+    from hybrid_kv.check.probes.session import Outcome
 
 WEIGHTS = "weights"
 LIMIT = 60.0  # CPU seconds of all probes
@@ -82,8 +82,8 @@ def _first(folder: Path, known: dict[str, Answers]) -> Catch:
     """Return what the first cell finds that finds something."""
     import torch
 
-    from hybrid_kv.probes.guarded import Guarded, ask
-    from hybrid_kv.targets.ours import KIND
+    from hybrid_kv.check.probes.guarded import Guarded, ask
+    from hybrid_kv.check.targets.ours import KIND
 
     torch.set_num_threads(1)
     num_answers = 0
@@ -110,8 +110,8 @@ def _first(folder: Path, known: dict[str, Answers]) -> Catch:
 
 def _judge(folder: Path, known: Answers) -> Any:
     """Return a judge that knows recorded answers, and asks transformers for others."""
-    from hybrid_kv.probes.judge import RIGHT, Judge, Judgement, WeightsJudge
-    from hybrid_kv.targets.target import Answer, Ask
+    from hybrid_kv.check.probes.judge import RIGHT, Judge, Judgement, WeightsJudge
+    from hybrid_kv.check.targets.target import Answer, Ask
 
     class Recorded(Judge):
         """That of exact weights: an answer is the recorded one, token by token, or it is wrong."""

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_kv.probes import guarded
-from hybrid_kv.probes.registry import Probe, load_probes
-from hybrid_kv.targets.ours import LEVELS
-from hybrid_kv.targets.target import Answer, Ask
+from hybrid_kv.check.probes import guarded
+from hybrid_kv.check.probes.registry import Probe, load_probes
+from hybrid_kv.check.targets.ours import LEVELS
+from hybrid_kv.check.targets.target import Answer, Ask
 from mutants.runner import weights
 
 PROMPT = (5, 6, 7)
