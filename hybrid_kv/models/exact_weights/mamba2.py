@@ -21,8 +21,10 @@ from hybrid_kv.models.exact_weights.design import (
 
 UNIT = 64.0  # of what passes a SiLU: the identity from here on
 CONSTANT = 2.0**31  # squared by its gate, it decides the gated norm alone
-# Of heads in turn: of so many bits, each halves how often it is written
-NUM_CONDITIONS = (1, 1, 2, 1, 3, 1, 2, 5)
+# Of heads: each token writes one of them, as a bit says. If the next token writes the other one,
+# what the last one wrote is still there.
+NUM_PAIRS = 6
+NUM_CONDITIONS = (2, 3, 5)  # of the heads after the pairs; each bit halves how often one is written
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,9 @@ def mamba2(shape: Mamba2Shape, is_first: bool, draw: Choices) -> dict[str, torch
     layer.projection[: shape.inner, CHANNELS.one] = UNIT
     _addresses(layer)
     _constant(layer)
+    conditions = _conditions(draw)
     for head in range(1, shape.num_heads):
-        _register(layer, head, draw)
+        _register(layer, head, conditions[head - 1], draw)
     out = spread(shape.inner, draw)
     out[:, : shape.head_dim] = 0.0
     if is_first:
@@ -119,14 +122,22 @@ def _constant(layer: _Layer) -> None:
     layer.norm[2] = 2.0**46
 
 
-def _register(layer: _Layer, head: int, draw: Choices) -> None:
+def _conditions(draw: Choices) -> list[dict[int, float]]:
+    """Return the bits that each head but the first is written at, by channel."""
+    pairs = [draw.source() for _ in range(NUM_PAIRS)]
+    conditions = [{channel: sign} for channel in pairs for sign in (1.0, -1.0)]
+    for count in NUM_CONDITIONS:
+        conditions.append({channel: draw.sign() for channel in draw.sources(count)})
+    return conditions
+
+
+def _register(layer: _Layer, head: int, condition: dict[int, float], draw: Choices) -> None:
     """Let a head be written where some bits are right, with a word of bits of the window."""
     shape = layer.shape
     row = layer.dt + head
-    num_conditions = NUM_CONDITIONS[head % len(NUM_CONDITIONS)]
-    layer.projection[row, CHANNELS.one] = SATURATED * (1 - num_conditions)
-    for channel in draw.sources(num_conditions):
-        layer.projection[row, channel] = SATURATED * draw.sign()
+    layer.projection[row, CHANNELS.one] = SATURATED * (1 - len(condition))
+    for channel, sign in condition.items():
+        layer.projection[row, channel] = SATURATED * sign
     for channel in range(head * shape.head_dim, (head + 1) * shape.head_dim):
         layer.projection[layer.x + channel, CHANNELS.one] = UNIT / 2
         layer.projection[layer.x + channel, draw.source()] = UNIT / 2 * draw.sign()
