@@ -194,7 +194,7 @@ def _reduced(part: _Part, target: str, size: Size, repro: Path, at_once: int) ->
 
 
 def is_case(file: Path) -> bool:
-    """Whether a file is a failing case of a target."""
+    """Return whether a file is a failing case of a target."""
     try:
         return bool(json.loads(read_text(file))["format"] == FORMAT)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

@@ -124,7 +124,7 @@ def mark(rows: Sequence[Row], verdict: Verdict) -> list[Row]:
 
 
 def floor_verdict(drafts: Drafts, minimum: float) -> Verdict:
-    """Whether a run is at or above a floor; void where nothing was drafted."""
+    """Return whether a run is at or above a floor; void where nothing was drafted."""
     length = drafts.acceptance_length
     if length is None:
         return Verdict(NAME, "void", f"{NAME}: nothing was drafted, so the floor of {minimum:g} was not checked")

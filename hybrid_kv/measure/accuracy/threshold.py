@@ -190,7 +190,7 @@ def mark(rows: list[Row], floor: Floor, passed: bool) -> list[Row]:
 
 
 def check(result: AccuracyResult, floor: Floor) -> tuple[bool, str]:
-    """Whether a run is at or above its floor, and a line that says so.
+    """Return whether a run is at or above its floor, and a line that says so.
 
     Raises:
         ConfigError: the run had another number of questions than the floor is for.
