@@ -108,7 +108,10 @@ def first_catches(results: Results) -> pd.DataFrame:
 
 def families_table(results: Results) -> str | None:
     """What the newest full guard found for each family: its distance from transformers, and its cells in float64."""
-    rows = with_params(fullest_run(results.of("guard", "families")), family=str).dropna(subset=["family"])
+    rows = results.of("guard", "families")
+    # A guard that is not long computes states next to other activations of all families, logits of a few.
+    rows = rows[rows["metric"].str.match("largest_logit_difference|distance_from_transformers")]
+    rows = with_params(fullest_run(rows), family=str).dropna(subset=["family"])
     ran, numbers = {}, {}
     for family, group in rows.groupby("family"):
         own = {row.metric.partition("/")[0]: row for row in each(group)}
