@@ -1,16 +1,35 @@
-"""The `hybrid-kv` command. Exit code 0: fine; 1: a check failed; 2: it could not run, with one line on stderr.
+"""The `hybrid-kv` command.
 
-3: nothing failed, but a check was void.
+Exit code 0: fine; 1: a check failed; 2: it could not run, with one line on stderr; 3: nothing
+failed, but a check was void.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Annotated
 
 import typer
 
-from hybrid_kv.cli import accuracy, doctor, families, generate, guard, plan, predict, red, report, results, serve, study
+from hybrid_kv.cli import (
+    accuracy,
+    check,
+    doctor,
+    families,
+    fuzz,
+    generate,
+    guard,
+    help,
+    plan,
+    predict,
+    red,
+    replay,
+    report,
+    results,
+    serve,
+    study,
+)
 from hybrid_kv.cli.checkout import Commands
 from hybrid_kv.errors import INTERRUPTED, run_command
 
@@ -34,25 +53,26 @@ def _print_version(given: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     pass  # Options of the program itself.
 
 
-app.command()(plan.plan)
-app.command()(predict.predict)
-app.command()(guard.guard)
-app.command()(generate.generate)
-app.command()(serve.serve)
-app.command()(families.families)
-app.command()(families.checkpoint)
-app.add_typer(accuracy.app, name="accuracy")
-app.add_typer(results.app, name="results")
-app.command()(study.study)
-app.command()(report.report)
-app.command()(red.red)
-app.command()(doctor.doctor)
+_PANELS: dict[str, tuple[Callable[..., object], ...]] = {
+    help.CHECK: (guard.guard, check.check, replay.replay, fuzz.fuzz),
+    help.MEASURE: (study.study, report.report, red.red, doctor.doctor),
+    help.PLAN: (plan.plan, predict.predict, families.families),
+    help.RUN: (generate.generate, serve.serve, families.checkpoint),
+}
+app.add_typer(accuracy.app, name="accuracy", cls=help.Group, rich_help_panel=help.MEASURE)
+app.add_typer(results.app, name="results", rich_help_panel=help.MEASURE)
+for _panel, _commands in _PANELS.items():
+    for _command in _commands:
+        app.command(cls=help.Command, rich_help_panel=_panel)(_command)
 
 
 # Reading the signatures of all commands takes longer than most tests of one.
@@ -64,7 +84,8 @@ def main(args: list[str] | None = None) -> None:
 
     def command() -> int:
         try:
-            return _click(app)(args=args, prog_name="hybrid-kv", standalone_mode=False) or 0
+            group = _click(app)
+            return group(args=args, prog_name="hybrid-kv", standalone_mode=False) or 0
         except typer.Abort:  # Ctrl-C, in older versions of typer.
             return INTERRUPTED
 

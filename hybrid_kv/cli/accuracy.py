@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from hybrid_kv.cli.help import Command
 from hybrid_kv.cli.options import (
     MAX_SEED,
     AsJson,
@@ -22,11 +23,16 @@ from hybrid_kv.cli.options import (
     show,
 )
 
-app = typer.Typer(invoke_without_command=True, help="Answer GSM8K-format questions; compare two runs.")
+app = typer.Typer(
+    invoke_without_command=True, help="Answer GSM8K-format questions; compare two runs."
+)
 AnswerFilter = Literal["strict-match", "flexible-extract"]
-Target = Annotated[str | None, typer.Option(help="Another engine, or the URL of a server that has loaded --model.")]
+Target = Annotated[
+    str | None, typer.Option(help="Another engine, or the URL of a server that has loaded --model.")
+]
 Gsm8kFolder = Annotated[
-    str | None, typer.Option(help="Folder with train.jsonl and test.jsonl for gsm8k; default: the hub.")
+    str | None,
+    typer.Option(help="Folder with train.jsonl and test.jsonl for gsm8k; default: the hub."),
 ]
 
 
@@ -36,12 +42,20 @@ def accuracy(
     context: typer.Context,
     model: Model = None,
     target: Target = None,
-    task: Annotated[str | None, typer.Option(help="gsm8k_synth (generated, offline; the default) or gsm8k.")] = None,
+    task: Annotated[
+        str | None, typer.Option(help="gsm8k_synth (generated, offline; the default) or gsm8k.")
+    ] = None,
     gsm8k_dir: Gsm8kFolder = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Number of questions; default: 250.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Number of questions; default: 250.")
+    ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(max=MAX_SEED, min=0, help="Of the documents (gsm8k_synth) or of the shots (gsm8k); default: 0."),
+        typer.Option(
+            max=MAX_SEED,
+            min=0,
+            help="Of the documents (gsm8k_synth) or of the shots (gsm8k); default: 0.",
+        ),
     ] = None,
     against: Annotated[
         str | None,
@@ -49,28 +63,43 @@ def accuracy(
             help="Compare with this run's --samples file, by its questions: 250 first, all if those do not decide."
         ),
     ] = None,
-    check_floor: Annotated[bool, typer.Option("--check-floor", help="Fail below the recorded floor.")] = False,
+    check_floor: Annotated[
+        bool, typer.Option("--check-floor", help="Fail below the recorded floor.")
+    ] = False,
     answer_filter: Annotated[
-        AnswerFilter, typer.Option("--filter", help="What counts as right for --against and --check-floor.")
+        AnswerFilter,
+        typer.Option("--filter", help="What counts as right for --against and --check-floor."),
     ] = "strict-match",
     apply_chat_template: Annotated[
         bool,
-        typer.Option("--apply-chat-template", help="Put the questions as a conversation, by the model's template."),
+        typer.Option(
+            "--apply-chat-template",
+            help="Put the questions as a conversation, by the model's template.",
+        ),
     ] = False,
     think_end_token: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="What ends the reasoning, which is not read, such as </think>.")
+        str | None,
+        typer.Option(
+            metavar="TEXT", help="What ends the reasoning, which is not read, such as </think>."
+        ),
     ] = None,
     max_gen_toks: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of an answer with its reasoning; default: 256.")
+        int | None,
+        typer.Option(min=1, help="Most tokens of an answer with its reasoning; default: 256."),
     ] = None,
     min_acceptance_length: Annotated[
-        float | None, typer.Option(min=1, help="Fail below this number of tokens per step with drafts.")
+        float | None,
+        typer.Option(min=1, help="Fail below this number of tokens per step with drafts."),
     ] = None,
     samples: Annotated[
-        str | None, typer.Option(help="Write one line per question to this .jsonl or .jsonl.gz file.")
+        str | None,
+        typer.Option(help="Write one line per question to this .jsonl or .jsonl.gz file."),
     ] = None,
     repro: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Folder for the questions that --against shows to be lost.")
+        Path,
+        typer.Option(
+            metavar="FOLDER", help="Folder for the questions that --against shows to be lost."
+        ),
     ] = Path("repro"),
     as_json: AsJson = False,
     out: OutFile = None,
@@ -90,7 +119,9 @@ def accuracy(
 
     if context.invoked_subcommand is not None:
         if given := [*given_options(context).values()]:
-            raise ConfigError(f"{given[0]} belongs to a run; give options after {context.invoked_subcommand!r}")
+            raise ConfigError(
+                f"{given[0]} belongs to a run; give options after {context.invoked_subcommand!r}"
+            )
         return
     require("safetensors", "tokenizers", "transformers", "lm_eval", "datasets", "scipy")
     from hybrid_kv.check.guard_model import FOLDERS, embedded
@@ -103,7 +134,11 @@ def accuracy(
         options["target"] = target
     csv = rows_file("accuracy.csv", results, record)
     check_outputs(samples, out, junit_xml)
-    if samples is not None and against is not None and Path(samples).resolve() == Path(against).resolve():
+    if (
+        samples is not None
+        and against is not None
+        and Path(samples).resolve() == Path(against).resolve()
+    ):
         raise ConfigError(f"--samples {samples} would replace the baseline; name another file")
     if target is None and model is not None and (folder := embedded(model)) not in FOLDERS.values():
         with suppress(ConfigError):  # errors of the task come first
@@ -132,17 +167,21 @@ def accuracy(
     raise typer.Exit(exit_code(judged.verdicts))
 
 
-@app.command("divergence")
+@app.command("divergence", cls=Command)
 @engine_options
 def accuracy_divergence(
     model: Model = None,
     target: Target = None,
-    task: Annotated[str, typer.Option(help="Where the prompts are from: gsm8k_synth or gsm8k.")] = "gsm8k_synth",
+    task: Annotated[
+        str, typer.Option(help="Where the prompts are from: gsm8k_synth or gsm8k.")
+    ] = "gsm8k_synth",
     gsm8k_dir: Gsm8kFolder = None,
     limit: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 32,
     seed: Annotated[int, typer.Option(max=MAX_SEED, min=0, help="As for a run.")] = 0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 64,
-    max_kl: Annotated[float | None, typer.Option(min=0, help="An absolute limit besides, in nats per token.")] = None,
+    max_kl: Annotated[
+        float | None, typer.Option(min=0, help="An absolute limit besides, in nats per token.")
+    ] = None,
     as_json: AsJson = False,
     out: OutFile = None,
     junit_xml: JUnitFile = None,
@@ -181,11 +220,17 @@ def accuracy_divergence(
     raise typer.Exit(exit_code(found.verdicts))
 
 
-@app.command("compare")
+@app.command("compare", cls=Command)
 def accuracy_compare(
-    baseline: Annotated[str, typer.Argument(help="A --samples file, or one of lm-eval, sgl-eval or vLLM.")],
-    candidate: Annotated[str, typer.Argument(help="The same questions, answered by the changed version.")],
-    answer_filter: Annotated[AnswerFilter, typer.Option("--filter", help="What counts as right.")] = "strict-match",
+    baseline: Annotated[
+        str, typer.Argument(help="A --samples file, or one of lm-eval, sgl-eval or vLLM.")
+    ],
+    candidate: Annotated[
+        str, typer.Argument(help="The same questions, answered by the changed version.")
+    ],
+    answer_filter: Annotated[
+        AnswerFilter, typer.Option("--filter", help="What counts as right.")
+    ] = "strict-match",
     as_json: AsJson = False,
     out: OutFile = None,
     junit_xml: JUnitFile = None,
@@ -214,23 +259,29 @@ def accuracy_compare(
     raise typer.Exit(exit_code(comparison.verdicts))
 
 
-@app.command("threshold")
+@app.command("threshold", cls=Command)
 def accuracy_threshold(
     runs: Annotated[
-        list[str] | None, typer.Argument(help="With --for: files of ten or more equal runs, as compare reads them.")
+        list[str] | None,
+        typer.Argument(help="With --for: files of ten or more equal runs, as compare reads them."),
     ] = None,
     engine: Annotated[
         Literal["vllm", "sglang", "trtllm"] | None,
         typer.Option("--for", help="Print the lines of this engine's own gate instead."),
     ] = None,
     false_alarms: Annotated[
-        float, typer.Option(min=1e-6, max=0.5, help="With --for: share of unchanged runs that may be below.")
+        float,
+        typer.Option(
+            min=1e-6, max=0.5, help="With --for: share of unchanged runs that may be below."
+        ),
     ] = 0.01,
     rows: Annotated[str, typer.Option(help="CSV with the runs.")] = "results/accuracy.csv",
     model: Annotated[str, typer.Option(help="Name of the model in the rows.")] = "guard_model",
     task: Annotated[str, typer.Option(help="Name of the task in the rows.")] = "gsm8k_synth",
     limit: Annotated[int, typer.Option(min=1, help="Questions of each run.")] = 250,
-    file: Annotated[Path | None, typer.Option(help="File of floors; default: the package's.")] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="File of floors; default: the package's.")
+    ] = None,
     as_json: AsJson = False,
     out: OutFile = None,
 ) -> None:
@@ -245,7 +296,9 @@ def accuracy_threshold(
     require("scipy", "yaml")
     check_outputs(out)
     if (engine is None) != (not runs):
-        raise ConfigError("--for and files of runs go together: hybrid-kv accuracy threshold --for vllm RUN RUN …")
+        raise ConfigError(
+            "--for and files of runs go together: hybrid-kv accuracy threshold --for vllm RUN RUN …"
+        )
     if engine is not None and runs:
         _show_engine_threshold(engine, runs, false_alarms, as_json, out)
         return
@@ -253,7 +306,9 @@ def accuracy_threshold(
 
     file = file or threshold.FILE
     frame = read_rows(rows)
-    floors = [threshold.floor_from_rows(frame, model, task, name, limit) for name in threshold.METRICS]
+    floors = [
+        threshold.floor_from_rows(frame, model, task, name, limit) for name in threshold.METRICS
+    ]
     before = [threshold.write_floor(floor, file) for floor in floors]
 
     def lines() -> None:
@@ -265,9 +320,16 @@ def accuracy_threshold(
     show({"floors": [asdict(floor) for floor in floors]}, as_json, out, lines)
 
 
-def _show_engine_threshold(engine: str, runs: list[str], false_alarms: float, as_json: bool, out: Path | None) -> None:
+def _show_engine_threshold(
+    engine: str, runs: list[str], false_alarms: float, as_json: bool, out: Path | None
+) -> None:
     from hybrid_kv.measure.accuracy.engine_threshold import ENGINES, threshold_from_files
 
     made = threshold_from_files(runs, false_alarms)
     lines = ENGINES[engine](made)
-    show(made.summary() | {"for": engine, "lines": lines}, as_json, out, lambda: print("\n".join(lines)))
+    show(
+        made.summary() | {"for": engine, "lines": lines},
+        as_json,
+        out,
+        lambda: print("\n".join(lines)),
+    )

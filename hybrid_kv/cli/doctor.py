@@ -10,7 +10,9 @@ from hybrid_kv.cli.options import AsJson, OutFile, show
 
 
 def doctor(
-    seconds: Annotated[float, typer.Option(min=0.1, max=600, help="How long equal work is timed.")] = 5.0,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, max=600, help="How long equal work is timed.")
+    ] = 5.0,
     as_json: AsJson = False,
     out: OutFile = None,
 ) -> None:

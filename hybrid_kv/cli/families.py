@@ -27,7 +27,9 @@ def _print(found: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("model_type", "runs", "draft head", "checkpoints", "checked against", box=box.SIMPLE)
+    table = Table(
+        "model_type", "runs", "draft head", "checkpoints", "checked against", box=box.SIMPLE
+    )
     for entry in found:
         table.add_row(
             entry["model_type"],
@@ -42,18 +44,25 @@ def _print(found: list[dict[str, Any]]) -> None:
 
 def checkpoint(
     family: Annotated[
-        str | None, typer.Argument(help="A model_type; `hybrid-kv families` lists them.", show_default=False)
+        str | None,
+        typer.Argument(help="A model_type; `hybrid-kv families` lists them.", show_default=False),
     ] = None,
     folder: Annotated[
         Path | None,
-        typer.Argument(help="Where to write; made if it is not there, empty if it is.", show_default=False),
+        typer.Argument(
+            help="Where to write; made if it is not there, empty if it is.", show_default=False
+        ),
     ] = None,
-    size: Annotated[Literal["tiny", "small"], typer.Option(help="tiny: 100 KB; small: worth timing.")] = "tiny",
+    size: Annotated[
+        Literal["tiny", "small"], typer.Option(help="tiny: 100 KB; small: worth timing.")
+    ] = "tiny",
     exact: Annotated[
-        bool, typer.Option("--exact", help="No random weights: every operation is exact, in any engine.")
+        bool,
+        typer.Option("--exact", help="No random weights: every operation is exact, in any engine."),
     ] = False,
     verify: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Write nothing: is every operation of this one exact?")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Write nothing: is every operation of this one exact?"),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the weights.")] = 0,
 ) -> None:
@@ -95,7 +104,9 @@ def _verify(folder: Path, seed: int) -> int:
 
     code = 0
     for result in verify(resolve_folder(str(folder)), seed):
-        verdict = "equal to the bit" if result.difference is None else f"not exact: {result.difference}"
+        verdict = (
+            "equal to the bit" if result.difference is None else f"not exact: {result.difference}"
+        )
         print(f"{result.dtype}, {result.way}: {result.num_tokens} tokens {verdict}", flush=True)
         code = code or int(result.difference is not None)
     return code

@@ -16,14 +16,20 @@ if TYPE_CHECKING:
 
 @engine_options
 def generate(
-    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; without any, one per line of stdin.")] = None,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(help="Prompts; without any, one per line of stdin.")
+    ] = None,
     model: Model = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens per answer at most.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this probability.")] = 1.0,
+    top_p: Annotated[
+        float, typer.Option(help="Keep the likeliest tokens up to this probability.")
+    ] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling reproducible.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End the answer before this text; may be repeated.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End the answer before this text; may be repeated.")
+    ] = None,
     as_json: AsJson = False,
     out: OutFile = None,
     **engine: Any,

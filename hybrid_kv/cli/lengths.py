@@ -44,16 +44,26 @@ def read_lengths(text: str) -> tuple[Ints, Ints]:
             )
         mean, p99, output_mean, output_p99 = map(int, match.groups())
         shuffle = np.random.default_rng(0).permutation
-        return shuffle(_quantiles("prompt", mean, p99)), shuffle(_quantiles("output", output_mean, output_p99))
+        return shuffle(_quantiles("prompt", mean, p99)), shuffle(
+            _quantiles("output", output_mean, output_p99)
+        )
     file = Path(text)
     if file.suffix not in (".csv", ".jsonl"):
-        raise ConfigError(f"--requests {text[:80]!r} is neither a .csv or .jsonl file nor lognormal:…; name one")
+        raise ConfigError(
+            f"--requests {text[:80]!r} is neither a .csv or .jsonl file nor lognormal:…; name one"
+        )
     lines = io.StringIO(read_text(file).removeprefix("\ufeff"), newline="")
     try:
         rows = csv.DictReader(lines) if file.suffix == ".csv" else map(_json_row, lines)
-        pairs = [[_length(file, i, row, name) for name in _COLUMNS] for i, row in enumerate(rows, 1) if row]
+        pairs = [
+            [_length(file, i, row, name) for name in _COLUMNS]
+            for i, row in enumerate(rows, 1)
+            if row
+        ]
     except csv.Error as error:
-        raise ConfigError(f"--requests {text[:80]!r} cannot be read ({error}); write it as a CSV") from None
+        raise ConfigError(
+            f"--requests {text[:80]!r} cannot be read ({error}); write it as a CSV"
+        ) from None
     if not pairs:
         raise ConfigError(f"{file} has no requests; write at least one")
     prompts, outputs = np.array(pairs, dtype=np.int64).T
@@ -70,7 +80,9 @@ def _quantiles(name: str, mean: int, p99: int) -> Ints:
         )
     sigma = z - sqrt(square)
     places = [NormalDist().inv_cdf((i + 0.5) / NUM_DRAWN) for i in range(NUM_DRAWN)]
-    return np.maximum(1, np.rint(mean * np.exp(sigma * np.array(places) - sigma * sigma / 2))).astype(np.int64)
+    return np.maximum(
+        1, np.rint(mean * np.exp(sigma * np.array(places) - sigma * sigma / 2))
+    ).astype(np.int64)
 
 
 def _json_row(line: str) -> dict[str, Any]:
@@ -79,7 +91,9 @@ def _json_row(line: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         row = None
     if not isinstance(row, dict):
-        raise ConfigError(f"--requests: {line[:40]!r} is not a JSON object with {' and '.join(_COLUMNS)}")
+        raise ConfigError(
+            f"--requests: {line[:40]!r} is not a JSON object with {' and '.join(_COLUMNS)}"
+        )
     return row
 
 
@@ -87,5 +101,7 @@ def _length(file: Path, number: int, row: dict[str, Any], name: str) -> int:
     value = row.get(name)
     text = str(value) if isinstance(value, int | str) and not isinstance(value, bool) else ""
     if not re.fullmatch(r"\s*\d{1,10}\s*", text) or not 1 <= int(text) <= _MOST:
-        raise ConfigError(f"{file}, request {number}: {name}={str(value)[:40]!r} must be an integer from 1 to {_MOST}")
+        raise ConfigError(
+            f"{file}, request {number}: {name}={str(value)[:40]!r} must be an integer from 1 to {_MOST}"
+        )
     return int(text)

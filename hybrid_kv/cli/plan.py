@@ -41,10 +41,17 @@ _PLANNED = {
 }  # fmt: skip
 
 
-@derived_options(CacheConfig, SchedulerConfig, SpeculativeConfig, EngineConfig, Ranks, only=_PLANNED)
+@derived_options(
+    CacheConfig, SchedulerConfig, SpeculativeConfig, EngineConfig, Ranks, only=_PLANNED
+)
 def plan(
-    config: Annotated[str, typer.Argument(help="A Hugging Face config.json, the folder that holds it, or owner/name.")],
-    platform: Annotated[Platform, typer.Option(help="Decides the default backend and its block size.")] = "cuda",
+    config: Annotated[
+        str,
+        typer.Argument(help="A Hugging Face config.json, the folder that holds it, or owner/name."),
+    ],
+    platform: Annotated[
+        Platform, typer.Option(help="Decides the default backend and its block size.")
+    ] = "cuda",
     gpu_memory: Annotated[
         str | None,
         typer.Option(
@@ -53,7 +60,8 @@ def plan(
         ),
     ] = None,
     max_model_len: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of the longest request; default: the config's.")
+        int | None,
+        typer.Option(min=1, help="Tokens of the longest request; default: the config's."),
     ] = None,
     requests: Annotated[
         str | None,
@@ -81,7 +89,9 @@ def plan(
     engine = replace(engine_config(options), platform=platform)
     has_pool = (engine.cache.num_blocks, engine.cache.memory_bytes) != (None, None)
     if requests is not None and not has_pool:
-        raise ConfigError(f"--requests {requests}: what fits depends on the pool; add --gpu-memory or --num-blocks")
+        raise ConfigError(
+            f"--requests {requests}: what fits depends on the pool; add --gpu-memory or --num-blocks"
+        )
     lengths = None
     if requests is not None:
         from hybrid_kv.cli.lengths import read_lengths
@@ -105,7 +115,9 @@ def plan(
         document |= dict.fromkeys(_CAPACITY)
         document["stages"] = [{**stage, "total_bytes": None} for stage in document["stages"]]
     if lengths is not None:
-        document["requests"] = fit = _fit(result, *lengths, engine.speculative.num_speculative_tokens)
+        document["requests"] = fit = _fit(
+            result, *lengths, engine.speculative.num_speculative_tokens
+        )
         if fit["num_refused"]:
             document["notes"].append(
                 f"{fit['num_refused']:,} of {fit['num_given']:,} requests are left out: the engine would reject them, "
@@ -140,10 +152,19 @@ def planned(
     from hybrid_kv.cache.spec import with_rollback
     from hybrid_kv.models.shapes import model_shape
 
-    ranks, cache, num_drafts = ranks or Ranks(), engine.cache, engine.speculative.num_speculative_tokens
+    ranks, cache, num_drafts = (
+        ranks or Ranks(),
+        engine.cache,
+        engine.speculative.num_speculative_tokens,
+    )
     if (cache.num_blocks, cache.memory_bytes) == (None, None):
         cache = replace(cache, memory_bytes=2**62)
-    options: dict[str, Any] = {"cache": cache, "dtype": engine.dtype, "ranks": ranks, "make_dtype": planned_dtype}
+    options: dict[str, Any] = {
+        "cache": cache,
+        "dtype": engine.dtype,
+        "ranks": ranks,
+        "make_dtype": planned_dtype,
+    }
     shape = model_shape(model, num_speculative_tokens=num_drafts, **options)
     model_len = max_model_len or shape.max_position_embeddings
     if model_len is None:
@@ -175,7 +196,10 @@ def report_memory(model: str, options: dict[str, Any]) -> None:
     blocks = plan.config.max_blocks_per_request(length)
     dtype = str(shape.dtype).removeprefix("torch.")
     takes = f"a request of {length:,} tokens takes {blocks:,} blocks, {blocks * plan.config.block_bytes:,} B"
-    print(f"loading {shape.model_type} in {dtype}: {weights:,} B of weights on disk; {takes}", file=sys.stderr)
+    print(
+        f"loading {shape.model_type} in {dtype}: {weights:,} B of weights on disk; {takes}",
+        file=sys.stderr,
+    )
 
 
 def parse_memory(text: str) -> int:
@@ -186,7 +210,9 @@ def parse_memory(text: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS:
-        raise ConfigError(f"{text[:50]!r} is not a memory size; write 80GiB, 80GB, 512MiB or a number of bytes")
+        raise ConfigError(
+            f"{text[:50]!r} is not a memory size; write 80GiB, 80GB, 512MiB or a number of bytes"
+        )
     number = float(match[1]) if "." in match[1] else int(match[1])
     return int(number * _UNITS[match[2].upper()])
 
@@ -246,9 +272,13 @@ def _print_plan(document: dict[str, Any]) -> None:
             sizes = f"{stage['block_bytes']:,}", memory
             stages.add_row(str(number), str(len(stage["layers"])), *sizes)
         console.print("", stages, sep="\n")
-    groups = Table("groups", "layers each", "kind", "block", "kernel block", "blocks per request", box=None)
+    groups = Table(
+        "groups", "layers each", "kind", "block", "kernel block", "blocks per request", box=None
+    )
     keys = ("num_layers", "kind", "block_size", "kernel_block_size", "blocks_per_request")
-    for values, count in Counter(tuple(group[key] for key in keys) for group in document["groups"]).items():
+    for values, count in Counter(
+        tuple(group[key] for key in keys) for group in document["groups"]
+    ).items():
         groups.add_row(str(count), *map(str, values))
     console.print("", groups, sep="\n")
     for note in document["notes"]:
@@ -266,14 +296,21 @@ def _summary(plan: dict[str, Any]) -> dict[str, str]:
         "platform": f"{plan['platform']}, {plan['backend']}",
         "Mamba cache mode": f"{plan['mamba_cache_mode']}, {plan['state_scheme']}, K={plan['num_speculative_tokens']}",
         "GPUs": f"{tensor * pipeline}: {tensor} tensor × {pipeline} pipeline, context {context}; below is one of them",
-        "block size": f"{plan['block_size']:,} tokens" + (f" on each of {context} GPUs" if context > 1 else ""),
+        "block size": f"{plan['block_size']:,} tokens"
+        + (f" on each of {context} GPUs" if context > 1 else ""),
         "Mamba block size": "none" if states is None else f"{states:,} tokens",
-        "page": f"{pages[0]:,} B" if len(pages) == 1 else f"{pages[0]:,} to {pages[-1]:,} B, each layer its own",
+        "page": f"{pages[0]:,} B"
+        if len(pages) == 1
+        else f"{pages[0]:,} to {pages[-1]:,} B, each layer its own",
         "Mamba state": f"{plan['mamba_state_bytes']:,} B, padded by {plan['mamba_padding_percent']:.2f} %",
     }
     if plan["num_blocks"] is None:
-        tokens, blocks, size = (plan[key] for key in ("max_model_len", "blocks_per_request", "bytes_per_request"))
-        rows["one request"] = f"{blocks:,} blocks, {size:,} B ({size / 2**30:.2f} GiB) for {tokens:,} tokens"
+        tokens, blocks, size = (
+            plan[key] for key in ("max_model_len", "blocks_per_request", "bytes_per_request")
+        )
+        rows["one request"] = (
+            f"{blocks:,} blocks, {size:,} B ({size / 2**30:.2f} GiB) for {tokens:,} tokens"
+        )
     else:
         rows |= {
             "blocks": f"{plan['num_blocks']:,}, one of them the null block",

@@ -9,7 +9,13 @@ import typer
 
 from hybrid_kv.cli.options import AsJson, OutFile, derived_options, show
 from hybrid_kv.cli.plan import parse_memory, planned
-from hybrid_kv.config import CacheConfig, ConfigError, EngineConfig, SpeculativeConfig, engine_config
+from hybrid_kv.config import (
+    CacheConfig,
+    ConfigError,
+    EngineConfig,
+    SpeculativeConfig,
+    engine_config,
+)
 
 _PRICED = {
     "block_size", "mamba_block_size", "mamba_cache_mode", "state_scheme", "recompute_ring_len", "dtype",
@@ -20,18 +26,32 @@ _BATCHES = (1, 8, 32, 128, 512)
 
 @derived_options(CacheConfig, SpeculativeConfig, EngineConfig, only=_PRICED)
 def predict(
-    config: Annotated[str, typer.Argument(help="A Hugging Face config.json, the folder that holds it, or owner/name.")],
+    config: Annotated[
+        str,
+        typer.Argument(help="A Hugging Face config.json, the folder that holds it, or owner/name."),
+    ],
     gpu: Annotated[str, typer.Option(help="Such as h100, h200 or b200.")],
-    batch: Annotated[list[int] | None, typer.Option(min=1, help="Requests in the step; may be repeated.")] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Requests in the step; may be repeated.")
+    ] = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens of each request so far.")] = 4096,
     acceptance: Annotated[
-        float, typer.Option(min=0, max=1, help="Probability that a draft is accepted if those before it are.")
+        float,
+        typer.Option(
+            min=0, max=1, help="Probability that a draft is accepted if those before it are."
+        ),
     ] = 0.75,
-    waits: Annotated[int, typer.Option(min=0, help="How often the host waits for the GPU in a step.")] = 1,
-    eager: Annotated[bool, typer.Option("--eager", help="Python launches each kernel, not a CUDA graph.")] = False,
+    waits: Annotated[
+        int, typer.Option(min=0, help="How often the host waits for the GPU in a step.")
+    ] = 1,
+    eager: Annotated[
+        bool, typer.Option("--eager", help="Python launches each kernel, not a CUDA graph.")
+    ] = False,
     weights: Annotated[
         str | None,
-        typer.Option(help="Bytes of weights that a step reads, such as 8GB; adds its matrix products (bfloat16)."),
+        typer.Option(
+            help="Bytes of weights that a step reads, such as 8GB; adds its matrix products (bfloat16)."
+        ),
     ] = None,
     as_json: AsJson = False,
     out: OutFile = None,
@@ -57,7 +77,9 @@ def predict(
             kernels += other_kernels(shape.num_hidden_layers, tokens, weight_bytes)
         step, parts = step_time(kernels, GPUS[gpu.lower()], waits, eager)
         steps.append({"batch": num_reqs, **asdict(step)})
-        steps[-1]["kernels"] = [{**asdict(kernel), **asdict(one)} for kernel, one in zip(kernels, parts, strict=True)]
+        steps[-1]["kernels"] = [
+            {**asdict(kernel), **asdict(one)} for kernel, one in zip(kernels, parts, strict=True)
+        ]
     document = {
         "kind": "predicted",
         "model_type": shape.model_type,
@@ -80,13 +102,25 @@ def _print(document: dict[str, Any]) -> None:
     from rich.table import Table
 
     console = Console(highlight=False, markup=False)
-    mode, scheme, drafts = (document[k] for k in ("mamba_cache_mode", "state_scheme", "num_speculative_tokens"))
+    mode, scheme, drafts = (
+        document[k] for k in ("mamba_cache_mode", "state_scheme", "num_speculative_tokens")
+    )
     what = "cache's kernels" if document["weight_bytes"] is None else "step"
-    console.print(f"{document['model_type']} on {document['gpu']}, mode {mode}, {scheme}, K={drafts}")
+    console.print(
+        f"{document['model_type']} on {document['gpu']}, mode {mode}, {scheme}, K={drafts}"
+    )
     console.print(f"predicted µs of the {what}; low to high is a 90 % interval")
     names = [kernel["name"] for kernel in document["steps"][0]["kernels"]]
     table = Table(
-        "batch", *names, "predicted", "low", "high", "bound by", box=None, pad_edge=False, collapse_padding=True
+        "batch",
+        *names,
+        "predicted",
+        "low",
+        "high",
+        "bound by",
+        box=None,
+        pad_edge=False,
+        collapse_padding=True,
     )
     for step in document["steps"]:
         shown = [f"{kernel['us']:,.0f}" for kernel in step["kernels"]]

@@ -1,4 +1,4 @@
-"""`hybrid-kv guard --target ENGINE --publish FOLDER`: rows of each run, and from all of them setting × release."""
+"""`hybrid-kv check ENGINE --publish FOLDER`: rows of each run, and a page of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hybrid_kv.check.ci import plain
 from hybrid_kv.check.probes.run import text_of
@@ -15,7 +17,8 @@ from hybrid_kv.files import write_whole
 from hybrid_kv.measure.results import Row, append_rows, read_rows
 
 FILE = "rows.csv"
-# Of a setting's probes the first of these that there is; each with the word of the page, and the verdict of the row.
+# The first of these verdicts that a setting's probes have; each with the word of the page, and the
+# verdict of the row.
 WORST = {
     "wrong": ("found", "fail"),
     "known": ("known", "fail"),
@@ -26,61 +29,136 @@ WORST = {
 }
 
 
-def publish(folder: Path, engine: str, version: str, model: str, seed: int, seen: Sequence[Outcome]) -> None:
-    """Append a row for each setting of a run, and write the engine's page anew; the newest row of a cell counts.
+@dataclass(frozen=True)
+class Published:
+    """A run of an engine, as its rows name it."""
+
+    engine: str
+    version: str
+    model: str
+    seed: int
+
+
+def publish(folder: Path, run: Published, outcomes: Sequence[Outcome]) -> None:
+    """Append a row for each setting of a run, and write the engine's page anew.
+
+    The newest row of a cell counts.
 
     Raises:
         HybridKVError: the folder cannot be written, or holds rows of another schema.
     """
     rows = []
-    for setting in dict.fromkeys(text_of(one.settings) for one in seen):
-        own = [one for one in seen if text_of(one.settings) == setting]
-        worst = next((one for word in WORST for one in own if one.verdict == word), own[0])
-        word, verdict = WORST.get(worst.verdict, (worst.verdict, "pass"))
-        said = "" if word == "right" else plain(f"{worst.probe}: {worst.detail}")
-        params = {"version": version, "model": model, "setting": setting, "seed": seed, "word": word, "said": said}
-        wrong, tokens = sum(one.verdict == "wrong" for one in own), sum(one.num_tokens for one in own)
-        answers = sum(one.num_answers for one in own)
-        for metric, value in (("wrong_probes", wrong), ("tokens", tokens)):
-            rows.append(Row("target", engine, metric, value, params=params, n=answers, better="lower", verdict=verdict))
+    for setting in dict.fromkeys(text_of(outcome.settings) for outcome in outcomes):
+        same = [outcome for outcome in outcomes if text_of(outcome.settings) == setting]
+        rows += _rows(run, setting, same)
     append_rows(folder / FILE, rows)
-    name = re.sub(r"[^\w.]+", "-", engine)  # of a server it is an address
-    write_whole(folder / f"{name}.md", page(folder / FILE, engine))
+    name = re.sub(r"[^\w.]+", "-", run.engine)  # of a server it is an address
+    write_whole(folder / f"{name}.md", page(folder / FILE, run.engine))
+
+
+def _rows(run: Published, setting: str, outcomes: Sequence[Outcome]) -> list[Row]:
+    """Return the rows of a setting: wrong probes, and tokens."""
+    worst = next(
+        (outcome for word in WORST for outcome in outcomes if outcome.verdict == word), outcomes[0]
+    )
+    word, verdict = WORST.get(worst.verdict, (worst.verdict, "pass"))
+    params = {
+        "version": run.version,
+        "model": run.model,
+        "setting": setting,
+        "seed": run.seed,
+        "word": word,
+        "said": "" if word == "right" else plain(f"{worst.probe}: {worst.detail}"),
+    }
+    values = {
+        "wrong_probes": sum(outcome.verdict == "wrong" for outcome in outcomes),
+        "tokens": sum(outcome.num_tokens for outcome in outcomes),
+    }
+    num_answers = sum(outcome.num_answers for outcome in outcomes)
+    return [
+        Row(
+            "target",
+            run.engine,
+            metric,
+            value,
+            params=params,
+            n=num_answers,
+            better="lower",
+            verdict=verdict,
+        )
+        for metric, value in values.items()
+    ]
+
+
+@dataclass
+class _ModelTable:
+    """The newest word of each setting and release of a model, the reasons, tokens and seeds."""
+
+    words: dict[tuple[str, str], str] = field(default_factory=dict)
+    reasons: dict[tuple[str, str], str] = field(default_factory=dict)
+    tokens: Counter[str] = field(default_factory=Counter)
+    seeds: set[int] = field(default_factory=set)
+
+    def add(self, params: dict[str, Any], tokens: float) -> None:
+        """Add a row."""
+        version = params["version"]
+        cell = params["setting"], version
+        self.words[cell] = params["word"]
+        # Without the version, so that releases can have the same reason.
+        self.reasons[cell] = params["said"].replace(f" {version}", "")
+        self.tokens[version] += int(tokens)
+        self.seeds.add(params["seed"])
+
+    def lines(self, model: str) -> list[str]:
+        """Return the lines of the page."""
+        versions = sorted({version for _, version in self.words}, key=_number)
+        lines = [
+            f"\n## {model}\n",
+            f"| setting | {' | '.join(versions)} |",
+            f"|---|{'---|' * len(versions)}",
+        ]
+        for setting in dict.fromkeys(setting for setting, _ in self.words):
+            words = [self.words.get((setting, version), "–") for version in versions]
+            lines.append(f"| {plain(setting)} | {' | '.join(words)} |")
+        tokens = [f"{self.tokens[version]:,}" for version in versions]
+        lines.append(f"| tokens | {' | '.join(tokens)} |")
+        lines.append(f"\nSeeds {', '.join(map(str, sorted(self.seeds)))}.")
+        reasons = self._reason_lines(versions)
+        return [*lines, "", *reasons] if reasons else lines
+
+    def _reason_lines(self, versions: Sequence[str]) -> list[str]:
+        """Return a line for each reason: the releases and the settings that have it."""
+        settings: dict[tuple[str, str], list[str]] = {}
+        pairs = dict.fromkeys(
+            (setting, reason) for (setting, _), reason in self.reasons.items() if reason
+        )
+        for setting, reason in pairs:
+            same = [
+                version for version in versions if self.reasons.get((setting, version)) == reason
+            ]
+            settings.setdefault((", ".join(same), reason), []).append(setting)
+        return [
+            f"- {releases}, {'; '.join(names)}: {reason}"
+            for (releases, reason), names in settings.items()
+        ]
 
 
 def page(file: Path, engine: str) -> str:
-    """Setting × release for each model of an engine, and what was said where a cell is not right."""
+    """Return the page of an engine: settings by release for each model, with reasons."""
     frame = read_rows(file)
     frame = frame[(frame["benchmark"] == engine) & (frame["metric"] == "tokens")]
-    cells: dict[tuple[str, str, str], dict[str, str]] = {}
-    tokens, seeds = Counter[tuple[str, str]](), dict[str, set[int]]()
+    tables: dict[str, _ModelTable] = {}
     for text, value in zip(frame["params"], frame["value"], strict=True):
-        one = json.loads(text)
-        tokens[one["model"], one["version"]] += int(value)
-        seeds.setdefault(one["model"], set()).add(one["seed"])
-        said = one["said"].replace(f" {one['version']}", "")  # so that releases can say the same
-        cells[one["model"], one["setting"], one["version"]] = {"word": one["word"], "said": said}
+        params = json.loads(text)
+        tables.setdefault(params["model"], _ModelTable()).add(params, value)
     lines = [
         f"# {engine}: setting by release\n",
         f"{frame['n'].sum():,} answers, {int(frame['value'].sum()):,} tokens with their prompts.",
     ]
-    for model in dict.fromkeys(model for model, _, _ in cells):
-        own = {key[1:]: one for key, one in cells.items() if key[0] == model}
-        versions = sorted({version for _, version in own}, key=_number)
-        lines += [f"\n## {model}\n", f"| setting | {' | '.join(versions)} |", f"|---|{'---|' * len(versions)}"]
-        for setting in dict.fromkeys(setting for setting, _ in own):
-            words = (own.get((setting, version), {"word": "–"})["word"] for version in versions)
-            lines.append(f"| {plain(setting)} | {' | '.join(words)} |")
-        lines.append(f"| tokens | {' | '.join(f'{tokens[model, version]:,}' for version in versions)} |")
-        lines.append(f"\nSeeds {', '.join(map(str, sorted(seeds[model])))}.")
-        texts: dict[tuple[str, str], list[str]] = {}
-        for setting, text in dict.fromkeys((setting, one["said"]) for (setting, _), one in own.items() if one["said"]):
-            those = [version for version in versions if own.get((setting, version), {}).get("said") == text]
-            texts.setdefault((", ".join(those), text), []).append(setting)
-        found = [f"- {who}, {'; '.join(settings)}: {text}" for (who, text), settings in texts.items()]
-        lines += ["", *found] if found else []
+    for model, table in tables.items():
+        lines += table.lines(model)
     return "\n".join(lines) + "\n"
 
 
 def _number(version: str) -> list[int]:
-    return [int(part) for part in version.split(".") if part.isdecimal()]
+    return [int(digits) for digits in version.split(".") if digits.isdecimal()]

@@ -15,9 +15,12 @@ if TYPE_CHECKING:
 
 
 def red(
-    results: Annotated[Path, typer.Option(help="Folder with CSVs or data sets, or a data set.")] = Path("results"),
+    results: Annotated[
+        Path, typer.Option(help="Folder with CSVs or data sets, or a data set.")
+    ] = Path("results"),
     before: Annotated[
-        Path | None, typer.Option(help="Folder with earlier rows: leave out what was failing with them.")
+        Path | None,
+        typer.Option(help="Folder with earlier rows: leave out what was failing with them."),
     ] = None,
     markdown: Annotated[
         Path | None, typer.Option(help="Also write what is failing here, as a table for an issue.")
@@ -77,7 +80,9 @@ def _document(report: Report, one: Failing) -> dict[str, Any]:
     def run(row: Any) -> dict[str, Any]:
         info = report.infos.get(row.commit)
         names = ("commit", "dirty", "time_utc", "run_id", "value")
-        return {name: getattr(row, name) for name in names} | {"author": info.author if info else None}
+        return {name: getattr(row, name) for name in names} | {
+            "author": info.author if info else None
+        }
 
     levels = {"was": one.step.before, "is": one.step.after} if one.step else {}
     return {

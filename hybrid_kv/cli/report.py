@@ -11,14 +11,24 @@ from hybrid_kv.cli.options import AsJson, show
 
 
 def report(
-    results: Annotated[Path, typer.Option(help="Folder with CSVs or data sets, or a data set.")] = Path("results"),
-    out: Annotated[Path, typer.Option(help="Folder that gets index.html, commits and rows.parquet.")] = Path("site"),
-    machine: Annotated[str, typer.Option(help="Start with this machine's rows; default: all.")] = "",
-    markdown: Annotated[Path | None, typer.Option(help="Also write a short summary for a pull request here.")] = None,
+    results: Annotated[
+        Path, typer.Option(help="Folder with CSVs or data sets, or a data set.")
+    ] = Path("results"),
+    out: Annotated[
+        Path, typer.Option(help="Folder that gets index.html, commits and rows.parquet.")
+    ] = Path("site"),
+    machine: Annotated[
+        str, typer.Option(help="Start with this machine's rows; default: all.")
+    ] = "",
+    markdown: Annotated[
+        Path | None, typer.Option(help="Also write a short summary for a pull request here.")
+    ] = None,
     repository: Annotated[
         str, typer.Option(help="URL to which commits are linked, such as https://HOST/OWNER/NAME.")
     ] = "",
-    site: Annotated[str, typer.Option(help="URL that OUT is served from, to which the summary links commits.")] = "",
+    site: Annotated[
+        str, typer.Option(help="URL that OUT is served from, to which the summary links commits.")
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Draw all results as one page that opens offline, with all rows and a page for each commit beside it."""
@@ -44,7 +54,11 @@ def report(
         write_whole(markdown, summary(drawn, machine))
     answers = drawn.answers(machine)
     verdict = answers.verdict
-    stale = [f"{one.suite} by {one.fresh.distance}: {command_of(one.suite)}" for one in answers.stale if one.fresh]
+    stale = [
+        f"{one.suite} by {one.fresh.distance}: {command_of(one.suite)}"
+        for one in answers.stale
+        if one.fresh
+    ]
 
     def lines() -> None:
         colours = {"fail": "red", "void": "yellow", "worse": "red", "stale": "yellow"}
@@ -54,6 +68,15 @@ def report(
             print(f"stale: {line}")
         print(f"next: {answers.command or 'nothing'}", page, sep="\n")
 
-    found: dict[str, object] = {"verdict": verdict.word, "finding": verdict.text, "right": answers.right.text}
-    found |= {"slower": answers.slower.text, "next": answers.command, "stale": stale, "page": str(page)}
+    found: dict[str, object] = {
+        "verdict": verdict.word,
+        "finding": verdict.text,
+        "right": answers.right.text,
+    }
+    found |= {
+        "slower": answers.slower.text,
+        "next": answers.command,
+        "stale": stale,
+        "page": str(page),
+    }
     show(found, as_json, None, lines)

@@ -14,14 +14,28 @@ from hybrid_kv.cli.options import Model, engine_options
 @engine_options
 def serve(
     model: Model = None,
-    served_model_name: Annotated[str | None, typer.Option(help="Name in the API; default: the folder's.")] = None,
-    chat_template: Annotated[Path | None, typer.Option(help="Jinja file, instead of the checkpoint's own.")] = None,
-    host: Annotated[str, typer.Option(help=f"Address; other machines need {environment.API_KEY}.")] = "127.0.0.1",
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name in the API; default: the folder's.")
+    ] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="Jinja file, instead of the checkpoint's own.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help=f"Address; other machines need {environment.API_KEY}.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
-    max_waiting: Annotated[int, typer.Option(min=0, help="Waiting requests; others are answered 429.")] = 256,
-    max_body_bytes: Annotated[int, typer.Option(min=1, help="Longest request; others are answered 413.")] = 2**20,
-    receive_timeout: Annotated[int, typer.Option(min=1, help="Seconds to send headers, and a body.")] = 60,
-    grace: Annotated[int, typer.Option(min=0, help="Seconds to finish open requests at shutdown.")] = 10,
+    max_waiting: Annotated[
+        int, typer.Option(min=0, help="Waiting requests; others are answered 429.")
+    ] = 256,
+    max_body_bytes: Annotated[
+        int, typer.Option(min=1, help="Longest request; others are answered 413.")
+    ] = 2**20,
+    receive_timeout: Annotated[
+        int, typer.Option(min=1, help="Seconds to send headers, and a body.")
+    ] = 60,
+    grace: Annotated[
+        int, typer.Option(min=0, help="Seconds to finish open requests at shutdown.")
+    ] = 10,
     **engine: Any,
 ) -> None:
     """Serve a checkpoint over HTTP with OpenAI's API, until Ctrl-C or SIGTERM."""
@@ -42,7 +56,12 @@ def serve(
     with open_socket(host, port, api_key is not None) as opened:
         report_memory(str(folder), engine)
         llm = LLM(folder, **engine)
-        server = Server(llm, Access(name, api_key, max_body_bytes, template, receive_timeout), max_waiting, grace)
+        server = Server(
+            llm,
+            Access(name, api_key, max_body_bytes, template, receive_timeout),
+            max_waiting,
+            grace,
+        )
         url = f"http://{f'[{host}]' if ':' in host else host}:{opened.getsockname()[1]}/v1"
         opened.listen()  # who reads the address may connect
         print(f"{name} at {url}; Ctrl-C ends it", flush=True)

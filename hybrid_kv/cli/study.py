@@ -20,13 +20,22 @@ def study(
     context: typer.Context,
     file: Annotated[Path, typer.Argument(help="A YAML file of runs and axes.")],
     folder: Annotated[
-        Path | None, typer.Option(help="Folder of the results; rerun the command to resume; default: out/study/NAME.")
+        Path | None,
+        typer.Option(
+            help="Folder of the results; rerun the command to resume; default: out/study/NAME."
+        ),
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Cells at a time on this machine.")] = 1,
-    ray: Annotated[str | None, typer.Option(metavar="ADDRESS|auto", help="Run the cells on this Ray cluster.")] = None,
+    ray: Annotated[
+        str | None, typer.Option(metavar="ADDRESS|auto", help="Run the cells on this Ray cluster.")
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Seconds for one cell.")] = 3600,
-    retries: Annotated[int, typer.Option(min=0, help="Retries of a cell that died or was lost.")] = 2,
-    dry: Annotated[bool, typer.Option("--dry", help="List the cells without running them.")] = False,
+    retries: Annotated[
+        int, typer.Option(min=0, help="Retries of a cell that died or was lost.")
+    ] = 2,
+    dry: Annotated[
+        bool, typer.Option("--dry", help="List the cells without running them.")
+    ] = False,
     as_json: AsJson = False,
     out: OutFile = None,
 ) -> None:
@@ -44,7 +53,12 @@ def study(
     _check_options(context.find_root().command, cells)
     if dry:
         listed = [{"id": cell.id, "command": cell.text} for cell in cells]
-        show(listed, as_json, out, lambda: print(*(f"{cell.id}  {cell.text}" for cell in cells), sep="\n"))
+        show(
+            listed,
+            as_json,
+            out,
+            lambda: print(*(f"{cell.id}  {cell.text}" for cell in cells), sep="\n"),
+        )
         return
     place = folder or Path("out/study") / file.stem
     pool = locally(jobs, limit) if ray is None else over_ray(ray, limit, retries)
@@ -52,7 +66,9 @@ def study(
 
         def report(cell: Cell, done: Done) -> None:
             bar.update(done.is_result)
-            word = {0: "fine", 1: "failed", VOID: "void", None: "lost"}.get(done.code, f"could not run ({done.code})")
+            word = {0: "fine", 1: "failed", VOID: "void", None: "lost"}.get(
+                done.code, f"could not run ({done.code})"
+            )
             bar.write(f"{cell.text}: {word} after {done.seconds:.0f} s", file=sys.stderr)
 
         known = run_study(cells, place, pool, retries, report)
@@ -81,4 +97,6 @@ def _print(cells: list[Cell], known: dict[str, dict[str, Any]], place: Path, cou
             word = {1: "failed", VOID: "void"}.get(code, "could not run")
             print(f"{word}: {cell.text}: {' '.join(last)[:200]}")
     print(f"{codes.count(0)} of {len(cells)} cells fine, {codes.count(1)} failed")
-    print(f"{count:,} new rows in {place / 'rows.parquet'}: hybrid-kv results {place / 'rows.parquet'}")
+    print(
+        f"{count:,} new rows in {place / 'rows.parquet'}: hybrid-kv results {place / 'rows.parquet'}"
+    )

@@ -1,4 +1,4 @@
-"""`hybrid-kv guard --target`: probes of another engine, their failures replayed, and all of it again at each change."""
+"""Probes of another engine, its failures reduced and replayed, and reruns at each change."""
 
 from __future__ import annotations
 
@@ -10,25 +10,42 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from hybrid_kv.check.ci import Verdict, Word
 from hybrid_kv.check.guard.registry import Size
 from hybrid_kv.check.guard.workers import num_workers
 from hybrid_kv.check.probes.guarded import Guarded
-from hybrid_kv.check.probes.reproducer import FORMAT, case_of, from_json, replay, write_files, wrong_read
-from hybrid_kv.check.probes.run import FINE, Run, check_level, compare_with, guard, matrix_of, text_of
+from hybrid_kv.check.probes.reproducer import (
+    FORMAT,
+    case_of,
+    from_json,
+    replay,
+    write_files,
+    wrong_read,
+)
+from hybrid_kv.check.probes.run import (
+    FINE,
+    Run,
+    check_level,
+    compare_with,
+    guard,
+    matrix_of,
+    text_of,
+)
 from hybrid_kv.check.probes.script import script_of
+from hybrid_kv.check.probes.session import Failure as ProbeFailure
 from hybrid_kv.check.probes.session import Outcome
 from hybrid_kv.check.probes.shrink import distinct, shrink
 from hybrid_kv.check.targets.exact import is_exact
 from hybrid_kv.check.targets.kinds import for_model, kind_of, model_folder
 from hybrid_kv.check.targets.remote import python_of, renew_loader
 from hybrid_kv.check.targets.target import Kind, TargetError
-from hybrid_kv.cli.options import show
-from hybrid_kv.cli.publish import publish
+from hybrid_kv.cli.options import Amount, Output, Subject, show, write_document
+from hybrid_kv.cli.publish import Published, publish
 from hybrid_kv.config import ConfigError
 from hybrid_kv.errors import VOID, HybridKVError, require
 from hybrid_kv.files import read_text
@@ -37,7 +54,8 @@ from hybrid_kv.models.registry import sized
 from hybrid_kv.threads import is_small, threads_for
 
 AMOUNTS: dict[Size, int] = {"quick": 1, "full": 1, "long": 10}  # rounds of each probe
-SHRINK_SECONDS = {"quick": 30.0, "full": 40.0, "long": 300.0}  # for all failures of a run: one bug makes many
+# For all failures of a run: a bug makes many.
+SHRINK_SECONDS = {"quick": 30.0, "full": 40.0, "long": 300.0}
 LOOK_SECONDS = 0.2  # between two looks at the files that are watched
 WORDS: dict[str, Word] = {
     "right": "ok",
@@ -48,98 +66,239 @@ WORDS: dict[str, Word] = {
 }
 
 
-def guard_target(
-    target: str,
-    model: str,
-    python: Path | None,
-    against: str | None,
-    matrix: Sequence[str] | None,
-    weights: Literal["exact", "random"] | None,
-    select: Sequence[str] | None,
-    seed: int,
-    size: Size,
-    jobs: int | None,
-    repro: Path,
-    verbose: bool,
-    as_json: bool,
-    out: Path | None,
-    pages: Path | None,
-    keep: Callable[[Sequence[Verdict]], None],
-) -> int:
-    """Returns the exit code: 0 if every supported probe was shown to be right, `VOID` if others were void alone."""
-    require("safetensors", "tokenizers", "transformers")
-    is_build = against is not None and os.sep in against and "://" not in against
-    kind, before = kind_of(target, python), kind_of(target, against) if is_build else None
-    other = kind_of(against) if against is not None and not is_build else None
-    models = _models(kind, model, weights, bool(matrix), other is not None)
-    parts: list[_Part] = []
-    files: list[str] = []
+@dataclass
+class ModelRun:
+    """A run of an engine with one model, and its results.
 
-    def document() -> dict[str, Any]:
+    Attributes:
+        model: name of the model.
+        prefix: start of its lines, which tells them from those of another model.
+        size: of its matrix.
+        run: the probes.
+        outcomes: results so far, or those at the end.
+    """
+
+    model: str
+    prefix: str
+    size: Size
+    run: Run
+
+    def __post_init__(self) -> None:
+        self.outcomes: list[Outcome] = self.run.outcomes
+
+    @property
+    def guarded(self) -> Guarded:
+        """The engine with this model."""
+        return self.run.guarded
+
+
+class EngineCheck:
+    """Probes of an engine with one or more models.
+
+    Args:
+        engine: its name, or the URL of a server.
+        subject: models and settings.
+        amount: rounds of the probes, seed, probes.
+        output: places of the results.
+        keep: gets the verdicts so far after each probe.
+
+    Raises:
+        HybridKVError: there is no such engine, or it cannot run these models and settings.
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        subject: Subject,
+        amount: Amount,
+        output: Output,
+        keep: Callable[[Sequence[Verdict]], None],
+    ) -> None:
+        require("safetensors", "tokenizers", "transformers")
+        self._engine = engine
+        self._subject = subject
+        self._amount = amount
+        self._output = output
+        self._keep = keep
+        self._size: Size = "quick" if amount.quick else "long" if amount.long else "full"
+        self._kind = kind_of(engine, subject.python)
+        self._old_build, self._reference = self._compared()
+        self._models = models_of(
+            self._kind,
+            subject.model,
+            subject.weights,
+            has_matrix=bool(subject.matrix),
+            has_reference=self._reference is not None,
+        )
+        self._runs: list[ModelRun] = []
+        self._files: list[str] = []
+
+    def run(self) -> int:
+        """Run all probes, and keep and print their results.
+
+        Returns:
+            0 if every supported probe was shown to be right, `VOID` if others were void alone, 1 if
+            one was wrong.
+        """
+        if self._kind.load is not None:
+            self._kind.load()
+        with ExitStack() as stack:
+            for name in self._models:
+                folder = stack.enter_context(model_folder(name))
+                stack.enter_context(threads_for(folder))
+                self._runs.append(self._model_run(name, folder))
+            at_once = self._num_at_once()
+            # A run of few settings would keep one process busy at the end.
+            runs = sorted((model_run.run for model_run in self._runs), key=_num_cells)
+            guard(runs, at_once)
+            for model_run in self._runs:
+                self._conclude(model_run, at_once)
+        document = self._document()
+        show(document, self._output.as_json, self._output.out, self._print)
+        bad = {outcome.verdict for outcome in self._outcomes()} - {*FINE}
+        return VOID if bad == {"void"} else int(bool(bad))
+
+    def _compared(self) -> tuple[Kind | None, Kind | None]:
+        """Return the old build and the other engine that `against` names, at most one of them."""
+        against = self._subject.against
+        if against is None:
+            return None, None
+        is_build = os.sep in against and "://" not in against
+        return (kind_of(self._engine, against), None) if is_build else (None, kind_of(against))
+
+    def _model_run(self, name: str, folder: str) -> ModelRun:
+        """Return the run with one of the models, not begun yet."""
+        has_weights = is_exact(folder) or has_exact_weights(folder)
+        if self._subject.weights == "exact" and not has_weights:
+            raise ConfigError(
+                f"--exact: {name} has no exact weights; "
+                "write some with hybrid-kv checkpoint --exact"
+            )
+        is_alone = len(self._models) == 1
+        prefix = "" if is_alone else f"{name}, "
+        size = self._size
+        amount = self._amount
+        # Only random weights show how a model handles its cache, where that is left to models.
+        is_random = not name.startswith("exact")
+        is_central = bool(self._kind.inside and self._kind.inside.is_central)
+        has_all = is_random and (is_alone or not is_central)
+        thorough = size == "long" or bool(amount.select) or has_all
+        guarded = Guarded(
+            self._kind, folder, self._reference, amount.seed or 0, AMOUNTS[size], thorough
+        )
+        if is_random and not has_all and size == "full":
+            size = "quick"
+        cells = None
+        if self._subject.matrix:
+            cells = matrix_of(guarded.kind, self._subject.matrix)
+        report = partial(self._report, prefix)
+        return ModelRun(name, prefix, size, Run(guarded, cells, amount.select or (), report, size))
+
+    def _report(self, prefix: str, outcome: Outcome) -> None:
+        """Print the outcome of a probe if it is news, and keep all so far."""
+        # The first is a sign of life of each setting.
+        is_news = outcome.verdict not in FINE or outcome.probe == "alone"
+        if self._output.verbose or is_news:
+            verdict = f"{outcome.verdict} {outcome.detail}".rstrip()
+            line = f"{prefix}{text_of(outcome.settings)}: {outcome.probe} {verdict}"
+            print(line, file=sys.stderr)
+        self._write()
+
+    def _num_at_once(self) -> int:
+        """Return how many processes run at a time."""
+        if self._amount.jobs:
+            return self._amount.jobs
+        all_small = all(is_small(model_run.guarded.folder) for model_run in self._runs)
+        return num_workers(None) if all_small else 1
+
+    def _conclude(self, model_run: ModelRun, at_once: int) -> None:
+        """Compare a run with the old build, publish its rows and reduce its failures."""
+        model_run.outcomes = model_run.run.found()
+        seed = self._amount.seed or 0
+        guarded = model_run.guarded
+        if self._old_build is not None:
+            rounds = AMOUNTS[self._size]
+            old = Guarded(self._old_build, guarded.folder, None, seed, rounds, guarded.thorough)
+            compare_with(old, model_run.outcomes, at_once, model_run.size)
+            self._write()
+        if self._subject.publish is not None:
+            subject = Published(self._kind.name, guarded.version, model_run.model, seed)
+            publish(self._subject.publish, subject, model_run.outcomes)
+        reducer = Reducer(
+            model_run, self._engine, SHRINK_SECONDS[self._size], self._output.repro, at_once
+        )
+        self._files += reducer.reduce_all()
+
+    def _outcomes(self) -> list[Outcome]:
+        return [outcome for model_run in self._runs for outcome in model_run.outcomes]
+
+    def _document(self) -> dict[str, Any]:
+        outcomes = self._outcomes()
         return {
-            "target": target, "version": parts[-1].guarded.version, "models": models, "seed": seed,
-            "amount": AMOUNTS[size], **_sums([one for part in parts for one in part.seen]),
-            "seconds": round(sum(one.seconds for part in parts for one in part.seen), 1),
-            "outcomes": [{"model": part.model, **_document(one)} for part in parts for one in part.seen],
-            "files": files,
-        }  # fmt: skip
+            "target": self._engine,
+            "version": self._runs[-1].guarded.version,
+            "models": self._models,
+            "seed": self._amount.seed or 0,
+            "amount": AMOUNTS[self._size],
+            **_sums(outcomes),
+            "seconds": round(sum(outcome.seconds for outcome in outcomes), 1),
+            "outcomes": [
+                {"model": model_run.model, **_document(outcome)}
+                for model_run in self._runs
+                for outcome in model_run.outcomes
+            ],
+            "files": self._files,
+        }
 
-    def write() -> None:
-        keep([_verdict(one, part.prefix) for part in parts for one in part.seen])
-        show(document(), False, out, lambda: None)  # results survive an interruption
+    def _write(self) -> None:
+        """Keep the results so far: they survive an interruption."""
+        verdicts = [
+            _verdict(outcome, model_run.prefix)
+            for model_run in self._runs
+            for outcome in model_run.outcomes
+        ]
+        self._keep(verdicts)
+        write_document(self._document(), self._output.out)
 
-    if kind.load is not None:
-        kind.load()
-    with ExitStack() as stack:
-        for name in models:
-            folder = stack.enter_context(model_folder(name))
-            stack.enter_context(threads_for(folder))
-            if weights == "exact" and not (is_exact(folder) or has_exact_weights(folder)):
-                raise ConfigError(f"--exact: {name} has no exact weights; write some with hybrid-kv checkpoint --exact")
-            prefix = f"{name}, " if len(models) > 1 else ""
-            # Only random weights show how a model handles its cache, where that is left to models.
-            is_random = not name.startswith("exact")
-            has_all = is_random and (len(models) == 1 or not (kind.inside and kind.inside.is_central))
-            thorough = size == "long" or bool(select) or has_all
-            guarded = Guarded(kind, folder, other, seed, AMOUNTS[size], thorough)
-            own: Size = "quick" if is_random and not has_all and size == "full" else size
-            cells = matrix_of(guarded.kind, matrix) if matrix else None
-
-            def report(outcome: Outcome, prefix: str = prefix) -> None:
-                # The first is a sign of life of each setting.
-                if verbose or outcome.verdict not in FINE or outcome.probe == "alone":
-                    said = f"{outcome.verdict} {outcome.detail}".rstrip()
-                    print(f"{prefix}{text_of(outcome.settings)}: {outcome.probe} {said}", file=sys.stderr)
-                write()
-
-            parts.append(_Part(name, prefix, own, Run(guarded, cells, select or (), report, own)))
-        at_once = jobs or (num_workers(None) if all(is_small(part.guarded.folder) for part in parts) else 1)
-        # A run of few settings would keep one process busy at the end.
-        guard(sorted((part.run for part in parts), key=lambda run: len(run.cells)), at_once)
-        for part in parts:
-            part.seen = part.run.found()
-            if before is not None:
-                old = Guarded(before, part.guarded.folder, None, seed, AMOUNTS[size], part.guarded.thorough)
-                compare_with(old, part.seen, at_once, part.size)
-                write()
-            if pages is not None:
-                publish(pages, kind.name, part.guarded.version, part.model, seed, part.seen)
-            files += _reduced(part, target, size, repro, at_once)
-    show(document(), as_json, out, lambda: _print(target, parts))
-    found = {one.verdict for part in parts for one in part.seen} - {*FINE}
-    return VOID if found == {"void"} else int(bool(found))
+    def _print(self) -> None:
+        """Print for each model a line for each setting, and below it all that was not right."""
+        for model_run in self._runs:
+            for setting in dict.fromkeys(
+                text_of(outcome.settings) for outcome in model_run.outcomes
+            ):
+                outcomes = [
+                    outcome
+                    for outcome in model_run.outcomes
+                    if text_of(outcome.settings) == setting
+                ]
+                counts = Counter(outcome.verdict for outcome in outcomes)
+                words = [f"{count} {verdict}" for verdict, count in counts.items()]
+                print(f"{setting}: {', '.join(words)}")
+                for outcome in outcomes:
+                    if outcome.verdict not in FINE or outcome.verdict == "known":
+                        print(f"    {outcome.verdict}: {outcome.probe}: {outcome.detail}")
+            sums = _sums(model_run.outcomes)
+            title = f"{self._engine} {model_run.guarded.version}, {model_run.model}"
+            amount = (
+                f"{sums['num_answers']:,} answers, {sums['num_tokens']:,} tokens with their prompts"
+            )
+            print(f"{title}: {amount}; {sums['num_judged']:,} judged right or wrong")
 
 
-def _models(kind: Kind, model: str, weights: str | None, has_matrix: bool, has_reference: bool) -> list[str]:
-    """The models of a run: exact ones inside the engine, where it can run them, the one that was named, or both."""
+def models_of(
+    kind: Kind, model: str, weights: str | None, *, has_matrix: bool, has_reference: bool
+) -> list[str]:
+    """Return the models of a run: exact ones inside the engine, the one that was named, or both."""
     is_family = model in sized()
     inside = kind.inside
     if weights == "exact" and inside is None:
         return [f"{model}:exact" if is_family else model]
     if is_family and kind.size != "tiny":
         model = f"{model}:{kind.size}"
-    is_exact_one = model.startswith("exact") or model.endswith(":exact") or has_exact_weights(model)
-    if inside is None or weights == "random" or is_exact_one:
+    is_exact_model = (
+        model.startswith("exact") or model.endswith(":exact") or has_exact_weights(model)
+    )
+    if inside is None or weights == "random" or is_exact_model:
         return [model]
     exact = ["exact", *(f"exact:{name}" for name in inside.further if not has_matrix)]
     if weights == "exact":
@@ -148,49 +307,79 @@ def _models(kind: Kind, model: str, weights: str | None, has_matrix: bool, has_r
 
 
 @dataclass
-class _Part:
-    """A run with one model; `prefix` tells its lines from another one's, `size` is that of its matrix."""
+class Reducer:
+    """The failures of a run, each reduced as far as its share of the time goes.
 
-    model: str
-    prefix: str
-    size: Size
-    run: Run
+    Attributes:
+        model_run: the run.
+        engine: the engine's name, for the cases.
+        seconds: for all failures together.
+        repro: folder for the cases.
+        at_once: threads that may reduce.
+    """
 
-    def __post_init__(self) -> None:
-        self.guarded, self.seen = self.run.guarded, self.run.outcomes
+    model_run: ModelRun
+    engine: str
+    seconds: float
+    repro: Path
+    at_once: int
 
+    def reduce_all(self) -> list[str]:
+        """Reduce all failures, and return the files that were written."""
+        guarded = self.model_run.guarded
+        # Targets in this process share what they change of their package.
+        shares_nothing = is_exact(guarded.folder) and guarded.kind.package
+        num_threads = self.at_once if shares_nothing else 1
+        failures = self._failures()
+        end = time.perf_counter() + self.seconds
 
-def _reduced(part: _Part, target: str, size: Size, repro: Path, at_once: int) -> list[str]:
-    """The files of all failures of a run, each reduced as far as its share of the time goes."""
-    guarded = part.guarded
-    failures = distinct([failure for outcome in part.seen for failure in outcome.failures])
-    # Targets in this process share what they change of their package.
-    num_threads = at_once if is_exact(guarded.folder) and guarded.kind.package else 1
-    if is_exact(guarded.folder):  # a bug is in most answers of its setting: the one with the fewest requests shows it
-        failures.sort(key=lambda one: -one.num_requests)
-        failures = [*{text_of(one.settings): one for one in failures}.values()]
-        failures.sort(key=lambda one: one.num_requests)  # the largest have what time the others leave
-    end = time.perf_counter() + SHRINK_SECONDS[size]
+        def reduce(i: int) -> list[str]:
+            rest = end - time.perf_counter()
+            num_requests = sum(failure.num_requests for failure in failures[i:])
+            part_of_rest = failures[i].num_requests / num_requests
+            return self._reduce(failures[i], min(120.0, rest, num_threads * rest * part_of_rest))
 
-    def reduce(i: int) -> list[str]:
-        failure, rest = failures[i], end - time.perf_counter()
-        part_of_rest = failure.num_requests / sum(one.num_requests for one in failures[i:])
-        share = min(120.0, rest, num_threads * rest * part_of_rest)
-        shrunk = shrink(failure, lambda: guarded.session(failure.settings), share)
-        case = case_of(shrunk.failure, target, guarded.version, part.model, guarded.judge_of(failure.settings).limit)
-        if line := wrong_read(guarded, case):
+        every = range(len(failures))
+        if num_threads == 1:
+            return [file for i in every for file in reduce(i)]
+        with ThreadPool(num_threads) as pool:  # Ctrl-C does not wait for these threads
+            return [file for files in pool.map(reduce, every, 1) for file in files]
+
+    def _failures(self) -> list[ProbeFailure]:
+        """Return different failures, the smallest first: the largest have the time that is left."""
+        failures = distinct(
+            [failure for outcome in self.model_run.outcomes for failure in outcome.failures]
+        )
+        if is_exact(self.model_run.guarded.folder):
+            # A bug is in most answers of its setting: the one with the fewest requests shows it.
+            failures.sort(key=_num_requests, reverse=True)
+            failures = [*{text_of(failure.settings): failure for failure in failures}.values()]
+            failures.sort(key=_num_requests)
+        return failures
+
+    def _reduce(self, failure: ProbeFailure, seconds: float) -> list[str]:
+        """Reduce a failure, and return the files of its case."""
+        guarded = self.model_run.guarded
+        shrunk = shrink(failure, lambda: guarded.session(failure.settings), seconds)
+        limit = guarded.judge_of(failure.settings).limit
+        case = case_of(shrunk.failure, self.engine, guarded.version, self.model_run.model, limit)
+        line = wrong_read(guarded, case)
+        if line:
             case = replace(case, problem=f"{case.problem}; the first wrong read: {line}")
-        files = [*map(str, write_files(case, repro, script_of(case)))]
+        files = [*map(str, write_files(case, self.repro, script_of(case)))]
         small = f"{shrunk.failure.num_requests} requests, {shrunk.num_prompt_tokens} prompt tokens"
-        said = f"{failure.probe}: the first wrong read: {line}\n" * bool(line)
-        print(f"{said}{failure.probe}: shrunk to {small} in {shrunk.seconds:.0f} s: {files[-1]}", file=sys.stderr)
+        cause = f"{failure.probe}: the first wrong read: {line}\n" if line else ""
+        effort = f"shrunk to {small} in {shrunk.seconds:.0f} s: {files[-1]}"
+        print(f"{cause}{failure.probe}: {effort}", file=sys.stderr)
         return files
 
-    every = range(len(failures))
-    if num_threads == 1:
-        return [file for i in every for file in reduce(i)]
-    with ThreadPool(num_threads) as pool:  # Ctrl-C does not wait for these threads
-        return [file for files in pool.map(reduce, every, 1) for file in files]
+
+def _num_cells(run: Run) -> int:
+    return len(run.cells)
+
+
+def _num_requests(failure: ProbeFailure) -> int:
+    return failure.num_requests
 
 
 def is_case(file: Path) -> bool:
@@ -202,7 +391,7 @@ def is_case(file: Path) -> bool:
 
 
 def replay_case(file: Path, python: Path | None = None) -> int:
-    """Replay a failing case of a target; returns 1 while it fails."""
+    """Replay a failing case of a target; return 1 while it fails."""
     require("safetensors", "tokenizers", "transformers", "pydantic")
     case = from_json(read_text(file), str(file))
     with model_folder(case.model) as folder, threads_for(folder):
@@ -218,9 +407,11 @@ def replay_case(file: Path, python: Path | None = None) -> int:
         finally:
             target.close()
     wrong = case.is_wrong(answer)
-    print(f"{case.target} {target.version}, {text_of(case.settings)}: {'still wrong' if wrong else 'right'}")
+    verdict = "still wrong" if wrong else "right"
+    print(f"{case.target} {target.version}, {text_of(case.settings)}: {verdict}")
     if wrong:
-        print(answer.error or f"{case.problem}; now {list(answer.token_ids[: len(case.expected)])}")
+        token_ids = list(answer.token_ids[: len(case.expected)])
+        print(answer.error or f"{case.problem}; now {token_ids}")
     return int(wrong)
 
 
@@ -228,28 +419,38 @@ def watch(paths: Sequence[Path], kind: Kind, run: Callable[[], int]) -> None:
     """Run now and after each change of a Python file in one of these paths, until Ctrl-C.
 
     Raises:
-        ConfigError: there is no such path, or the engine is not one that runs in an environment of its own.
+        ConfigError: there is no such path, or the engine has no environment of its own.
     """
-    if missing := [path for path in paths if not path.exists()]:
-        raise ConfigError(f"--watch {missing[0]}: there is no such file or folder; name the source of your engine")
+    missing = [path for path in paths if not path.exists()]
+    if missing:
+        raise ConfigError(
+            f"--watch {missing[0]}: there is no such file or folder; name the source of your engine"
+        )
     if not kind.package:
-        raise ConfigError(f"--watch: {kind.name} has no environment of its own; use --target vllm or mlx")
+        raise ConfigError(
+            f"--watch: {kind.name} has no environment of its own; use --target vllm or mlx"
+        )
     while True:
-        begin, seen = time.perf_counter(), _stamps(paths)
+        begin = time.perf_counter()
+        before = _stamps(paths)
         try:
-            said = f"exit code {run()}"
+            ending = f"exit code {run()}"
         except HybridKVError as error:  # as a syntax error while a change is typed
-            said = f"error: {error}"
-        where = ", ".join(map(str, paths))
-        print(f"{said} after {time.perf_counter() - begin:.0f} s; waits for a change in {where}", file=sys.stderr)
+            ending = f"error: {error}"
+        seconds = time.perf_counter() - begin
+        places = ", ".join(map(str, paths))
+        print(f"{ending} after {seconds:.0f} s; waits for a change in {places}", file=sys.stderr)
         renew_loader(kind.name, kind.python or python_of(kind.name, kind.package))
-        while not (changed := {*_stamps(paths).items()} ^ {*seen.items()}):
+        after = _stamps(paths)
+        while after == before:
             time.sleep(LOOK_SECONDS)
-        print(f"changed: {', '.join(sorted({str(path) for path, _ in changed}))}", file=sys.stderr)
+            after = _stamps(paths)
+        changed = {path for path, _ in {*after.items()} ^ {*before.items()}}
+        print(f"changed: {', '.join(sorted(map(str, changed)))}", file=sys.stderr)
 
 
 def _stamps(paths: Sequence[Path]) -> dict[Path, int]:
-    """When each Python file was written last, in nanoseconds."""
+    """Return the time at which each Python file was written last, in nanoseconds."""
     files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py"))]
     return {file: file.stat().st_mtime_ns for file in files if file.exists()}
 
@@ -257,29 +458,16 @@ def _stamps(paths: Sequence[Path]) -> dict[Path, int]:
 def _verdict(outcome: Outcome, prefix: str) -> Verdict:
     word = WORDS.get(outcome.verdict, "failed")
     message = "" if outcome.verdict == "right" else f"{outcome.verdict}: {outcome.detail}"
-    return Verdict(f"{prefix}{text_of(outcome.settings)}: {outcome.probe}", word, message, outcome.seconds)
+    name = f"{prefix}{text_of(outcome.settings)}: {outcome.probe}"
+    return Verdict(name, word, message, outcome.seconds)
 
 
 def _document(outcome: Outcome) -> dict[str, Any]:
-    return {key: value for key, value in vars(outcome).items() if key not in ("failures", "is_last")}
+    hidden = ("failures", "is_last")
+    return {key: value for key, value in vars(outcome).items() if key not in hidden}
 
 
 def _sums(outcomes: Sequence[Outcome]) -> dict[str, int]:
-    """Sums over all probes; without calibration and references."""
-    return {key: sum(getattr(one, key) for one in outcomes) for key in ("num_answers", "num_tokens", "num_judged")}
-
-
-def _print(target: str, parts: Sequence[_Part]) -> None:
-    """Of each model a line for each setting, and below it what was not shown to be right."""
-    for part in parts:
-        title = f"{target} {part.guarded.version}, {part.model}"
-        for setting in dict.fromkeys(text_of(one.settings) for one in part.seen):
-            own = [one for one in part.seen if text_of(one.settings) == setting]
-            counts = Counter(one.verdict for one in own)
-            print(f"{setting}: {', '.join(f'{count} {verdict}' for verdict, count in counts.items())}")
-            for one in own:
-                if one.verdict not in FINE or one.verdict == "known":
-                    print(f"    {one.verdict}: {one.probe}: {one.detail}")
-        sums = _sums(part.seen)
-        said = f"{sums['num_answers']:,} answers, {sums['num_tokens']:,} tokens with their prompts"
-        print(f"{title}: {said}; {sums['num_judged']:,} judged right or wrong")
+    """Return sums over all probes; without calibration and references."""
+    keys = ("num_answers", "num_tokens", "num_judged")
+    return {key: sum(getattr(outcome, key) for outcome in outcomes) for key in keys}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_kv.cli import checkout
+from hybrid_kv.cli import checkout, help
 from tests.cli.run import commands, run
 
 
@@ -26,7 +26,7 @@ def test_outside_a_checkout_a_command_says_what_it_needs(
 def test_a_checkout_is_found_from_a_folder_inside_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(checkout, "__file__", str(tmp_path / "packages/hybrid_kv/cli/checkout.py"))
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setitem(checkout.COMMANDS, "toy", "checkout_toy")
+    monkeypatch.setitem(checkout.COMMANDS, "toy", ("checkout_toy", help.RUN))
     (tmp_path / "bench").mkdir()
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "hybrid_kv"\n')
     (tmp_path / "checkout_toy.py").write_text('def toy(number: int = 3) -> None:\n    "Count."\n')

@@ -68,6 +68,7 @@ def test_json_is_all_that_is_printed_and_the_same_as_in_the_file(
         (["--swarm", "nan"], "--swarm nan must be more than 0 hours, and 8,784 at most"),
         (["--swarm", "0.5", "--against", "vllm"], "--swarm does not go with --against; leave one of them out"),
         (["--ray", "auto"], "--ray needs --swarm"),
+        (["--model", "lfm2"], "--model is about another engine; name it with --target"),
         (["--results", "x.parquet"], "--results x.parquet: a CSV would spoil this data set; name another folder, then"),
         (["--seed", str(2**63)], "Invalid value for '--seed': "),
         (["--quick", "--long"], "--quick and --long exclude each other"),
@@ -81,6 +82,12 @@ def test_what_cannot_be_kept_is_refused_before_the_run(
 ) -> None:
     assert refused(capsys, "guard", *options).startswith(f"error: {said}")
     assert not ran
+
+
+@pytest.mark.parametrize("hours", ["0", "nan", "8785"])
+def test_hours_that_cannot_be_played_are_refused(capsys: pytest.CaptureFixture[str], hours: str) -> None:
+    said = f"error: --hours {hours} must be more than 0 hours, and 8,784 at most\n"
+    assert refused(capsys, "fuzz", "--hours", hours).replace("8,785", "8785") == said
 
 
 @pytest.mark.parametrize(("details", "code"), [(["void: no hit"], 3), (["void: no hit", "token 3 is 4"], 1), ([], 0)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from importlib.metadata import version
 
@@ -28,6 +29,32 @@ def test_every_setting_of_an_engine_is_an_option_of_the_commands_that_start_one(
             assert given[option].opts == [f"--{option.replace('_', '-')}"]
             helps.setdefault(option, set()).add(given[option].help)
     assert len(helps) > 20 and all(len(texts) == 1 for texts in helps.values())
+
+
+def test_help_groups_commands_by_what_one_wants(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, "--help")[1]
+    panels = {title: names for title, names in re.findall(r"╭─ (\w+).*?╮\n(.*?)╰", out, re.DOTALL)}
+    first = {title: re.findall(r"^│ (\w+) ", names, re.MULTILINE) for title, names in panels.items()}
+    assert list(first) == ["Options", "Check", "Measure", "Plan", "Run"]
+    assert first["Check"] == ["guard", "check", "replay", "fuzz", "mutants"]
+    assert {*first["Plan"]} == {"plan", "predict", "families"}
+    assert sum(map(len, first.values())) == len(commands())
+
+
+def test_help_names_types_as_click_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not {name for name in commands() if re.search(r"<\w+", run(capsys, name, "--help")[1])}
+    words = [" ".join(line.strip("│ ").split()) for line in run(capsys, "guard", "--help")[1].splitlines()]
+    assert any(line.startswith("--jobs INTEGER [x>=1] Processes") for line in words)
+    assert any(line.startswith("--quick A minute") for line in words)
+    assert any(line.startswith("--device [cpu|cuda] Device") for line in words)
+    assert any(line.startswith("--results PATH Folder") for line in words)
+    assert any(line.startswith("-k TEXT Only") for line in words)
+
+
+def test_help_of_guard_lists_no_older_spelling(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, "guard", "--help")[1]
+    older = ("--target", "--replay", "--swarm", "--ray", "--model", "--publish")
+    assert not [option for option in older if option in out]
 
 
 @pytest.mark.parametrize(

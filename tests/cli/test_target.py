@@ -1,8 +1,9 @@
-"""`hybrid-kv guard --target`: what it prints, writes and rejects. Probes are tested in tests/check/probes."""
+"""`hybrid-kv check` and its older spelling: what it prints, writes and rejects. Probes are tested in tests/check."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from contextlib import nullcontext
 from xml.etree import ElementTree
@@ -44,6 +45,23 @@ def test_a_sound_engine_ends_with_0_and_writes_nothing(capsys, tmp_path):
     assert (code, first) == (0, "plain: 2 right")
     assert last == "toy 1.0, qwen3_5_text: 64 answers, 1,958 tokens with their prompts; 64 judged right or wrong"
     assert not (tmp_path / "repro").exists()
+
+
+@pytest.mark.parametrize(("engine", "code"), [("toy", 0), ("broken", 1)])
+def test_check_is_guard_with_a_target(capsys, tmp_path, engine, code):
+    """Both end, print and keep the same, but for the title of the verdicts, and seconds."""
+    options = ("--quick", "--matrix", "prefix=on", "-k", "repeat", "--seed", "3")
+    seen = []
+    for number, words in enumerate((("check", engine), ("guard", "--target", engine))):
+        places = {"--repro": f"{number}/repro", "--junit-xml": f"{number}/tests.xml", "--publish": f"{number}/pages"}
+        found, out, err = run(capsys, *words, *options, *(word for pair in places.items() for word in pair))
+        rows = read_rows(tmp_path / f"{number}/pages/rows.csv").drop(columns=["run_id", "time_utc"]).fillna("")
+        suite = ElementTree.parse(tmp_path / places["--junit-xml"]).find("testsuite")
+        cases = [case.get("name") for case in suite.iter("testcase")]
+        files = sorted(file.name for file in (tmp_path / str(number)).rglob("*.*"))
+        assert found == code and suite.get("name") == f"hybrid-kv {' '.join(words)}"
+        seen.append((out, re.sub(r" in \d+ s: .*", "", err), rows.to_dict("records"), cases, files))
+    assert seen[0] == seen[1] and seen[0][2]
 
 
 def test_a_family_is_made_in_the_size_that_the_engine_takes(toy, capsys, monkeypatch):
@@ -95,11 +113,13 @@ def test_a_wrong_answer_ends_with_1_and_can_be_played_again(capsys, tmp_path):
     assert [(one["probe"], one["settings"]) for one in wrong] == [("repeat", {"prefix": "on"})]
     assert "shrunk to 2 requests" in err
     (played,) = (tmp_path / "repro").glob("*.json")
-    code, out, _ = run(capsys, "guard", "--replay", str(played))
-    assert code == 1 and "still wrong" in out
+    for words in (("replay",), ("guard", "--replay")):
+        code, out, _ = run(capsys, *words, str(played))
+        assert code == 1 and "still wrong" in out
     played.write_text(played.read_text().replace('"broken"', '"toy"'))
-    code, out, _ = run(capsys, "guard", "--replay", str(played))
-    assert code == 0 and ": right" in out
+    for words in (("replay",), ("guard", "--replay")):
+        code, out, _ = run(capsys, *words, str(played))
+        assert code == 0 and ": right" in out
 
 
 @pytest.mark.parametrize(("old", "code", "word"), [("old/sound", 1, "wrong"), ("old/broken", 0, "as before")])
@@ -139,6 +159,23 @@ def test_void_alone_has_an_exit_code_of_its_own(capsys, monkeypatch, verdicts, c
 )
 def test_what_cannot_be_run_is_refused_in_one_line(capsys, options, said):
     assert said in refused(capsys, "guard", *options)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["check"], "Missing argument 'engine'"),
+        (["check", "none"], "there is no such engine; use one of ours"),
+        (["check", "toy", "--record"], "No such option: --record"),
+        (["check", "toy", "--exact", "--weights", "random"], "--weights and --exact exclude each other"),
+        (["check", "toy", "--quick", "--long"], "--quick and --long exclude each other"),
+        (["check", "toy", "--publish", "/dev/null/x"], "/dev/null/x/rows.csv: Not a directory"),
+        (["replay"], "Missing argument 'file'"),
+        (["replay", "config.json"], "config.json is no scenario"),
+    ],
+)
+def test_what_the_newer_spellings_cannot_run_is_refused_in_one_line(capsys, words, said):
+    assert said in refused(capsys, *words)
 
 
 def test_an_exact_model_runs_before_the_other_one_where_the_engine_can(toy, capsys, monkeypatch):

@@ -257,8 +257,11 @@ def target(rng: random.Random, folder: Path) -> list[str]:
     factors = ("prefix=align", "spec=ngram3,none", "chunk=17", "prefix=", "prefix", "=", "x=y", values.argument(rng))
     given = ["--matrix", " ".join(rng.sample(factors, rng.choice((1, 1, 2))))] if rng.random() < 0.7 else []
     model = rng.choice((str(tiny("lfm2")), "lfm2:small", "lfm2:huge", ".", values.argument(rng)))
-    wanted = options(rng, "guard", without=("target", "model", "matrix", "recompute"), most=3)
-    return ["guard", "--target", kind, "--model", model, *given, *wanted]
+    if rng.random() < 0.5:
+        more = options(rng, "check", without=("model", "matrix", "watch"), most=3)
+        return ["check", *more, "--model", model, *given, "--", kind]
+    more = options(rng, "guard", without=("target", "model", "matrix", "recompute"), most=3)
+    return ["guard", "--target", kind, "--model", model, *given, *more]
 
 
 def failure(rng: random.Random, folder: Path) -> list[str]:
@@ -266,7 +269,7 @@ def failure(rng: random.Random, folder: Path) -> list[str]:
     if rng.random() < 0.5:
         scenario = json.loads(scenario_json(draw_scenario(rng.randrange(3000))))
         (folder / "case.json").write_bytes(values.odd_file(rng, scenario))
-        return ["guard", "--replay", "case.json"]
+        return ["replay", "case.json"]
     case = replace(CASE, model=str(tiny("lfm2")))
     (folder / "case.json").write_bytes(values.odd_file(rng, json.loads(to_json(case))))
     return ["guard", "--replay", "case.json"]
@@ -289,7 +292,7 @@ def study(rng: random.Random, folder: Path) -> list[str]:
 
 # Commands that read `x`.
 READERS = (
-    "plan x", "plan config.json --num-blocks 9 --requests x.jsonl", "generate --model .", "guard --replay x", "study x",
+    "plan x", "plan config.json --num-blocks 9 --requests x.jsonl", "generate --model .", "replay x", "study x",
     "results x.csv", "results x.parquet", "report --results .", "red --results .", "accuracy compare x x",
     "accuracy --against x.gz", "accuracy threshold --rows x.csv", "mutants --folder .", "serve --chat-template x",
     "bisect HEAD --replay x", "results export x.parquet --to y.parquet", "results trim x.csv",

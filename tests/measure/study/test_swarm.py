@@ -89,6 +89,24 @@ def test_an_injected_fault_is_found_reduced_and_gone_without_it(
     assert list(rows[rows["metric"] == "rules_broken"]["verdict"]) == ["fail", "pass"]
 
 
+def test_fuzz_is_guard_with_a_swarm(
+    broken: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both end, print and keep the same, but for the command that plays the same seeds again."""
+    monkeypatch.chdir(tmp_path)
+    seen = []
+    for words in (["fuzz", "--hours"], ["guard", "--swarm"]):
+        place = "-".join(words)
+        options = ["1e-9", "--seed", "0", "--jobs", "1", "--results", place, "--repro", f"{place}/repro"]
+        code, out, err = run(capsys, *words, *options, "--json")
+        assert err.startswith(f"the same seeds again: hybrid-kv {' '.join(words)} 1e-09 --seed 0\n")
+        rows = read_rows(tmp_path / place / "swarm.csv").drop(columns=["run_id", "time_utc"])
+        rows = rows[rows["metric"] != "requests_per_cpu_second"].fillna("")
+        document = json.loads(out.replace(place, "")) | {"requests_per_cpu_second": 0}
+        seen.append((code, document, rows.to_dict("records")))
+    assert seen[0] == seen[1] and seen[0][0] == 1 and seen[0][2]
+
+
 def test_of_each_rule_the_first_failure_is_kept_and_the_seeds_of_all(
     broken: None, make: Callable[..., Swarm], tmp_path: Path
 ) -> None:
