@@ -17,24 +17,34 @@ LINES_AN_HOUR = 250
 WHERE = re.compile(r"`([\w/]+\.py)`:((?:\s+`[\w.]+`,?)+)")
 
 
-def code_lines(file: Path) -> int:
-    """Lines that are neither blank nor a comment nor of a docstring."""
-    text = file.read_text(encoding="utf-8")
+def lines_of_code(file: str) -> list[int]:
+    """Numbers of the lines that are neither blank nor a comment nor of a docstring."""
+    text = (PACKAGE / file).read_text(encoding="utf-8")
     prose: set[int] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
             first = node.body[0]
             prose |= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
     lines = enumerate(text.splitlines(), 1)
-    return sum(
-        number not in prose and line.strip() != "" and not line.lstrip().startswith("#") for number, line in lines
-    )
+    return [n for n, line in lines if n not in prose and line.strip() != "" and not line.lstrip().startswith("#")]
+
+
+def definitions_in(file: str) -> dict[str, range]:
+    """Lines of functions, classes, and methods, these both with and without their class."""
+    places: dict[str, range] = {}
+    for node in ast.walk(ast.parse((PACKAGE / file).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            places[node.name] = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        if isinstance(node, ast.ClassDef):
+            methods = [child for child in node.body if isinstance(child, ast.FunctionDef)]
+            places |= {f"{node.name}.{m.name}": range(m.lineno, (m.end_lineno or m.lineno) + 1) for m in methods}
+    return places
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_a_file_is_as_long_as_the_page_says(file: str) -> None:
     lines, minutes = FILES[file]
-    assert abs(code_lines(PACKAGE / file) - lines) <= max(3, lines // 10)
+    assert abs(len(lines_of_code(file)) - lines) <= max(3, lines // 10)
     assert minutes == round(lines * 60 / LINES_AN_HOUR)
 
 
@@ -46,15 +56,17 @@ def test_the_sum_is_that_of_the_files() -> None:
     assert float(stated[2]) == pytest.approx(total / LINES_AN_HOUR, abs=0.25)
 
 
-def names_in(file: str) -> set[str]:
-    """Functions, and methods both with and without their class."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse((PACKAGE / file).read_text(encoding="utf-8"))):
-        if isinstance(node, ast.FunctionDef):
-            names.add(node.name)
-        elif isinstance(node, ast.ClassDef):
-            names |= {f"{node.name}.{method.name}" for method in node.body if isinstance(method, ast.FunctionDef)}
-    return names
+def test_the_first_reading_is_as_long_as_the_page_says() -> None:
+    section = PAGE.partition("## In a first reading")[2].partition("## A block")[0]
+    stated = re.search(r"([\d,]+) lines, ([\d.]+) hours", section)
+    assert stated is not None
+    total = 0
+    for file, names in WHERE.findall(section):
+        assert file in FILES
+        places = definitions_in(file)
+        total += sum(line in places[name] for name in re.findall(r"[\w.]+", names) for line in lines_of_code(file))
+    assert abs(int(stated[1].replace(",", "")) - total) <= total // 20
+    assert float(stated[2]) == pytest.approx(total / LINES_AN_HOUR, abs=0.2)
 
 
 def test_each_answer_names_code_that_is_there() -> None:
@@ -68,4 +80,4 @@ def test_each_answer_names_code_that_is_there() -> None:
         assert places, answer
         for file, names in places:
             assert file in FILES
-            assert set(re.findall(r"[\w.]+", names)) <= names_in(file), (file, names)
+            assert set(re.findall(r"[\w.]+", names)) <= set(definitions_in(file)), (file, names)

@@ -358,11 +358,6 @@ def _same(built: MambaMetadata) -> MambaMetadata:
     return built
 
 
-def last_scheduled_block_idx(spec: MambaSpec, num_computed_tokens: Ints, query_lens: Ints) -> Ints:
-    """Return the current state blocks of steps of `query_lens` more tokens."""
-    return spec.mode.current_block(num_computed_tokens + query_lens - 1, spec.block_size)
-
-
 def boundaries_inside(
     spec: MambaSpec, num_computed_tokens: Ints, current_blocks: Ints
 ) -> tuple[Ints, Ints, Ints]:
@@ -386,7 +381,7 @@ class BoundaryCopies(NamedTuple):
 
     rows: Any  # of the batch
     current_blocks: Any  # logical block with the convolution inputs
-    drafts: Any  # j: the boundary is after the j-th token of the step
+    drafts: Any  # j: the boundary is after the step's token j, counted from 0
     logical_blocks: Any  # the boundary's own
 
 
@@ -396,7 +391,8 @@ def boundary_copies(
     """Return the copies of `postprocess_mamba` after a step's decodes if all drafts are accepted.
 
     A step of at most 1 + K <= `block_size` tokens passes at most one boundary, the end of block
-    `num_computed_tokens // block_size`.
+    `num_computed_tokens // block_size`. A state that is written to the boundary's own block at once
+    needs no copy.
 
     Args:
         spec: of the Mamba layers, if there are any.

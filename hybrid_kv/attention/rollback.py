@@ -111,6 +111,9 @@ class Rollback(ABC):
     def source_logical_blocks(self, current_blocks: Ints, window_rows: Ints) -> Ints:
         """Return the logical blocks of the states to start from, of each row.
 
+        Of a scheme with a history this holds after a prefill and for a request that is handed over;
+        a decode there reads what `kernels.recompute.rule` says.
+
         Args:
             current_blocks: of the previous step.
             window_rows: the window's row in them.
@@ -382,9 +385,9 @@ class Recompute(Rollback):
     def flush_all(
         self, rows: Ints, num_gained: Ints, current_blocks: Ints, table: torch.Tensor
     ) -> RollbackStep:
-        """Flush all of the history into the current state block.
+        """Flush all of the history into the current state block, for KV transfer.
 
-        The state's own block may be published.
+        Not into the state's own block, which may be published: others read it.
         """
         from hybrid_kv.kernels.common.upload import upload
         from hybrid_kv.kernels.recompute import RecomputeStep
@@ -410,7 +413,9 @@ class Recompute(Rollback):
         common: CommonAttentionMetadata | None,
         table: torch.Tensor,
     ) -> Staged[RollbackStep]:
-        """Decide what each decode flushes and recomputes, and move the cursors past it.
+        """Decide by `kernels.recompute.rule` what each decode reads, flushes and recomputes.
+
+        The cursors move past it.
 
         Args:
             common: of the step; None: the rows run no tokens.

@@ -200,6 +200,11 @@ class BlockTables:
     ) -> Staged[None]:
         """Bring tables, input tables and slots up to date for a step.
 
+        `tables` hold manager blocks, by row of the engine; `input_tables` hold kernel blocks, by
+        position in the batch. Manager block b becomes kernel blocks `b * n + i`, i < n =
+        `blocks_per_kv_block`. Slots are computed from manager blocks. Only what is new at a
+        position is written.
+
         Padding rows point at the null block, padding tokens at `PAD_SLOT`. Logical blocks beyond a
         row's own blocks hold stale ids: a reader is bounded by the row's number of tokens.
 

@@ -7,7 +7,8 @@ after block i, or, while the request is inside that block, for its running state
 
 - Mode `none`: one state and K for drafts, however long the request.
 - Mode `align`: chunks end on block boundaries. Logical blocks before that of the last computed
-  token are freed, those that a chunk jumps over never get a block: a request holds at most 2 + K.
+  token are freed, those that a chunk jumps over never get a block: a request holds at most 2 + K
+  (scheme `slots`).
 - Mode `all`: a state at every boundary, all kept until the request ends: `ceil(tokens / block_size)
   + K`.
 
@@ -15,11 +16,10 @@ A rollback scheme may write states some tokens late (`StateProgress`): only then
 logical block published, and are the logical blocks before it freed.
 
 A block is *published* under the hash of all tokens up to its end once it holds exactly their K/V or
-the state after
-them: after the step that computed them, never when it is scheduled (vllm!56525), and only as far as
-tokens are known (accepted). A *hit* is the longest prefix that every group can restore: attention
-needs all of its blocks, Mamba only the state at the end. The last token of a request is never taken
-from the cache: its logits are needed.
+the state after them: after the step that computed them, never when it is scheduled (vllm!56525),
+and only as far as tokens are known (accepted). A *hit* is the longest prefix that every group can
+restore: attention needs all of its blocks, Mamba only the state at the end. The last token of a
+request is never taken from the cache: its logits are needed.
 """
 
 from __future__ import annotations

@@ -439,7 +439,11 @@ class ModelRunner:
         return logprobs
 
     def _postprocess(self, step: PreparedStep, num_accepted: Sequence[int]) -> None:
-        """Remember where each request's state is."""
+        """Remember where the next step of each row finds its state.
+
+        Args:
+            num_accepted: [num_reqs], tokens gained, the bonus token included.
+        """
         spec = self._mamba_spec
         if spec is None:
             return

@@ -41,7 +41,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "kernels/ssd/*": ("tests/kernels/ssd", "tests/kernels/test_recurrences.py"),
     "kernels/gated_delta/*": ("tests/kernels/gated_delta", "tests/kernels/test_recurrences.py"),
-    "kernels/recompute/reference.py": ("tests/kernels/recompute", "tests/kernels/gated_delta/test_recompute.py"),
+    "kernels/recompute/r*.py": ("tests/kernels/recompute", "tests/kernels/gated_delta/test_recompute.py"),
     "kernels/*/*": ("tests/kernels/{folder}",),
     "kernels/selective_scan.py": ("tests/kernels/test_recurrences.py",),
     "kernels/[!_]*": ("tests/kernels/test_{name}.py",),

@@ -15,12 +15,12 @@ from hybrid_kv.attention.mamba import (
     MambaMetadataBuilder,
     boundary_copies,
     due_copies,
-    last_scheduled_block_idx,
     postprocess_mamba,
 )
 from hybrid_kv.attention.rollback import RecomputeSpec
 from hybrid_kv.cache.block_pool import NULL_BLOCK
 from hybrid_kv.cache.spec import MambaSpec, SlotsSpec, window_and_states
+from hybrid_kv.engine.state_cursor import StateCursor
 from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.common.upload import now
 from hybrid_kv.kernels.recompute import default_ring_len
@@ -46,7 +46,7 @@ def ints(*values):
 
 
 def due(subject, computed, lengths, accepted):
-    current_blocks = last_scheduled_block_idx(subject, computed, lengths)
+    current_blocks = StateCursor(0, subject).current_blocks(computed, lengths)
     copies = BoundaryCopies(*map(torch.from_numpy, boundary_copies(subject, computed, lengths, current_blocks)))
     return due_copies(copies, torch.from_numpy(accepted - 1))
 
@@ -62,7 +62,7 @@ def build(subject, builder, computed, lens, num_decodes, prev, accepted, padding
     batch = common(computed, lens, num_decodes, padding)
     table = table_of(len(lens), width, padding)
     prev, accepted = ints(*prev, *[0] * padding), ints(*accepted, *[1] * padding)
-    current_blocks = last_scheduled_block_idx(subject, batch.num_computed_tokens, batch.query_lens)
+    current_blocks = StateCursor(0, subject).current_blocks(batch.num_computed_tokens, batch.query_lens)
     return now(CPU, builder.build(batch, table, current_blocks, prev, accepted - 1))
 
 
@@ -179,7 +179,7 @@ def test_metadata_is_built_again_when_something_changes_and_only_then():
 
     def built(computed=(8, 9), lens=(1, 1), prev=(1, 2), accepted=(1, 1), num_gathers=1, num_decodes=2):
         batch = common(list(computed), list(lens), num_decodes)
-        current_blocks = last_scheduled_block_idx(subject, batch.num_computed_tokens, batch.query_lens)
+        current_blocks = StateCursor(0, subject).current_blocks(batch.num_computed_tokens, batch.query_lens)
         before = ints(*prev), ints(*accepted) - 1
         return now(CPU, builder.build(batch, table, current_blocks, *before, num_gathers=num_gathers))
 

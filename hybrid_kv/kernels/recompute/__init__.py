@@ -12,25 +12,7 @@ to the block of the last one of them. So a step moves one state, not the 2 + K o
 and most steps half a one (see `split_state`).
 
 Per step `commit` runs once for a group, then `recompute_update` once for each of its layers. Both
-are device-only.
-
-Invariants. The checkpoint lies in the block of column `(base_pos - 1) // block_size` of the
-request's block table (column 0 in mode `none`), and so does what a flush writes, for the new
-`base_pos`: a block that no other request can have seen. A step that does not flush writes no block,
-so a checkpoint may be a cached block that others read too.
-
-Rule for `n_flush`, with `n_hist` the tokens in the ring at the start of the step, T those of the
-step and T_max the most that a step can have:
-
-1. The history reaches the next block boundary: all tokens up to it, and the rest, less than T_max,
-   stays. One step passes at most one boundary, as `1 + K <= block_size`.
-2. Otherwise, `n_hist + T + T_max > ring_len`: all. Were they kept and all T accepted, then the
-   T_max of the next step would run into the history that it reads. (It could not flush first:
-   programs of other heads may still read.)
-3. Otherwise none.
-
-A ring of `3 * T_max - 1` tokens holds what rule 1 leaves, the step and the one after it; `n_hist`
-never exceeds `ring_len - T_max`.
+are device-only. What a step reads and flushes is decided in `rule`.
 """
 
 from hybrid_kv.kernels.common.integers import default_ring_len, shortest_ring_len
@@ -41,7 +23,6 @@ from hybrid_kv.kernels.recompute.launch import (
     recompute_update,
 )
 from hybrid_kv.kernels.recompute.reference import (
-    commit_reference,
     recompute_flush_reference,
     recompute_update_reference,
 )
@@ -54,3 +35,4 @@ from hybrid_kv.kernels.recompute.ring import (
     split_state,
     write_states,
 )
+from hybrid_kv.kernels.recompute.rule import commit_reference

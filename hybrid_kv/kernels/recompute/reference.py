@@ -6,78 +6,11 @@ import torch
 import torch.nn.functional as F
 
 from hybrid_kv.kernels.recompute.ring import (
-    RecomputeCursors,
     RecomputeRing,
     RecomputeStep,
     read_states,
     write_states,
 )
-
-
-def commit_reference(
-    cursors: RecomputeCursors,
-    rows: torch.Tensor,
-    num_gained_tokens: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    block_table: torch.Tensor,
-    block_size: int | None,
-) -> RecomputeStep:
-    """Take in what the last step had accepted, decide what this one flushes, and move the cursors.
-
-    A row without tokens only flushes, and only what a boundary demands: that is how a request that
-    leaves is finalized.
-
-    Args:
-        cursors: of the group; written.
-        rows: [num_reqs] int32 or int64, where each request's cursors and rings are, each at most
-            once; -1: padding.
-        num_gained_tokens: [num_reqs] int32 or int64, in the request's last decode step, bonus token
-            included; any number if there was none since its `restart`.
-        cu_seqlens: [num_reqs + 1] int32 or int64, tokens of this step; at most `max_query_len`
-            each.
-        block_table: [num_reqs, width] int32 or int64 in the order of the batch.
-        block_size: tokens of a column; None in mode `none`, which has one column.
-
-    Raises:
-        ValueError: a step could pass two boundaries.
-    """
-    if block_size is not None and block_size < cursors.max_query_len:
-        raise ValueError(
-            f"block_size={block_size} is shorter than a step of {cursors.max_query_len} tokens"
-        )
-    padding = rows < 0
-    row = rows.clamp(min=0).long()
-    lengths = cu_seqlens.diff().long()
-    base_pos = cursors.base_pos[row]
-    ring_start = cursors.ring_start[row]
-    n_hist = cursors.n_hist[row] + torch.minimum(num_gained_tokens, cursors.prev_t[row])
-    full = n_hist + lengths + cursors.max_query_len > cursors.ring_len
-    n_flush = torch.where(full, n_hist, 0)
-    column = torch.zeros_like(row)
-    new_column = column
-    if block_size is not None:
-        to_boundary = block_size - base_pos % block_size
-        n_flush = torch.where(n_hist >= to_boundary, to_boundary, n_flush)
-        column = (base_pos - 1).clamp(min=0) // block_size
-        new_column = (base_pos + n_flush - 1).clamp(min=0) // block_size
-    src, dst = (
-        block_table.gather(1, columns.masked_fill(padding, 0)[:, None])[:, 0]
-        .long()
-        .masked_fill(padding, 0)
-        for columns in (column, new_column)
-    )
-    n_flush, n_hist, ring_start = (
-        values.masked_fill(padding, 0) for values in (n_flush, n_hist, ring_start)
-    )
-    kept = ~padding
-    for target, values in (
-        (cursors.base_pos, base_pos + n_flush),
-        (cursors.ring_start, (ring_start + n_flush) % cursors.ring_len),
-        (cursors.n_hist, n_hist - n_flush),
-        (cursors.prev_t, lengths),
-    ):
-        target[row[kept]] = values[kept]
-    return RecomputeStep(row, src, dst, ring_start, n_hist, n_flush, cursors.max_query_len)
 
 
 def arithmetic(ssm_state: torch.Tensor, ring: RecomputeRing) -> torch.dtype:
