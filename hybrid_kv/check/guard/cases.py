@@ -53,7 +53,8 @@ def reproduce(text: str, folder: Path) -> Reproducer:
         ConfigError: it is no case.
         HybridKVError: the file cannot be written.
     """
-    case, rule = _read(text, "case"), json.loads(text)["rule"]
+    case = _read(text, "case")
+    rule = json.loads(text)["rule"]
     if _needs_interpreter(case):
         return _interpreted(reproduce, text, folder)
     if isinstance(case, Scenario):
@@ -70,7 +71,9 @@ def filed(case: Case, rule: str, how: Shrunk | logits.LogitShrinker, folder: Pat
     Raises:
         HybridKVError: it cannot be written.
     """
-    text = scenarios.to_json(case, rule) if isinstance(case, Scenario) else logits.to_json(case, rule)
+    text = (
+        scenarios.to_json(case, rule) if isinstance(case, Scenario) else logits.to_json(case, rule)
+    )
     name = re.sub(r"[^a-z0-9]+", "-", rule.lower()).strip("-")
     file = folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
     write_whole(file, text)
@@ -111,7 +114,11 @@ def _told(file: Path) -> tuple[str, str]:
 def _needs_interpreter(case: Case) -> bool:
     """Whether it is of Triton's kernels, and neither a GPU nor this process runs them."""
     options = case.options if isinstance(case, Scenario) else case.cell
-    return options.get("kernels") == "triton" and not is_interpreter() and not torch.cuda.is_available()
+    return (
+        options.get("kernels") == "triton"
+        and not is_interpreter()
+        and not torch.cuda.is_available()
+    )
 
 
 def _interpreted(function: Callable[..., T], *arguments: Any) -> T:

@@ -25,10 +25,13 @@ class Drafts:
     """
 
     def __init__(self, llm: LLM, track_of: Callable[[Request], Track]) -> None:
-        self._llm, self._track = llm, track_of
+        self._llm = llm
+        self._track = track_of
         self._K = llm.config.speculative.num_speculative_tokens
         self._proposed: dict[str, tuple[int, list[int]]] = {}  # behind how many tokens, and which
-        self._reserved: dict[str, int] = {}  # of requests whose step before was in flight: drafts with room
+        self._reserved: dict[
+            str, int
+        ] = {}  # of requests whose step before was in flight: drafts with room
         self.num_strange = 0
 
     def on_propose(
@@ -43,7 +46,8 @@ class Drafts:
             RuleError: `known-tokens`, a row lacks tokens of its request or has others.
         """
         for request, row, count in zip(requests, token_ids, num_tokens.tolist(), strict=True):
-            sequence, shown = self._track(request).sequence[:count], row[:count].tolist()
+            sequence = self._track(request).sequence[:count]
+            shown = row[:count].tolist()
             if len(shown) != count or shown[: len(sequence)] != sequence:
                 raise RuleError(
                     "known-tokens",
@@ -66,7 +70,9 @@ class Drafts:
         """
         items = {item.request.request_id: item for item in scheduled}
         starting = {name for name, item in items.items() if item.overwrite}
-        running = [request for request in self._llm.scheduler.running if request.request_id not in starting]
+        running = [
+            request for request in self._llm.scheduler.running if request.request_id not in starting
+        ]
         budget = self._llm.config.scheduler.max_num_batched_tokens
         self._reserved.clear()
         for place, request in enumerate(running):
@@ -79,7 +85,8 @@ class Drafts:
             if request.in_flight is not None and request.in_flight.samples:
                 if room < 2:
                     raise RuleError(
-                        "runs-again", f"request {request.request_id} runs behind the step that gives its last token"
+                        "runs-again",
+                        f"request {request.request_id} runs behind the step that gives its last token",
                     )
                 self._reserved[request.request_id] = item.num_drafts
                 due = max(0, min(self._K, share, room - 2))
@@ -101,7 +108,9 @@ class Drafts:
             RuleError: `drafts-due`, of the tokens that the step verifies.
         """
         for item in batch:
-            request, known, most = item.request, item.num_computed_tokens + 1, item.num_drafts
+            request = item.request
+            known = item.num_computed_tokens + 1
+            most = item.num_drafts
             if request.request_id in self._reserved:
                 most = min(self._reserved[request.request_id], self._room(request, known) - 1)
             due = self._due(item, known, most)
@@ -113,7 +122,10 @@ class Drafts:
 
     def _room(self, request: Request, known: int) -> int:
         """How many tokens a request can get behind so many."""
-        last = min(self._track(request).prompt + request.params.max_tokens, self._llm.config.scheduler.max_model_len)
+        last = min(
+            self._track(request).prompt + request.params.max_tokens,
+            self._llm.config.scheduler.max_model_len,
+        )
         return last - known
 
     def _due(self, item: ScheduledRequest, known: int, most: int) -> list[int]:

@@ -45,16 +45,36 @@ Disturb = Callable[[LLM], None]  # before every step
 Cell = dict[str, Any]
 SLOTS_CELLS: tuple[Cell, ...] = (
     {"max_num_batched_tokens": 17, "preempts": 5, "async_scheduling": True},
-    {"script": "mixed", "attention_backend": SmallKVFirst.name, "captured_batch_sizes": (3,), "preempts": 5},
+    {
+        "script": "mixed",
+        "attention_backend": SmallKVFirst.name,
+        "captured_batch_sizes": (3,),
+        "preempts": 5,
+    },
     {
         "mamba_cache_mode": "align",
         "max_num_batched_tokens": 41,
         "kv_offload_bytes": 1 << 24,
         "preempts": 5,
     },
-    {"mamba_cache_mode": "align", "script": "rotate", "async_scheduling": True, "max_num_batched_tokens": 90},
-    {"mamba_cache_mode": "all", "script": "mixed", "attention_backend": SmallBlocksFirst.name, "preempts": 5},
-    {"mamba_cache_mode": "all", "max_num_batched_tokens": 29, "kv_offload_bytes": 1 << 24, "async_scheduling": True},
+    {
+        "mamba_cache_mode": "align",
+        "script": "rotate",
+        "async_scheduling": True,
+        "max_num_batched_tokens": 90,
+    },
+    {
+        "mamba_cache_mode": "all",
+        "script": "mixed",
+        "attention_backend": SmallBlocksFirst.name,
+        "preempts": 5,
+    },
+    {
+        "mamba_cache_mode": "all",
+        "max_num_batched_tokens": 29,
+        "kv_offload_bytes": 1 << 24,
+        "async_scheduling": True,
+    },
 )
 RECOMPUTE_CELLS: tuple[Cell, ...] = (
     {
@@ -64,7 +84,12 @@ RECOMPUTE_CELLS: tuple[Cell, ...] = (
         "recompute_ring_len": 11,
         "preempts": 5,
     },
-    {"state_scheme": "recompute", "mamba_cache_mode": "all", "script": "rotate", "async_scheduling": True},
+    {
+        "state_scheme": "recompute",
+        "mamba_cache_mode": "all",
+        "script": "rotate",
+        "async_scheduling": True,
+    },
 )
 MTP_CELLS: tuple[Cell, ...] = (
     # Where the longest request ends its last drafts have no slot, while the other rows' have theirs (vllm#58080).
@@ -127,15 +152,21 @@ class Compared:
     @property
     def limit(self) -> float:
         """What `worst` may be; what is right is computed in float64 in any case."""
-        return FLOAT32_LIMIT * self.largest if self.cell.get("dtype") == "float32" else FLOAT64_LIMIT
+        return (
+            FLOAT32_LIMIT * self.largest if self.cell.get("dtype") == "float32" else FLOAT64_LIMIT
+        )
 
     @property
     def broken(self) -> tuple[str, str]:
         """The first rule that it breaks, and how; empty if none."""
-        drafts = f"{self.wrong_drafts} of {self.num_drafts} times a request got other drafts than alone"
+        drafts = (
+            f"{self.wrong_drafts} of {self.num_drafts} times a request got other drafts than alone"
+        )
         found = {
             self.error[0]: self.error[1],
-            "logits": f"a logit differs by {self.worst:.2g} at {self.where}" if self.worst > self.limit else "",
+            "logits": f"a logit differs by {self.worst:.2g} at {self.where}"
+            if self.worst > self.limit
+            else "",
             "logprobs": self.wrong_logprob,
             "tokens": f"other tokens in {self.num_wrong} places" if self.num_wrong else "",
             "hits": self.wrong_hits,
@@ -178,7 +209,9 @@ class DraftRecorder(EngineObserver):
         for item in batch:
             if item.num_drafts:
                 known = item.num_computed_tokens + item.num_tokens - item.num_drafts
-                drafts = input_ids[start + item.num_tokens - item.num_drafts : start + item.num_tokens].tolist()
+                drafts = input_ids[
+                    start + item.num_tokens - item.num_drafts : start + item.num_tokens
+                ].tolist()
                 self.found[self._order[int(item.request.request_id)], known] = drafts
             start += item.num_tokens
 
@@ -219,29 +252,49 @@ class Alone:
         self._llm = self.engine()
         self._eos_token_ids = self._llm.eos_token_ids
         self._loaded = self.model = self._llm.model
-        unit = max(group.spec.block_size for group in self.engine(mamba_cache_mode="all").plan.config.groups)
-        self.max_model_len, self.vocab_size = self._llm.config.scheduler.max_model_len, self._llm.model.vocab_size
+        unit = max(
+            group.spec.block_size
+            for group in self.engine(mamba_cache_mode="all").plan.config.groups
+        )
+        self.max_model_len = self._llm.config.scheduler.max_model_len
+        self.vocab_size = self._llm.model.vocab_size
         longest = self.max_model_len - NUM_NEW
         self.prompts = [*prompts] or _prompts(random.Random(seed), unit, longest, self.vocab_size)
         self.again = tuple(range(0, len(self.prompts), 2) if again is None else again)
         self.block_size = unit
         self._drafts: dict[str, Drafts] = {}
-        self.known = [next(iter(record_logits(self._llm, [prompt], self.params))) for prompt in self.prompts]
+        self.known = [
+            next(iter(record_logits(self._llm, [prompt], self.params))) for prompt in self.prompts
+        ]
 
     def cells(self) -> list[Cell]:
         """Those that the model can be run in."""
-        mamba = [spec for spec in self._llm.model.layer_specs.values() if isinstance(spec, MambaSpec)]
-        recomputes = all(spec.inputs or all(part.role != "state" for part in spec.parts) for spec in mamba)
+        mamba = [
+            spec for spec in self._llm.model.layer_specs.values() if isinstance(spec, MambaSpec)
+        ]
+        recomputes = all(
+            spec.inputs or all(part.role != "state" for part in spec.parts) for spec in mamba
+        )
         file = ConfigFile.read(self.folder)
         head = head_of(file)
         has_head = head is not None and bool(head.shapes(file))
-        return [*SLOTS_CELLS, *(RECOMPUTE_CELLS if recomputes else ()), *(MTP_CELLS if has_head else ())]
+        return [
+            *SLOTS_CELLS,
+            *(RECOMPUTE_CELLS if recomputes else ()),
+            *(MTP_CELLS if has_head else ()),
+        ]
 
     def engine(self, **options: Any) -> LLM:
         """One of this checkpoint, with these options beside the usual ones; it is loaded again where they need that."""
-        dtype, needs = options.get("dtype", "float64"), {"dtype", "speculative_method", "kv_offload_folder"}
+        dtype = options.get("dtype", "float64")
+        needs = {"dtype", "speculative_method", "kv_offload_folder"}
         given = self.given if self._loaded is None or needs & options.keys() else self._loaded
-        defaults = {"dtype": dtype, "mamba_ssm_cache_dtype": dtype, "max_num_seqs": 4, "max_model_len": 512}
+        defaults = {
+            "dtype": dtype,
+            "mamba_ssm_cache_dtype": dtype,
+            "max_num_seqs": 4,
+            "max_model_len": 512,
+        }
         llm = LLM(given, device="cpu", **defaults | options)
         llm.eos_token_ids |= self._eos_token_ids  # a model without its folder has none
         return llm
@@ -261,7 +314,9 @@ class Alone:
             lengths = [len(self.prompts[i]) for i in order]
             own = [sequences[i] for i in order]
             options["num_speculative_tokens"] = K
-            options["proposer"] = ScriptedProposer(cell["script"], K, own, lengths, self.block_size, self.vocab_size)
+            options["proposer"] = ScriptedProposer(
+                cell["script"], K, own, lengths, self.block_size, self.vocab_size
+            )
         elif "speculative_method" in cell:
             options["num_speculative_tokens"] = K
         if cell.get("to_the_end"):
@@ -287,14 +342,18 @@ class Alone:
         if cell.get("preempts") and not found.preemptions:
             found.void = found.void or "void: no request was preempted"
         if "speculative_method" in cell:
-            found.wrong_drafts, count = recorder.compare(self.drafts_alone(cell.get("mamba_cache_mode", "none")))
+            found.wrong_drafts, count = recorder.compare(
+                self.drafts_alone(cell.get("mamba_cache_mode", "none"))
+            )
             found.void = found.void or "void: no drafts to compare" * (not count)
         return found
 
     def drafts_alone(self, mode: str) -> Drafts:
         """The head's, of each request by itself. The mode decides which keys the head sees (`models.mtp`)."""
         if mode not in self._drafts:
-            llm = self.engine(mamba_cache_mode=mode, speculative_method="mtp", num_speculative_tokens=K)
+            llm = self.engine(
+                mamba_cache_mode=mode, speculative_method="mtp", num_speculative_tokens=K
+            )
             recorder = DraftRecorder(range(len(self.prompts)))
             llm.observers.append(recorder)
             for prompt in self.prompts:
@@ -317,7 +376,8 @@ class Alone:
 
 def _wrong_hit(output: RequestOutput, unit: int) -> str:
     """Of a prompt that ran before, nothing being lost: all but the last token is there, up to a boundary."""
-    length, found = len(output.prompt_token_ids), output.cached_tokens
+    length = len(output.prompt_token_ids)
+    found = output.cached_tokens
     due = (length - 1) // unit * unit
     text = f"request {output.request_id} finds {found} of its {length} tokens cached, {due} are due"
     return text if found != due else ""
@@ -329,7 +389,11 @@ def logit_difference(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tens
 
 
 def beside_transformers(
-    reference: Any, llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams, disturb: Disturb | None = None
+    reference: Any,
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    disturb: Disturb | None = None,
 ) -> Iterator[tuple[RequestOutput, torch.Tensor, torch.Tensor, float]]:
     """Each request of an engine, the logits of its tokens, transformers' for the same text as a whole, and how far.
 
@@ -353,7 +417,9 @@ def _prompts(rng: random.Random, unit: int, longest: int, vocab_size: int) -> li
 
     shared = tokens(2 * unit + 1)
     lengths = (2 * unit + 1, 2 * unit, unit + 3)
-    found = [[*shared[:n], *tokens(extra)] for n, extra in zip(lengths, (5, unit, 2 * unit), strict=True)]
+    found = [
+        [*shared[:n], *tokens(extra)] for n, extra in zip(lengths, (5, unit, 2 * unit), strict=True)
+    ]
     found += [tokens(1), tokens(unit), tokens(unit + unit // 2), shared[: 2 * unit]]
     return [prompt[:longest] for prompt in found]
 

@@ -18,14 +18,21 @@ class KeepFloat64(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Any = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         options = dict(kwargs or {})
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func is Tensor.float:
                 return args[0]
             args = [torch.float64 if one is torch.float32 else one for one in args]
-            options = {name: torch.float64 if one is torch.float32 else one for name, one in options.items()}
+            options = {
+                name: torch.float64 if one is torch.float32 else one
+                for name, one in options.items()
+            }
         return func(*args, **options)
 
 
@@ -36,7 +43,9 @@ def float64_pass(folder: str | Path) -> Callable[[Tensor], Tensor]:
     from hybrid_kv.models.random_checkpoint import quiet
 
     with quiet():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, experts_implementation="eager"
+        )
     model.eval()  # type: ignore[no-untyped-call]
 
     def logits(ids: Tensor) -> Tensor:

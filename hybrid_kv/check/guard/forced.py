@@ -33,7 +33,8 @@ class Draw:
     """The random choices of a scenario, by its seed and their order."""
 
     def __init__(self, seed: int) -> None:
-        self.seed, self.rng = seed, np.random.default_rng(seed)
+        self.seed = seed
+        self.rng = np.random.default_rng(seed)
 
     def prompts(self, *lengths: int) -> list[list[int]]:
         return [self.rng.integers(0, VOCAB, size=length).tolist() for length in lengths]
@@ -79,8 +80,12 @@ class Draw:
             **cache_options(mode, K, drafts if K else "none"),
             **options,
         }
-        params = [SamplingParams(max_tokens=own) if isinstance(own, int) else own for own in answers]
-        return Scenario(self.seed, layers, options, prompts, params, waves, drafts if K else "none", events)
+        params = [
+            SamplingParams(max_tokens=own) if isinstance(own, int) else own for own in answers
+        ]
+        return Scenario(
+            self.seed, layers, options, prompts, params, waves, drafts if K else "none", events
+        )
 
 
 def _last_tokens(d: Draw, several: bool) -> Scenario:
@@ -105,8 +110,18 @@ def _attention_deeper(d: Draw) -> Scenario:
 def _second_turn(d: Draw, mode: str) -> Scenario:
     first, tail = d.prompts(12, 5)
     prompts = [first, [*first, *_answer("M*MM*", first)[:18], *tail]]
-    K, drafts = d.number(2, 6), d.one_of("right", "beyond")
-    return d.scenario(prompts, [20, 8], waves=(1, 1), modes=(mode,), layers="M*MM*", K=K, drafts=drafts, max_num_seqs=1)
+    K = d.number(2, 6)
+    drafts = d.one_of("right", "beyond")
+    return d.scenario(
+        prompts,
+        [20, 8],
+        waves=(1, 1),
+        modes=(mode,),
+        layers="M*MM*",
+        K=K,
+        drafts=drafts,
+        max_num_seqs=1,
+    )
 
 
 def _answer(layers: str, prompt: list[int]) -> list[int]:
@@ -130,13 +145,17 @@ def _identical_prompts(d: Draw) -> Scenario:
 
 
 def _preempt_with_one_waiting(d: Draw) -> Scenario:
-    K, prompts = d.number(0, 3), d.prompts(9, 12, 17, 9)
+    K = d.number(0, 3)
+    prompts = d.prompts(9, 12, 17, 9)
     d.number(2, 4)  # was an option; what is drawn behind it stays the same
-    return d.scenario(prompts, [12] * 4, K=K, drafts="mixed", max_num_seqs=3, events=(Event("preempt", 4),))
+    return d.scenario(
+        prompts, [12] * 4, K=K, drafts="mixed", max_num_seqs=3, events=(Event("preempt", 4),)
+    )
 
 
 def _full_pool(d: Draw) -> Scenario:
-    K, mode = d.number(0, 4), d.one_of(*MODES)
+    K = d.number(0, 4)
+    mode = d.one_of(*MODES)
     # 32 tokens are cached of the longest request that fits; the other one has a token more.
     policy = cache_modes.MODES[mode]
     states = policy.held_at_most(policy.num_logical_blocks(32, 8), 1) + K
@@ -147,12 +166,18 @@ def _full_pool(d: Draw) -> Scenario:
 def _stop_inside_drafts(d: Draw) -> Scenario:
     (prompt,) = d.prompts(9)
     # The first step's draft goes on behind the stop token.
-    params = [SamplingParams(max_tokens=12, stop_token_ids=(_answer("M*", prompt)[2],)), SamplingParams(max_tokens=12)]
-    return d.scenario([prompt] * 2, params, waves=(1, 1), layers="M*", K=5, drafts="right", max_num_seqs=1)
+    params = [
+        SamplingParams(max_tokens=12, stop_token_ids=(_answer("M*", prompt)[2],)),
+        SamplingParams(max_tokens=12),
+    ]
+    return d.scenario(
+        [prompt] * 2, params, waves=(1, 1), layers="M*", K=5, drafts="right", max_num_seqs=1
+    )
 
 
 def _mixed_sampling(d: Draw) -> Scenario:
-    prompts, hot = d.prompts(9, 9), SamplingParams(max_tokens=12, temperature=2e8, seed=d.seed)
+    prompts = d.prompts(9, 9)
+    hot = SamplingParams(max_tokens=12, temperature=2e8, seed=d.seed)
     both = replace(hot, max_tokens=20, top_k=5, top_p=0.6, logprobs=2, prompt_logprobs=2)
     params = [SamplingParams(max_tokens=12, logprobs=0), hot, both]
     return d.scenario([*prompts, prompts[0]], params, K=2, drafts="mixed")
@@ -163,7 +188,12 @@ def _offload_hit(d: Draw, attention: str, *events: Event) -> Scenario:
     mode = d.one_of(*CACHED)
     options: dict[str, Any] = {"num_blocks": 20, "kv_offload_bytes": 2**20, "max_num_seqs": 1}
     layers = 2 * attention if mode == "attention" else "M" + attention
-    sent: dict[str, Any] = {"waves": (1, 3, 1), "modes": (mode,), "layers": layers, "events": events}
+    sent: dict[str, Any] = {
+        "waves": (1, 3, 1),
+        "modes": (mode,),
+        "layers": layers,
+        "events": events,
+    }
     return d.scenario([text, *others, text], [4] * 5, **sent, **options)
 
 
@@ -178,18 +208,29 @@ def _scored_beside_copies(d: Draw) -> Scenario:
     """A prompt in small chunks while another request has its drafts accepted up to one boundary after the other."""
     scored = SamplingParams(max_tokens=4, logprobs=1, prompt_logprobs=1)
     prompts = d.prompts(5, 80)
-    return d.scenario(prompts, [40, scored], modes=STATES, K=3, drafts="boundary", max_num_batched_tokens=10)
+    return d.scenario(
+        prompts, [40, scored], modes=STATES, K=3, drafts="boundary", max_num_batched_tokens=10
+    )
 
 
 # Blocks of a pool in which the youngest of `_sits_out` lacks one for a step.
-SITS_OUT = {"slots": {"none": 15, "align": 18, "all": 21}, "recompute": {"none": 12, "align": 13, "all": 16}}
+SITS_OUT = {
+    "slots": {"none": 15, "align": 18, "all": 21},
+    "recompute": {"none": 12, "align": 13, "all": 16},
+}
 
 
 def _sits_out(d: Draw, scheme: str) -> Scenario:
     """With drafts of this script the lengths of three requests in each step do not depend on their tokens."""
     mode = d.one_of(*SITS_OUT[scheme])
-    pool: dict[str, Any] = {"num_blocks": SITS_OUT[scheme][mode], "async_scheduling": True, "state_scheme": scheme}
-    return d.scenario(d.prompts(6, 12, 7), [25, 34, 24], modes=(mode,), layers="M*", K=3, drafts="rotate", **pool)
+    pool: dict[str, Any] = {
+        "num_blocks": SITS_OUT[scheme][mode],
+        "async_scheduling": True,
+        "state_scheme": scheme,
+    }
+    return d.scenario(
+        d.prompts(6, 12, 7), [25, 34, 24], modes=(mode,), layers="M*", K=3, drafts="rotate", **pool
+    )
 
 
 def _fits_once_published(d: Draw) -> Scenario:
@@ -197,7 +238,9 @@ def _fits_once_published(d: Draw) -> Scenario:
     # The third one begins with the first one's answer, and fits as soon as the next block of that can be found.
     first, second, tail = d.prompts(9, 1, 10)
     prompts = [first, second, [*first, *_answer("**", first)[:7], *tail]]
-    return d.scenario(prompts, [20, 6, 3], waves=(3,), modes=("attention",), K=3, drafts="wrong", num_blocks=6)
+    return d.scenario(
+        prompts, [20, 6, 3], waves=(3,), modes=("attention",), K=3, drafts="wrong", num_blocks=6
+    )
 
 
 def _passed_boundary(d: Draw, later: int, *events: Event) -> Scenario:
@@ -205,7 +248,9 @@ def _passed_boundary(d: Draw, later: int, *events: Event) -> Scenario:
     other, text = d.prompts(12, 2 * BLOCK - 2)
     layers = d.one_of("M*", "*M", "M*MM*")
     prompts = [other, text, [*text, *_answer(layers, text)[:2], 7, 8]]
-    return d.scenario(prompts, [12, later, 4], waves=(2, 1), modes=("all",), layers=layers, events=events, **LATE)
+    return d.scenario(
+        prompts, [12, later, 4], waves=(2, 1), modes=("all",), layers=layers, events=events, **LATE
+    )
 
 
 LATE: dict[str, Any] = {"state_scheme": "recompute"}

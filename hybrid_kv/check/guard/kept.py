@@ -29,7 +29,9 @@ class Device:
 
     def __init__(self) -> None:
         self.num_lost = 0
-        self._blocks: dict[Name, dict[int, None]] = {}  # the first is found; the others are there if it is lost
+        self._blocks: dict[
+            Name, dict[int, None]
+        ] = {}  # the first is found; the others are there if it is lost
         self._names: dict[int, Name] = {}
 
     def __contains__(self, name: Name) -> bool:
@@ -89,8 +91,10 @@ class Host:
     """
 
     def __init__(self, limit: int, block_bytes: Sequence[int]) -> None:
-        self.limit, self.block_bytes = limit, block_bytes
-        self.stored, self.loaded = [0] * len(block_bytes), [0] * len(block_bytes)
+        self.limit = limit
+        self.block_bytes = block_bytes
+        self.stored = [0] * len(block_bytes)
+        self.loaded = [0] * len(block_bytes)
         self.num_left = self.used = 0
         self._names: dict[Name, None] = {}  # in the order of use
 
@@ -144,13 +148,17 @@ class Kept(EngineObserver):
         self.hits: dict[str, int] = {}
         self.device = Device()
         self.host: Host | None = None
-        self._llm, self._tracks = llm, tracks
+        self._llm = llm
+        self._tracks = tracks
         groups = llm.plan.config.groups
         self._specs = [group.spec for group in groups]
         if llm.manager.offload is not None:
-            block_bytes = [sum(spec.page_size_bytes for spec in group.layer_specs) for group in groups]
+            block_bytes = [
+                sum(spec.page_size_bytes for spec in group.layer_specs) for group in groups
+            ]
             self.host = Host(llm.config.cache.kv_offload_bytes, block_bytes)
-            self._fetch, llm.manager.offload.fetch = llm.manager.offload.fetch, self.fetch  # type: ignore[method-assign]
+            self._fetch = llm.manager.offload.fetch
+            llm.manager.offload.fetch = self.fetch  # type: ignore[method-assign]
         self.loses = self.has_lost = False
         self._holders: set[str] = set()
         self._new: list[Name] = []  # published by one call of the cache, which stores them together
@@ -161,7 +169,9 @@ class Kept(EngineObserver):
         """Whether all that was ever published can be restored."""
         self._store()
         host = self.host
-        return host is not None and all(map(host.fits, range(len(self._specs)))) and not host.num_left
+        return (
+            host is not None and all(map(host.fits, range(len(self._specs)))) and not host.num_left
+        )
 
     def fetch(self, keys: Sequence[BlockKey]) -> list[Page] | None:
         """`KVOffload.fetch`, or nothing in a step in which the host loses what it has."""
@@ -179,24 +189,32 @@ class Kept(EngineObserver):
         pool = self._llm.manager.pool
         if pool.num_published_blocks != len(self.device):
             raise RuleError(
-                "findable", f"{pool.num_published_blocks} blocks can be found, {len(self.device)} were published"
+                "findable",
+                f"{pool.num_published_blocks} blocks can be found, {len(self.device)} were published",
             )
         if pool.num_evictions != self.device.num_lost:
             raise RuleError(
-                "evictions", f"{pool.num_evictions} evictions are said to be, {self.device.num_lost} blocks were lost"
+                "evictions",
+                f"{pool.num_evictions} evictions are said to be, {self.device.num_lost} blocks were lost",
             )
-        host, tier = self.host, self._llm.manager.offload
+        host = self.host
+        tier = self._llm.manager.offload
         if host is None or tier is None:
             return
         stats = tier.stats
         blocks = sum(host.stored), sum(host.loaded), sum(host.loaded), 0, 0, host.num_left
         said = (
-            stats.stored_blocks, stats.loaded_blocks, stats.host_hits, stats.folder_hits, stats.misses,
+            stats.stored_blocks,
+            stats.loaded_blocks,
+            stats.host_hits,
+            stats.folder_hits,
+            stats.misses,
             stats.host_evictions,
-        )  # fmt: skip
+        )
         if said != blocks:
             raise RuleError(
-                "tier", f"blocks stored, loaded, hits of host and folder, misses and evictions are {blocks}, not {said}"
+                "tier",
+                f"blocks stored, loaded, hits of host and folder, misses and evictions are {blocks}, not {said}",
             )
         due = host.used, self._bytes(host.stored), self._bytes(host.loaded)
         counted = tier.host_used, stats.stored_bytes, stats.loaded_bytes
@@ -215,18 +233,27 @@ class Kept(EngineObserver):
         for ids in logical_blocks:
             self.device.take(ids.tolist())
 
-    def on_load(self, request_id: str, logical_blocks: Sequence[tuple[BlockKey, int]], ids: BlockIds) -> None:
+    def on_load(
+        self, request_id: str, logical_blocks: Sequence[tuple[BlockKey, int]], ids: BlockIds
+    ) -> None:
         self._admit(request_id)
-        names = [self._name(request_id, group, block_idx) for (group, _), block_idx in logical_blocks]
+        names = [
+            self._name(request_id, group, block_idx) for (group, _), block_idx in logical_blocks
+        ]
         self.device.take(ids.tolist())
         for name, block in zip(names, ids.tolist(), strict=True):
             if name in self.device:
-                raise RuleError("loaded-again", f"request {request_id} loads a block that it finds on the device")
+                raise RuleError(
+                    "loaded-again",
+                    f"request {request_id} loads a block that it finds on the device",
+                )
             self.device.publish(name, block)
         if self.host is not None:
             self.host.load(names)
 
-    def on_publish(self, request_id: str, group: int, first: int, blocks: Sequence[tuple[BlockKey, int]]) -> None:
+    def on_publish(
+        self, request_id: str, group: int, first: int, blocks: Sequence[tuple[BlockKey, int]]
+    ) -> None:
         if self._last[0] != request_id or self._last[1] >= group:
             self._store()
         self._last = request_id, group
@@ -254,7 +281,9 @@ class Kept(EngineObserver):
         self._last = "", -1
 
     def _name(self, request_id: str, group: int, block_idx: int) -> Name:
-        return group, self._tracks[int(request_id)].prefix((block_idx + 1) * self._specs[group].block_size)
+        return group, self._tracks[int(request_id)].prefix(
+            (block_idx + 1) * self._specs[group].block_size
+        )
 
     def _admit(self, request_id: str) -> None:
         """Before a request takes anything: what it could take."""
@@ -268,6 +297,10 @@ class Kept(EngineObserver):
 
         def is_there(group: int, end: int) -> bool:
             name = group, track.prefix(end)
-            return name in self.device or (self.host is not None and not self.has_lost and name in self.host)
+            return name in self.device or (
+                self.host is not None and not self.has_lost and name in self.host
+            )
 
-        self.hits[request_id] = longest_hit(self._specs, request.num_tokens, is_there) if is_asked else 0
+        self.hits[request_id] = (
+            longest_hit(self._specs, request.num_tokens, is_there) if is_asked else 0
+        )

@@ -91,16 +91,20 @@ class Found(Compared):
         chosen = whole[len(output.prompt_token_ids) - 1 :].argmax(-1)
         self.num_wrong += int((chosen != torch.tensor(output.token_ids)).sum())
         self.count(output, logits)
-        num_top, due = self.cell.get("logprobs", 0), whole.log_softmax(-1)
+        num_top = self.cell.get("logprobs", 0)
+        due = whole.log_softmax(-1)
         # A log-probability is a difference of two logits, or of one and a mean of them.
-        if not self.wrong_logprob and (problem := wrong_logprob(output, due, num_top, 2 * self.limit)):
+        if not self.wrong_logprob and (
+            problem := wrong_logprob(output, due, num_top, 2 * self.limit)
+        ):
             self.wrong_logprob = f"request {output.request_id}{problem}"
 
 
 def beside_plain(case: LogitCase) -> Found:
     """Every prompt in one engine; the plain pass runs on the CPU, whatever the engine's device."""
     folder = EMBEDDED[case.model]
-    found, plain = Found(case.cell, case=case), _plain(folder)
+    found = Found(case.cell, case=case)
+    plain = _plain(folder)
     options = {"max_model_len": 512, "max_num_seqs": 8, "mamba_ssm_cache_dtype": case.cell["dtype"]}
     scans = in_chunks() if case.cell.get("in_chunks") else nullcontext()
     disturb = preempting(case.cell.get("preempts", 0))
@@ -119,7 +123,8 @@ def beside_plain(case: LogitCase) -> Found:
 
 def _params(case: LogitCase) -> list[SamplingParams]:
     """Of each prompt. Every third wants the prompt's log-probabilities: such a one takes nothing from the cache."""
-    params, num_top = SamplingParams(max_tokens=case.max_tokens, stop=STOP), case.cell.get("logprobs")
+    params = SamplingParams(max_tokens=case.max_tokens, stop=STOP)
+    num_top = case.cell.get("logprobs")
     return [
         replace(params, logprobs=num_top, prompt_logprobs=num_top if number % 3 == 0 else None)
         for number in range(len(case.prompts))
@@ -133,10 +138,20 @@ def _plain(folder: Path) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def from_transformers(reference: Any, folder: str | Path, case: LogitCase) -> tuple[float, int]:
     """How far an engine's logits are, of the largest one, and how many tokens were computed."""
-    options = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4, "max_model_len": 512, **case.cell}
+    options = {
+        "device": "cpu",
+        "dtype": "float32",
+        "max_num_seqs": 4,
+        "max_model_len": 512,
+        **case.cell,
+    }
     llm = LLM(folder, **options)
     poison(llm)
-    found = list(beside_transformers(reference, llm, case.prompts, SamplingParams(max_tokens=case.max_tokens)))
+    found = list(
+        beside_transformers(
+            reference, llm, case.prompts, SamplingParams(max_tokens=case.max_tokens)
+        )
+    )
     return max(far for *_, far in found), sum(len(logits) for _, logits, *_ in found)
 
 
@@ -162,7 +177,9 @@ def play_logits(case: LogitCase) -> tuple[str, str]:
     try:
         if case.against == "alone":
             folder = EMBEDDED.get(case.model) or _random(case.model)[0].name
-            alone = Alone(folder, prompts=case.prompts, again=case.again, max_tokens=case.max_tokens)
+            alone = Alone(
+                folder, prompts=case.prompts, again=case.again, max_tokens=case.max_tokens
+            )
             return alone.check(case.cell).broken
         made, reference = _random(case.model)
         with quiet():
@@ -175,7 +192,11 @@ def play_logits(case: LogitCase) -> tuple[str, str]:
 def tell(case: LogitCase) -> tuple[str, list[str]]:
     """Play a case: the first rule that it breaks, empty if none, and what became of it in lines."""
     rule, report = play_logits(case)
-    sent = [f"prompt {i}{' and again' * (i in case.again)}: {p}" for i, p in enumerate(case.prompts) if len(p) <= 64]
+    sent = [
+        f"prompt {i}{' and again' * (i in case.again)}: {p}"
+        for i, p in enumerate(case.prompts)
+        if len(p) <= 64
+    ]
     first = f"{case.model} against {case.against}: {case.cell}, {case.max_tokens} tokens each"
     return rule, [first, *sent, *([report] if rule else [])]
 
@@ -204,12 +225,19 @@ class LogitShrinker(Shrinker[LogitCase]):
         def keep(kept: Sequence[int]) -> LogitCase | None:
             places = {old: new for new, old in enumerate(kept)}
             again = tuple(places[i] for i in case.again if i in places)
-            return replace(case, prompts=[case.prompts[i] for i in kept], again=again) if kept else None
+            return (
+                replace(case, prompts=[case.prompts[i] for i in kept], again=again)
+                if kept
+                else None
+            )
 
         self.leave_out(range(len(case.prompts)), keep)
 
     def _options(self) -> None:
-        for keys in [("speculative_method", "num_speculative_tokens"), *((key,) for key in self.case.cell)]:
+        for keys in [
+            ("speculative_method", "num_speculative_tokens"),
+            *((key,) for key in self.case.cell),
+        ]:
             cell = {key: value for key, value in self.case.cell.items() if key not in keys}
             if "dtype" not in keys and "device" not in keys:
                 self.fails(replace(self.case, cell=cell))
@@ -218,12 +246,17 @@ class LogitShrinker(Shrinker[LogitCase]):
                 cell = {**self.case.cell, key: value}
                 if key == "max_num_batched_tokens":  # A step has room for a token of each request.
                     cell["max_num_seqs"] = min(value, cell.get("max_num_seqs", value))
-                if value < self.case.cell.get(key, sys.maxsize) and self.fails(replace(self.case, cell=cell)):
+                if value < self.case.cell.get(key, sys.maxsize) and self.fails(
+                    replace(self.case, cell=cell)
+                ):
                     break
 
     def _answers(self) -> None:
         case = self.case
-        self.leave_out(range(case.max_tokens), lambda kept: replace(case, max_tokens=len(kept)) if kept else None)
+        self.leave_out(
+            range(case.max_tokens),
+            lambda kept: replace(case, max_tokens=len(kept)) if kept else None,
+        )
 
     def _tokens(self) -> None:
         """The same places of all prompts, so that what they share they share still; then of each one."""
@@ -231,7 +264,9 @@ class LogitShrinker(Shrinker[LogitCase]):
         for some in (everyone, *([i] for i in everyone if len(everyone) > 1)):
             case = self.case
 
-            def keep(kept: Sequence[int], case: LogitCase = case, some: Sequence[int] = some) -> LogitCase | None:
+            def keep(
+                kept: Sequence[int], case: LogitCase = case, some: Sequence[int] = some
+            ) -> LogitCase | None:
                 places = set(kept)
                 prompts = [*case.prompts]
                 for i in some:
@@ -264,10 +299,17 @@ def from_document(document: Mapping[str, Any]) -> LogitCase:
     kinds = get_args(get_type_hints(LogitCase)["against"])
     if case.against not in kinds:
         raise ValueError(f"against {case.against!r}, not {' or '.join(kinds)}")
-    known = {**(EMBEDDED if case.against != "transformers" else {}), **(sized() if case.against != "plain" else {})}
+    known = {
+        **(EMBEDDED if case.against != "transformers" else {}),
+        **(sized() if case.against != "plain" else {}),
+    }
     if case.model not in known:
         raise ValueError(f"model {case.model!r} is none of {', '.join(known)}")
-    numbers = [case.max_tokens, *case.again, *(token for prompt in case.prompts for token in prompt)]
+    numbers = [
+        case.max_tokens,
+        *case.again,
+        *(token for prompt in case.prompts for token in prompt),
+    ]
     if wrong := [number for number in numbers if type(number) is not int or number < 0]:
         raise ValueError(f"{wrong[0]!r} is no integer from 0")
     if not case.prompts or not all(case.prompts) or max(case.again, default=0) >= len(case.prompts):

@@ -25,11 +25,16 @@ from hybrid_kv.sampling import SamplingParams
 
 LIMIT = 1e-5  # of the median difference of an element, over the element
 COPIES = 8  # of the request: products of fewer rows are rounded in another order
-NUM_PROMPT, NUM_NEW, K = 45, 9, 3
+NUM_PROMPT = 45
+NUM_NEW = 9
+K = 3
 OPTIONS: dict[str, Any] = {
-    "device": "cpu", "dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32", "max_num_seqs": COPIES,
+    "device": "cpu",
+    "dtype": "bfloat16",
+    "mamba_ssm_cache_dtype": "float32",
+    "max_num_seqs": COPIES,
     "max_model_len": 128,
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,9 @@ def compare_paths(folder: str | Path, seed: int) -> Narrow:
         key = tuple(tokens)
         if key not in whole:
             _, whole[key] = _states(LLM(model, **OPTIONS), tokens, 1, first, 1)
-        distance = (states - whole[key]).abs() / whole[key].abs().clamp_min(torch.finfo(torch.float32).tiny)
+        distance = (states - whole[key]).abs() / whole[key].abs().clamp_min(
+            torch.finfo(torch.float32).tiny
+        )
         found.append((float(distance.nan_to_num(nan=1.0).median()), path))
     worst, path = max(found)
     return Narrow(worst, path, len(found))
@@ -75,7 +82,9 @@ def first_states(model: Model) -> str | None:
     return None
 
 
-def _paths(model: Model, prompt: list[int], first: str) -> Iterator[tuple[str, list[int], torch.Tensor]]:
+def _paths(
+    model: Model, prompt: list[int], first: str
+) -> Iterator[tuple[str, list[int], torch.Tensor]]:
     """Each path by name, the tokens that it has computed, and its states after them."""
     tokens, states = _states(LLM(model, **OPTIONS), prompt, NUM_NEW, first)
     yield "decodes", tokens, states
@@ -87,7 +96,9 @@ def _paths(model: Model, prompt: list[int], first: str) -> Iterator[tuple[str, l
     for scheme in schemes:
         known = [[*tokens, *range(K)]] * COPIES
         proposer = ScriptedProposer("mixed", K, known, [NUM_PROMPT] * COPIES, 16, model.vocab_size)
-        drafted = LLM(model, proposer=proposer, num_speculative_tokens=K, state_scheme=scheme, **OPTIONS)
+        drafted = LLM(
+            model, proposer=proposer, num_speculative_tokens=K, state_scheme=scheme, **OPTIONS
+        )
         yield f"verify steps, {scheme}", *_states(drafted, prompt, NUM_NEW - K, first)
 
 
@@ -107,4 +118,6 @@ def _states(
     states = [state for part, state in parts if part.role == "state"]
     whole = [join_state(state[None]) if state.dtype == torch.int16 else state for state in states]
     tokens = [*kv_transfer.prompt_token_ids, *kv_transfer.output_token_ids]
-    return tokens[: kv_transfer.num_computed_tokens], torch.cat([state.flatten() for state in whole])
+    return tokens[: kv_transfer.num_computed_tokens], torch.cat(
+        [state.flatten() for state in whole]
+    )

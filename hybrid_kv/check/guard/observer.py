@@ -34,7 +34,11 @@ from hybrid_kv.kernels.recompute import RecomputeStep
 from hybrid_kv.observe import EngineObserver
 from hybrid_kv.request import Request, ScheduledRequest
 
-SAID_AGAIN = ("none", "align", "all")  # modes whose rules are formulated here and in `guard.published`
+SAID_AGAIN = (
+    "none",
+    "align",
+    "all",
+)  # modes whose rules are formulated here and in `guard.published`
 
 
 class Observer(EngineObserver):
@@ -45,22 +49,33 @@ class Observer(EngineObserver):
         ends: how many tokens of them each request has in the end.
     """
 
-    def __init__(self, scenario: Scenario, sequences: Sequence[list[int]], ends: Sequence[int]) -> None:
+    def __init__(
+        self, scenario: Scenario, sequences: Sequence[list[int]], ends: Sequence[int]
+    ) -> None:
         self.scenario = scenario
-        self.cell: Cell | None = None  # of the scenario, once all that it is meant to exercise has happened
+        self.cell: Cell | None = (
+            None  # of the scenario, once all that it is meant to exercise has happened
+        )
         self.aborted: dict[str, int] = {}  # how many tokens each had
         # Each step computes a token of the oldest request, and a request is preempted only for an older one.
-        tokens = sum(len(prompt) + p.max_tokens for prompt, p in zip(scenario.prompts, scenario.params, strict=True))
+        tokens = sum(
+            len(prompt) + p.max_tokens
+            for prompt, p in zip(scenario.prompts, scenario.params, strict=True)
+        )
         self._limit = 10 * tokens * max(1, 1, *(event.every for event in scenario.events))
         self._forced_preemptions = 0
         self._due: list[str] = []
         self._waited: list[str] = []
         requests = zip(sequences, scenario.prompts, ends, scenario.params, strict=True)
-        self.tracks = [Track(sequence, len(prompt), end, p.cache_salt) for sequence, prompt, end, p in requests]
+        self.tracks = [
+            Track(sequence, len(prompt), end, p.cache_salt) for sequence, prompt, end, p in requests
+        ]
         self._pending: list[list[Ran]] = []  # steps whose results the engine has not taken yet
         self.previous: list[Ran] = []
         self.patterns = Patterns(scenario, self.tracks)
-        self._handed_out: list[tuple[BlockIds, BlockIds]] = []  # ids of allocations, and as they were then
+        self._handed_out: list[
+            tuple[BlockIds, BlockIds]
+        ] = []  # ids of allocations, and as they were then
         self.seen = self.patterns.seen
 
     def watch(self, llm: LLM) -> None:
@@ -85,17 +100,25 @@ class Observer(EngineObserver):
 
     def _check_plan(self, llm: LLM) -> list[int]:
         """The blocks of each group that a request is planned to hold at most."""
-        longest, is_async = llm.config.scheduler.max_model_len, llm.config.async_scheduling
+        longest = llm.config.scheduler.max_model_len
+        is_async = llm.config.async_scheduling
         specs = [group.spec for group in llm.plan.config.groups]
         planned = [spec.max_blocks_per_request(longest) for spec in specs]
         due = [_most_blocks(spec, longest, is_async) for spec in specs]
         if self._knows_mode and planned != due:
-            raise RuleError("blocks-planned", f"{planned} blocks are planned for a request; {due} are due")
+            raise RuleError(
+                "blocks-planned", f"{planned} blocks are planned for a request; {due} are due"
+            )
         in_flight = (1 + llm.config.speculative.num_speculative_tokens) * is_async
-        found = {history.num_uncertain_tokens for spec in specs if (history := recompute_of(spec)) is not None}
+        found = {
+            history.num_uncertain_tokens
+            for spec in specs
+            if (history := recompute_of(spec)) is not None
+        }
         if found - {in_flight}:
             raise RuleError(
-                "blocks-planned", f"{found} tokens may be in flight behind what is known; {in_flight} are due"
+                "blocks-planned",
+                f"{found} tokens may be in flight behind what is known; {in_flight} are due",
             )
         return planned
 
@@ -117,13 +140,17 @@ class Observer(EngineObserver):
 
     def _disturb(self, what: str) -> bool:
         """Whether it could be done: if not, it is tried again before the next step."""
-        llm, running = self._llm, self._llm.scheduler.running
+        llm = self._llm
+        running = self._llm.scheduler.running
         if what == "preempt":
             if not running:
                 return False
             request = running[-1]
             # A request that is alone and has gained nothing since its admission would never end.
-            if len(running) == 1 and len(request.output_token_ids) <= self._track(request).known_before:
+            if (
+                len(running) == 1
+                and len(request.output_token_ids) <= self._track(request).known_before
+            ):
                 return False
             self.seen["preempted_while_speculating"] += bool(request.draft_token_ids)
             llm.scheduler.preempt(request)
@@ -148,7 +175,9 @@ class Observer(EngineObserver):
             starts_again = llm.num_steps % 2 == 1
             llm.reset_prefix_cache(reset_running_requests=starts_again)
             if starts_again and running:
-                raise RuleError("reset-left-running", f"{len(running)} requests run on behind a reset of all")
+                raise RuleError(
+                    "reset-left-running", f"{len(running)} requests run on behind a reset of all"
+                )
             self._forget()
         elif what == "lose":
             self._kept.loses = True
@@ -157,7 +186,9 @@ class Observer(EngineObserver):
             memory = [StorageWeakRef(buffer.untyped_storage()) for buffer in llm.runner.raw_buffers]
             llm.sleep()
             if not all(buffer.expired() for buffer in memory) or running or llm.has_work:
-                raise RuleError("sleepless", f"memory is kept in sleep, or {len(running)} requests run on")
+                raise RuleError(
+                    "sleepless", f"memory is kept in sleep, or {len(running)} requests run on"
+                )
             llm.wake_up()
             poison(llm)
             self._forget()
@@ -188,7 +219,8 @@ class Observer(EngineObserver):
             if any(ran.item.request.in_flight is not None for ran in step):
                 break
             end += 1
-        done, self._pending = self._pending[:end], self._pending[end:]
+        done = self._pending[:end]
+        self._pending = self._pending[end:]
         for step in done:
             for ran in step:
                 request = ran.item.request
@@ -204,10 +236,15 @@ class Observer(EngineObserver):
 
     def _check_published(self, ran: Ran) -> None:
         """K/V of a block can be found once the step that has completed it is over; states may come later."""
-        if not self._llm.manager.enable_prefix_caching or ran.item.request.row < 0 or self._has_forgotten:
+        if (
+            not self._llm.manager.enable_prefix_caching
+            or ran.item.request.row < 0
+            or self._has_forgotten
+        ):
             return
         for group, spec in enumerate(group.spec for group in self._llm.plan.config.groups):
-            first, last = ran.item.num_computed_tokens // spec.block_size, ran.end // spec.block_size
+            first = ran.item.num_computed_tokens // spec.block_size
+            last = ran.end // spec.block_size
             name = group, ran.track.prefix(last * spec.block_size)
             if not isinstance(spec, MambaSpec) and first < last and name not in self._kept.device:
                 raise RuleError(
@@ -227,9 +264,15 @@ class Observer(EngineObserver):
 
     def on_flush(self, request: Request, group: int, step: RollbackStep) -> None:
         """A state is written because its request gives up its row."""
-        if group == self._recomputing and step.history is not None and int(step.history.n_flush.max()):
+        if (
+            group == self._recomputing
+            and step.history is not None
+            and int(step.history.n_flush.max())
+        ):
             aborted = request.request_id in self.aborted
-            self.seen[f"flushed_at_{'abort' if aborted else 'finish' if request.is_finished else 'preemption'}"] += 1
+            self.seen[
+                f"flushed_at_{'abort' if aborted else 'finish' if request.is_finished else 'preemption'}"
+            ] += 1
 
     def on_schedule(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Check what a step will run, and disturb it."""
@@ -265,9 +308,12 @@ class Observer(EngineObserver):
     ) -> None:
         """Check the padding, and keep what `on_commit` needs."""
         self._check_padding(batch, metadata)
-        self._batch, self.history = batch, None
+        self._batch = batch
+        self.history = None
         if self._recomputing is not None:
-            self.history = metadata[self._llm.runner.groups[self._recomputing].layer_names[0]].rollback.history
+            self.history = metadata[
+                self._llm.runner.groups[self._recomputing].layer_names[0]
+            ].rollback.history
 
     def on_copy(self, *copy: Any) -> None:
         """A verify step may have ended on a boundary."""
@@ -279,12 +325,16 @@ class Observer(EngineObserver):
 
     def on_commit(self, tokens: Sequence[Sequence[int]]) -> None:
         """Check what a step has run, and count its patterns."""
-        step = [Ran(item, self._track(item.request), list(new)) for item, new in zip(self._batch, tokens, strict=True)]
+        step = [
+            Ran(item, self._track(item.request), list(new))
+            for item, new in zip(self._batch, tokens, strict=True)
+        ]
         self._check_tokens(step)
         self._check_blocks(step)
         self.patterns.count_step(step, self.history)
         for ran in step:
-            item, track = ran.item, ran.track
+            item = ran.item
+            track = ran.track
             track.reach = item.num_computed_tokens + item.num_tokens
             track.previous_drafts = item.num_drafts if ran.tokens else -1
             track.accepted = max(0, len(ran.tokens) - 1)
@@ -316,16 +366,21 @@ class Observer(EngineObserver):
         llm = self._llm
         budget = llm.config.scheduler.max_num_batched_tokens
         if (total := sum(item.num_tokens for item in scheduled)) > budget:
-            raise RuleError("over-budget", f"a step of {total} tokens is over the budget of {budget}")
+            raise RuleError(
+                "over-budget", f"a step of {total} tokens is over the budget of {budget}"
+            )
         was_lost = self._is_reset or self._kept.device.num_lost > 0
         self._exact_hits &= not was_lost or self._kept.has_all
         for item in scheduled:
-            track, request = self._track(item.request), item.request
-            begin, end = item.num_computed_tokens, item.num_computed_tokens + item.num_tokens - item.num_drafts
+            track = self._track(item.request)
+            request = item.request
+            begin = item.num_computed_tokens
+            end = item.num_computed_tokens + item.num_tokens - item.num_drafts
             if item.overwrite:
                 track.cached = track.cached if track.admissions else begin
                 track.admissions += 1
-                track.hit, track.known_before = begin, len(request.output_token_ids)
+                track.hit = begin
+                track.known_before = len(request.output_token_ids)
                 track.base = track.computed = begin
                 track.most = [0] * len(llm.plan.config.groups)
                 track.logical_blocks = [set() for _ in track.most]
@@ -344,9 +399,15 @@ class Observer(EngineObserver):
                 self.seen["exact_hit_of_host"] += is_exact and begin > 0 and was_lost
                 self.seen["hit_behind_losses"] += begin > 0 and not self._kept.has_all and was_lost
             size = llm.plan.sizes.mamba_block_size
-            if size is not None and llm.config.cache.mamba_cache_mode == "align" and is_prefill(item):
+            if (
+                size is not None
+                and llm.config.cache.mamba_cache_mode == "align"
+                and is_prefill(item)
+            ):
                 unit = self.published.unit
-                last = (request.num_tokens - 1) // unit * unit  # what a repetition of these tokens can use
+                last = (
+                    (request.num_tokens - 1) // unit * unit
+                )  # what a repetition of these tokens can use
                 passes = begin // size < min(end, last) // size
                 if begin < last < end or (passes and end % size):
                     raise RuleError(
@@ -357,9 +418,13 @@ class Observer(EngineObserver):
             for group, spec in enumerate(group.spec for group in llm.plan.config.groups):
                 self._account(request, track, item, group, spec)
 
-    def _account(self, request: Request, track: Track, item: ScheduledRequest, group: int, spec: KVCacheSpec) -> None:
+    def _account(
+        self, request: Request, track: Track, item: ScheduledRequest, group: int, spec: KVCacheSpec
+    ) -> None:
         """A running request holds exactly the blocks of its tokens and drafts, and no more than the plan pays for."""
-        n, end, size = item.num_computed_tokens, item.num_computed_tokens + item.num_tokens, spec.block_size
+        n = item.num_computed_tokens
+        end = item.num_computed_tokens + item.num_tokens
+        size = spec.block_size
         if item.awaits_drafts and request.in_flight is not None:
             # Certain is only what the step in flight computes without its drafts.
             end = min(end + request.in_flight.num_drafts, self._llm.config.scheduler.max_model_len)
@@ -376,8 +441,11 @@ class Observer(EngineObserver):
                 due = track.most[group] - skipped
                 if spec.mamba_cache_mode == "align":
                     own = track.logical_blocks[group]
-                    used, flight = n, request.in_flight
-                    if recompute_of(spec) is not None and (flight is None or not is_prefill(flight)):
+                    used = n
+                    flight = request.in_flight
+                    if recompute_of(spec) is not None and (
+                        flight is None or not is_prefill(flight)
+                    ):
                         used = track.base
                     if item.overwrite:
                         before = track.hit // size
@@ -389,9 +457,15 @@ class Observer(EngineObserver):
                     own |= set(range(first, track.most[group]))
                     due = len(own)
                     if due > 1 + states_behind(spec, self._llm.config.async_scheduling) + drafts:
-                        raise RuleError("states-due", f"request {request.request_id} is due {due} states in mode align")
+                        raise RuleError(
+                            "states-due",
+                            f"request {request.request_id} is due {due} states in mode align",
+                        )
         else:
-            ahead = min(end + self._llm.manager.num_lookahead_tokens, self._llm.config.scheduler.max_model_len)
+            ahead = min(
+                end + self._llm.manager.num_lookahead_tokens,
+                self._llm.config.scheduler.max_model_len,
+            )
             due = track.most[group] = max(track.most[group], cdiv(ahead, size))
         ids = self._llm.manager.block_ids(request.request_id)[group]
         if len(ids) != due and (self._knows_mode or not isinstance(spec, MambaSpec)):
@@ -409,15 +483,24 @@ class Observer(EngineObserver):
 
     def _check_padding(self, batch: Sequence[ScheduledRequest], metadata: dict[str, Any]) -> None:
         """A step of decodes alone has as many rows as the next captured size says, each other one its requests'."""
-        config, due = self._llm.config, len(batch)
+        config = self._llm.config
+        due = len(batch)
         if not any(map(is_prefill, batch)):
-            sizes = [size for size in config.captured_batch_sizes if due <= size <= config.scheduler.max_num_seqs]
+            sizes = [
+                size
+                for size in config.captured_batch_sizes
+                if due <= size <= config.scheduler.max_num_seqs
+            ]
             due = min(sizes, default=due)
         num_tokens = sum(item.num_tokens for item in batch)
         for group in self._llm.runner.groups:
             built = metadata[group.layer_names[0]]
             is_ssm = isinstance(built, MambaMetadata)
-            rows = len(built.window_indices) if is_ssm else len(batch) + len(built.positions) - num_tokens
+            rows = (
+                len(built.window_indices)
+                if is_ssm
+                else len(batch) + len(built.positions) - num_tokens
+            )
             if rows != due:
                 raise RuleError(
                     "padding",
@@ -427,7 +510,9 @@ class Observer(EngineObserver):
     def _check_tokens(self, step: Sequence[Ran]) -> None:
         """Right drafts are accepted, all and only those; what a step gives is the answer's next tokens."""
         for ran in step:
-            item, track, new = ran.item, ran.track, ran.tokens
+            item = ran.item
+            track = ran.track
+            new = ran.tokens
             first = item.num_computed_tokens + item.num_tokens - item.num_drafts
             rest = track.sequence[first:]
             if not new or not rest:
@@ -447,12 +532,17 @@ class Observer(EngineObserver):
         pool = llm.manager.pool
         for group in llm.runner.groups:
             table = llm.runner.block_tables.input_tables[group.group_id].numpy()
-            size, spec = group.spec.block_size, group.spec
+            size = group.spec.block_size
+            spec = group.spec
             for row, ran in enumerate(step):
-                begin, last = ran.item.num_computed_tokens, ran.item.num_computed_tokens + ran.item.num_tokens - 1
+                begin = ran.item.num_computed_tokens
+                last = ran.item.num_computed_tokens + ran.item.num_tokens - 1
                 if not isinstance(spec, MambaSpec):
                     split = size // group.kernel_block_size
-                    blocks = table[row, begin // size * split : last // size * split + 1 : split] // split
+                    blocks = (
+                        table[row, begin // size * split : last // size * split + 1 : split]
+                        // split
+                    )
                 else:
                     recomputes = recompute_of(spec) is not None
                     states = 1 if ran.is_prefill or recomputes else ran.item.num_tokens
@@ -460,7 +550,9 @@ class Observer(EngineObserver):
                     blocks = table[row, (begin if passes else last) // size : last // size + states]
                     if spec.mamba_cache_mode == "none":
                         blocks = table[row, :states]
-                if (pool.ref_count[blocks] != 1).any() or any(pool.key_of(block) for block in blocks.tolist()):
+                if (pool.ref_count[blocks] != 1).any() or any(
+                    pool.key_of(block) for block in blocks.tolist()
+                ):
                     raise RuleError(
                         "write-findable",
                         f"request {ran.item.request.request_id} writes blocks {blocks.tolist()} of group "
@@ -471,14 +563,22 @@ class Observer(EngineObserver):
         """Whether a request needs more blocks than there are even when it is alone."""
         scenario = self.scenario
         longest = len(scenario.prompts[number]) + scenario.params[number].max_tokens
-        tokens = min(llm.config.scheduler.max_model_len, longest) - 1  # the last one is never cached
-        due = sum(_most_blocks(group.spec, tokens, llm.config.async_scheduling) for group in llm.plan.config.groups)
+        tokens = (
+            min(llm.config.scheduler.max_model_len, longest) - 1
+        )  # the last one is never cached
+        due = sum(
+            _most_blocks(group.spec, tokens, llm.config.async_scheduling)
+            for group in llm.plan.config.groups
+        )
         return due > llm.manager.pool.num_blocks - 1
 
     def _check_metrics(self, outputs: Sequence[RequestOutput]) -> None:
         """What a user reads of a request, re-counted from what the steps ran."""
         for track, output in zip(self.tracks, outputs, strict=True):
-            if output.finish_reason == "abort" and len(output.token_ids) != self.aborted[output.request_id]:
+            if (
+                output.finish_reason == "abort"
+                and len(output.token_ids) != self.aborted[output.request_id]
+            ):
                 raise RuleError(
                     "abort-tokens",
                     f"request {output.request_id} had {self.aborted[output.request_id]} tokens when it was aborted, "
@@ -503,7 +603,9 @@ class Observer(EngineObserver):
         self._kept.check()
         for ids, before in self._handed_out:
             if not np.array_equal(ids, before):
-                raise RuleError("ids-stay", f"ids {before.tolist()} were handed out and are {ids.tolist()} now")
+                raise RuleError(
+                    "ids-stay", f"ids {before.tolist()} were handed out and are {ids.tolist()} now"
+                )
         self._check_metrics(outputs)
         self.seen["strange_drafts"] += self._drafts.num_strange
         self.patterns.count_end()
@@ -531,5 +633,12 @@ def _most_blocks(spec: KVCacheSpec, num_tokens: int, is_async: bool) -> int:
     logical_blocks = cdiv(num_tokens, spec.block_size)
     if not isinstance(spec, MambaSpec):
         return logical_blocks
-    held = {"none": 1, "align": min(1 + states_behind(spec, is_async), logical_blocks), "all": logical_blocks}
-    return held.get(spec.mamba_cache_mode, spec.mode.held_at_most(logical_blocks, 1)) + spec.num_speculative_blocks
+    held = {
+        "none": 1,
+        "align": min(1 + states_behind(spec, is_async), logical_blocks),
+        "all": logical_blocks,
+    }
+    return (
+        held.get(spec.mamba_cache_mode, spec.mode.held_at_most(logical_blocks, 1))
+        + spec.num_speculative_blocks
+    )

@@ -139,7 +139,10 @@ def _ends(ran: Ran) -> bool:
 
 def _is_chunk(ran: Ran) -> bool:
     """Part of a prompt, not all of it."""
-    return 0 < ran.item.num_tokens < ran.track.prompt and ran.item.num_computed_tokens < ran.track.prompt
+    return (
+        0 < ran.item.num_tokens < ran.track.prompt
+        and ran.item.num_computed_tokens < ran.track.prompt
+    )
 
 
 class Patterns:
@@ -160,19 +163,26 @@ class Patterns:
         self.block_size = 1
         self.aborted_prompts: set[Prefix] = set()
         self.copies = False
-        self._scenario, self._tracks = scenario, tracks
+        self._scenario = scenario
+        self._tracks = tracks
         self._row_owner: dict[int, str] = {}
         self._block_owner: dict[int, str] = {}
         self._cut_prompts: set[Prefix] = set()
         self._salts: dict[bytes, set[str]] = {}
         self._num_ended = 0
-        self._sat_out: set[str] = set()  # running requests that the last step left out, their drafts accepted before
+        self._sat_out: set[str] = (
+            set()
+        )  # running requests that the last step left out, their drafts accepted before
 
     def watch(self, llm: LLM, late: Set[Prefix]) -> None:
         """Count from here on. `late`: prefixes whose states scheme `recompute` wrote a step late, as they come."""
-        self._llm, self._late = llm, late
+        self._llm = llm
+        self._late = late
         sizes = llm.plan.sizes
-        is_indexed = MODES[llm.config.cache.mamba_cache_mode].keeps_states and sizes.mamba_block_size is not None
+        is_indexed = (
+            MODES[llm.config.cache.mamba_cache_mode].keeps_states
+            and sizes.mamba_block_size is not None
+        )
         self.block_size = sizes.mamba_block_size or 1 if is_indexed else sizes.block_size
 
     def count_blocks(self, request_id: str, blocks: Sequence[int]) -> None:
@@ -187,7 +197,8 @@ class Patterns:
         Args:
             history: what its decodes run again in scheme `recompute`, in the first group that has states.
         """
-        seen, K = self.seen, self._llm.config.speculative.num_speculative_tokens
+        seen = self.seen
+        K = self._llm.config.speculative.num_speculative_tokens
         items = [ran.item for ran in step]
         decodes = sum(not ran.is_prefill for ran in step)
         drafted = any(item.num_drafts for item in items)
@@ -197,14 +208,24 @@ class Patterns:
         seen["padded_drafts"] += padded and drafted
         seen["full_pool"] += self._llm.manager.pool.num_free_blocks == 0
         sampled = [
-            ran.item.request.params.temperature > 0 for ran in step if ran.item.num_drafts and len(ran.tokens) > 1
+            ran.item.request.params.temperature > 0
+            for ran in step
+            if ran.item.num_drafts and len(ran.tokens) > 1
         ]
-        seen["mixed_sampling"] += any(sampled) and not all(item.request.params.temperature > 0 for item in items)
+        seen["mixed_sampling"] += any(sampled) and not all(
+            item.request.params.temperature > 0 for item in items
+        )
         prefills = [ran for ran in step if ran.is_prefill]
-        seen["uneven_prefills"] += len(prefills) > 1 and prefills[0].item.num_tokens % SCAN_CHUNK > 0
+        seen["uneven_prefills"] += (
+            len(prefills) > 1 and prefills[0].item.num_tokens % SCAN_CHUNK > 0
+        )
         with_drafts = [ran for ran in step if ran.item.num_drafts]
-        seen["whole_batch_rejected"] += len(with_drafts) > 1 and all(len(ran.tokens) == 1 for ran in with_drafts)
-        seen["lone_chunks"] += len(step) == 1 and _is_chunk(step[0]) and step[0].item.num_computed_tokens > 0
+        seen["whole_batch_rejected"] += len(with_drafts) > 1 and all(
+            len(ran.tokens) == 1 for ran in with_drafts
+        )
+        seen["lone_chunks"] += (
+            len(step) == 1 and _is_chunk(step[0]) and step[0].item.num_computed_tokens > 0
+        )
         beside = [ran for ran in prefills if ran.item.request.params.prompt_logprobs is not None]
         seen["prompt_logprobs_beside_copies"] += self.copies and bool(beside)
         self.copies = False
@@ -213,8 +234,11 @@ class Patterns:
         if history is not None:
             self._count_history(history)
         if MODES[self._llm.config.cache.mamba_cache_mode].keeps_states:
-            size, longest = self.block_size, max(item.num_computed_tokens + item.num_tokens for item in items)
-            seen["window_ahead"] += any(cdiv(ran.track.reach, size) > cdiv(longest, size) for ran in step)
+            size = self.block_size
+            longest = max(item.num_computed_tokens + item.num_tokens for item in items)
+            seen["window_ahead"] += any(
+                cdiv(ran.track.reach, size) > cdiv(longest, size) for ran in step
+            )
         self._count_left_out(step)
         self._count_admissions([ran for ran in step if ran.item.overwrite])
         for index, ran in enumerate(step):
@@ -238,7 +262,8 @@ class Patterns:
         self._sat_out = {name for name in left_out if self._tracks[int(name)].accepted}
 
     def _count_history(self, step: RecomputeStep) -> None:
-        seen, pool = self.seen, self._llm.manager.pool
+        seen = self.seen
+        pool = self._llm.manager.pool
         spec = next(iter(self._llm.runner.builders.values())).spec
         ring_len = spec.rollback.describe()["ring_len"]
         parts = (step.src, step.dst, step.ring_start, step.n_hist, step.n_flush)
@@ -246,18 +271,27 @@ class Patterns:
             if not source:
                 continue
             # What is left behind a boundary is less than a step; a full ring is flushed whole.
-            seen["ring_emptied"] += flush > 0 and flush == history and flush + 2 * step.max_query_len > ring_len
-            seen["ring_wrapped"] += history > 0 and start < ring_len < start + history + step.max_query_len
+            seen["ring_emptied"] += (
+                flush > 0 and flush == history and flush + 2 * step.max_query_len > ring_len
+            )
+            seen["ring_wrapped"] += (
+                history > 0 and start < ring_len < start + history + step.max_query_len
+            )
             seen["flushed_at_boundary"] += 0 < flush < history
             seen["flushed_in_place"] += flush > 0 and source == target
             is_shared = int(pool.ref_count[source]) > 1 or pool.key_of(source) is not None
             seen["shared_base"] += history > 0 and is_shared
 
     def _count_prompt(self, ran: Ran, others: Sequence[Ran]) -> None:
-        seen, item, track = self.seen, ran.item, ran.track
-        n, end, prompt = item.num_computed_tokens, item.num_computed_tokens + item.num_tokens, track.prompt
+        seen = self.seen
+        item = ran.item
+        track = ran.track
+        n = item.num_computed_tokens
+        end = item.num_computed_tokens + item.num_tokens
+        prompt = track.prompt
         beside_drafts = any(other.item.num_drafts for other in others)
-        K, size = self._llm.config.speculative.num_speculative_tokens, self.block_size
+        K = self._llm.config.speculative.num_speculative_tokens
+        size = self.block_size
         seen["once_more_at_max_model_len"] += end == self._llm.config.scheduler.max_model_len
         seen["chunked_prefill"] += 0 < n < prompt and n != track.hit
         seen["one_token_prefill"] += n == 0 and item.num_tokens == 1
@@ -265,15 +299,23 @@ class Patterns:
         seen["one_token_left"] += last and item.num_tokens == 1 and beside_drafts
         seen["few_tokens_left"] += last and 2 <= item.num_tokens <= 1 + K and beside_drafts
         budget = self._llm.config.scheduler.max_num_batched_tokens
-        seen["one_behind_chunk"] += last and item.num_tokens == 1 and prompt == budget + 1 and track.hit == 0
+        seen["one_behind_chunk"] += (
+            last and item.num_tokens == 1 and prompt == budget + 1 and track.hit == 0
+        )
         first_decode = n == prompt and not ran.is_prefill
-        seen["first_decode_beside_chunk"] += first_decode and any(_is_chunk(other) for other in others)
+        seen["first_decode_beside_chunk"] += first_decode and any(
+            _is_chunk(other) for other in others
+        )
         if K and others and size < prompt <= 2 * size and end < prompt and end % size:
             self._cut_prompts.add(track.prefix(prompt))
 
     def _count_drafts(self, ran: Ran, K: int) -> None:
-        seen, item, track, size = self.seen, ran.item, ran.track, self.block_size
-        accepted, drafts = len(ran.tokens) - 1, item.num_drafts
+        seen = self.seen
+        item = ran.item
+        track = ran.track
+        size = self.block_size
+        accepted = len(ran.tokens) - 1
+        drafts = item.num_drafts
         end = item.num_computed_tokens + 1 + accepted
         crossed = end // size > item.num_computed_tokens // size
         seen["accepted_draft"] += accepted > 0
@@ -282,7 +324,9 @@ class Patterns:
         seen["all_accepted"] += drafts > 1 and accepted == drafts
         seen["all_rejected"] += drafts > 1 and not accepted
         seen["undrafted_after_accepts"] += track.accepted > 1 and not drafts
-        seen["number_of_drafts_varies"] += track.previous_drafts > 0 and drafts > 0 and track.previous_drafts != drafts
+        seen["number_of_drafts_varies"] += (
+            track.previous_drafts > 0 and drafts > 0 and track.previous_drafts != drafts
+        )
         seen["accepted_to_boundary"] += accepted > 0 and end % size == 0
         seen["rejected_at_boundary"] += accepted > 0 and end % size == 0 and accepted < drafts
         seen["rejected_behind_boundary"] += crossed and end % size == 1 and 0 < accepted < drafts
@@ -292,16 +336,29 @@ class Patterns:
 
     def _count_admissions(self, admitted: Sequence[Ran]) -> None:
         """The patterns of requests that start, or start again."""
-        seen, size = self.seen, self.block_size
-        mode = self._llm.config.cache.mamba_cache_mode if num_states(self._scenario.layers) else "attention"
+        seen = self.seen
+        size = self.block_size
+        mode = (
+            self._llm.config.cache.mamba_cache_mode
+            if num_states(self._scenario.layers)
+            else "attention"
+        )
         for ran in admitted:
-            item, track, request = ran.item, ran.track, ran.item.request
-            n, prompt, name = item.num_computed_tokens, track.prompt, request.request_id
+            item = ran.item
+            track = ran.track
+            request = ran.item.request
+            n = item.num_computed_tokens
+            prompt = track.prompt
+            name = request.request_id
             recycled = self._row_owner.get(request.row, name) != name
             seen["row_reuse"] += recycled
             self._row_owner[request.row] = name
-            seen["one_token_of_new_request"] += recycled and n == 0 and item.num_tokens == 1 < prompt
-            seen["recomputed_output"] += bool(request.num_preemptions and len(request.output_token_ids) > 1)
+            seen["one_token_of_new_request"] += (
+                recycled and n == 0 and item.num_tokens == 1 < prompt
+            )
+            seen["recomputed_output"] += bool(
+                request.num_preemptions and len(request.output_token_ids) > 1
+            )
             seen["resumed_from_cache"] += bool(request.num_preemptions and n)
             seen["repeated_after_cut_chunk"] += n > 0 and track.prefix(prompt) in self._cut_prompts
             seen["same_prompt_after_abort"] += track.prefix(prompt) in self.aborted_prompts
@@ -315,46 +372,68 @@ class Patterns:
                 seen[f"hit_{mode}"] += 1
                 seen["hit_on_flushed"] += track.prefix(n) in self._late
                 seen["hit_of_several_blocks"] += n >= 2 * size
-                seen["unequal_blocks"] += len({group.spec.block_size for group in self._llm.plan.config.groups}) > 1
+                seen["unequal_blocks"] += (
+                    len({group.spec.block_size for group in self._llm.plan.config.groups}) > 1
+                )
                 seen["unequal_pages"] += len(set(self._llm.plan.config.buffer_page_sizes)) > 1
                 seen["hit_up_to_last_token"] += n == prompt - 1
                 seen["hit_before_last_block"] += n == prompt - size
                 seen[f"second_turn_{mode}"] += any(
-                    other is not track and other.admissions and other.prompt < n and other.prefix(n) == track.prefix(n)
+                    other is not track
+                    and other.admissions
+                    and other.prompt < n
+                    and other.prefix(n) == track.prefix(n)
                     for other in self._tracks
                 )
             specs = [group.spec for group in self._llm.plan.config.groups]
             own = list(zip(specs, request.hit.group_tokens, strict=False))
             states = [tokens for spec, tokens in own if isinstance(spec, MambaSpec)]
             kv = [tokens for spec, tokens in own if not isinstance(spec, MambaSpec)]
-            seen["between_boundaries"] += bool(own) and any(min(request.hit.group_tokens) % s.block_size for s in specs)
+            seen["between_boundaries"] += bool(own) and any(
+                min(request.hit.group_tokens) % s.block_size for s in specs
+            )
             seen["no_common_depth"] += bool(own) and min(tokens for _, tokens in own) > n
             if states and kv:
                 seen["attention_deeper"] += min(kv) > n
                 seen["state_deeper"] += min(states) > n
-        started = [ran for ran in admitted if ran.item.num_computed_tokens == 0 and ran.item.num_tokens >= size]
+        started = [
+            ran
+            for ran in admitted
+            if ran.item.num_computed_tokens == 0 and ran.item.num_tokens >= size
+        ]
         fresh = [ran.track.sequence for ran in started]
         seen["duplicates"] += len({bytes(sequence[:size]) for sequence in fresh}) < len(fresh)
         seen["identical_prompts"] += (
-            any(sum(other[:COMMON] == sequence[:COMMON] for other in fresh) > 3 for sequence in fresh)
+            any(
+                sum(other[:COMMON] == sequence[:COMMON] for other in fresh) > 3
+                for sequence in fresh
+            )
             and len({bytes(sequence) for sequence in fresh}) > 3
         )
         if self._llm.manager.enable_prefix_caching and self._llm.scheduler.waiting and admitted:
             head = self._llm.scheduler.waiting[0]
             has_row = len(self._llm.scheduler.running) < self._llm.config.scheduler.max_num_seqs
-            begins = {(ran.item.request.params.cache_salt, *ran.track.sequence[:size]) for ran in started}
-            seen["waits_for_prefix"] += has_row and (head.params.cache_salt, *head.token_ids[:size]) in begins
+            begins = {
+                (ran.item.request.params.cache_salt, *ran.track.sequence[:size]) for ran in started
+            }
+            seen["waits_for_prefix"] += (
+                has_row and (head.params.cache_salt, *head.token_ids[:size]) in begins
+            )
         shared = [ran.track.prefix(size) for ran in admitted if ran.item.num_computed_tokens]
         seen["shared_block"] += len(set(shared)) < len(shared)
 
     def count_end(self) -> None:
         """The patterns of the whole scenario."""
-        seen, scenario = self.seen, self._scenario
-        pool, groups = self._llm.manager.pool, self._llm.runner.groups
+        seen = self.seen
+        scenario = self._scenario
+        pool = self._llm.manager.pool
+        groups = self._llm.runner.groups
         attention = [group for group in groups if not group.backend.is_ssm()]
         seen["attention_only"] += not num_states(scenario.layers)
         seen["mamba_only"] += not has_attention(scenario.layers)
-        seen["kernel_split"] += any(group.spec.block_size > group.kernel_block_size for group in attention)
+        seen["kernel_split"] += any(
+            group.spec.block_size > group.kernel_block_size for group in attention
+        )
         for group in attention:
             seen["kv_first" if group.backend.get_kv_dim() == 0 else "blocks_first"] += 1
         seen["several_groups"] += len({group.spec for group in groups}) < len(groups)
@@ -367,7 +446,9 @@ class Patterns:
             seen["offload_hit"] += self._llm.manager.offload.stats.loaded_blocks
         requests = list(zip(scenario.prompts, scenario.params, strict=True))
         seen["top_k_beside_top_p"] += sum(self._needs_both(*one) for one in requests)
-        seen["logprobs_of_sampled"] += sum(own.logprobs is not None and not own.is_greedy for _, own in requests)
+        seen["logprobs_of_sampled"] += sum(
+            own.logprobs is not None and not own.is_greedy for _, own in requests
+        )
         seen["prompt_logprobs"] += sum(not own.reads_prefix_cache for _, own in requests)
         lengths = [len(prompt) for prompt in scenario.prompts]
         seen["sampled"] += sum(params.temperature > 0 for params in scenario.params)
@@ -377,7 +458,8 @@ class Patterns:
     def _needs_both(self, prompt: Sequence[int], params: SamplingParams) -> bool:
         if params.is_greedy or not params.top_k or params.top_p == 1.0:
             return False
-        book, limit = answer_book(self._scenario.layers), self._llm.config.scheduler.max_model_len
+        book = answer_book(self._scenario.layers)
+        limit = self._llm.config.scheduler.max_model_len
         kinds = params, replace(params, top_k=0), replace(params, top_p=1.0)
         return len({tuple(book.answer(prompt, one, limit)) for one in kinds}) == len(kinds)
 
@@ -385,7 +467,9 @@ class Patterns:
         """The patterns that requests end with."""
         seen = self.seen
         limit = self._llm.config.scheduler.max_model_len
-        seen["max_model_len"] += sum(len(o.prompt_token_ids) + len(o.token_ids) == limit for o in outputs)
+        seen["max_model_len"] += sum(
+            len(o.prompt_token_ids) + len(o.token_ids) == limit for o in outputs
+        )
         seen["refused"] += sum(output.finish_reason == "error" for output in outputs)
         seen["preemption"] += sum(output.num_preemptions for output in outputs)
         seen["stop_token"] += sum(output.finish_reason == "stop" for output in outputs)

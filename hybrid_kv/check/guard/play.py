@@ -51,7 +51,9 @@ class Differences:
 
     wrong: list[Failure] = field(default_factory=list)
     seen: Counter[str] = field(default_factory=Counter)
-    cells: list[Cell] = field(default_factory=list)  # of the covering design, those that had their effect
+    cells: list[Cell] = field(
+        default_factory=list
+    )  # of the covering design, those that had their effect
     num_requests: int = 0
     num_scenarios: int = 0
 
@@ -84,14 +86,21 @@ def run_scenario(scenario: Scenario) -> Differences:
     return play(scenario)[0]
 
 
-def play(scenario: Scenario, observers: Sequence[EngineObserver] = ()) -> tuple[Differences, list[RequestOutput]]:
+def play(
+    scenario: Scenario, observers: Sequence[EngineObserver] = ()
+) -> tuple[Differences, list[RequestOutput]]:
     """`run_scenario`, and the outputs. `observers` see each step before the observer does."""
-    options, book = scenario.options, answer_book(scenario.layers)
+    options = scenario.options
+    book = answer_book(scenario.layers)
     limit = options["max_model_len"]
     requests = list(zip(scenario.prompts, scenario.params, strict=True))
-    sequences = [[*prompt, *book.without_stop(prompt, params, limit)] for prompt, params in requests]
+    sequences = [
+        [*prompt, *book.without_stop(prompt, params, limit)] for prompt, params in requests
+    ]
     answers = [book.answer(prompt, params, limit) for prompt, params in requests]
-    ends = [len(prompt) + len(answer) for prompt, answer in zip(scenario.prompts, answers, strict=True)]
+    ends = [
+        len(prompt) + len(answer) for prompt, answer in zip(scenario.prompts, answers, strict=True)
+    ]
     observer = Observer(scenario, sequences, ends)
     result = Differences(seen=observer.seen, num_requests=len(requests), num_scenarios=1)
     outputs: list[RequestOutput] = []
@@ -102,7 +111,8 @@ def play(scenario: Scenario, observers: Sequence[EngineObserver] = ()) -> tuple[
         observer.watch(llm)
         for wave in scenario.waves or (len(requests),):
             part = slice(len(outputs), len(outputs) + wave)
-            prompts, params = scenario.prompts[part], scenario.params[part]
+            prompts = scenario.prompts[part]
+            params = scenario.params[part]
             outputs += llm.generate(prompts, params, progress=False, on_step=observer)
         observer.finish(llm, outputs)
     except (RuleError, SanitizerError) as error:
@@ -137,16 +147,21 @@ def wrong_logprob(output: RequestOutput, due: torch.Tensor, num_top: int, limit:
         num_top: how many of the best ones it wants.
         limit: of a difference.
     """
-    given, begin = output.logprobs, len(output.prompt_token_ids) - 1
+    given = output.logprobs
+    begin = len(output.prompt_token_ids) - 1
     if given is None:
         return ""
     if output.prompt_logprobs is not None:
-        given, begin = [*output.prompt_logprobs, *given], 0
+        given = [*output.prompt_logprobs, *given]
+        begin = 0
     if len(given) != len(due) - begin:
         return f": {len(given)} log-probabilities, not {len(due) - begin}"
     tokens = [*output.prompt_token_ids, *output.token_ids][begin + 1 :]
-    for place, (one, row, token) in enumerate(zip(given, due[begin:], tokens, strict=True), begin + 1):
-        ids, values = [token, *(best for best, _ in one.top)], [one.logprob, *(value for _, value in one.top)]
+    for place, (one, row, token) in enumerate(
+        zip(given, due[begin:], tokens, strict=True), begin + 1
+    ):
+        ids = [token, *(best for best, _ in one.top)]
+        values = [one.logprob, *(value for _, value in one.top)]
         found = torch.tensor([*values, *values[1:]], dtype=row.dtype)
         expected = torch.cat([row[ids], row.topk(num_top).values])
         if found.shape != expected.shape or float((found - expected).abs().max()) > limit:
@@ -155,7 +170,8 @@ def wrong_logprob(output: RequestOutput, due: torch.Tensor, num_top: int, limit:
 
 
 def _engine(scenario: Scenario, sequences: Sequence[Sequence[int]]) -> LLM:
-    model, options = answer_book(scenario.layers).model, scenario.options
+    model = answer_book(scenario.layers).model
+    options = scenario.options
     if scenario.drafts in ("none", "ngram"):
         return LLM(model, **options)
     proposer = ScriptedProposer(
@@ -174,7 +190,9 @@ def _run_batch(seeds: Sequence[int]) -> list[Differences]:
     return [run_scenario(draw_scenario(seed)) for seed in seeds]
 
 
-def run_scenarios(seeds: Iterator[int], pool: Executor | None, workers: int) -> Generator[Differences]:
+def run_scenarios(
+    seeds: Iterator[int], pool: Executor | None, workers: int
+) -> Generator[Differences]:
     """Scenarios in the order of their seeds, which may be without end, whatever the number of processes."""
     if pool is None:
         yield from (run_scenario(draw_scenario(seed)) for seed in seeds)
@@ -208,15 +226,19 @@ class Play(Protocol):
         """What is wrong; nothing if all is well. An exception is wrong, too."""
 
 
-def play_seeds(run: Run, make: Callable[[int], Play], required: Sequence[str], name: str, counted: str) -> CheckResult:
+def play_seeds(
+    run: Run, make: Callable[[int], Play], required: Sequence[str], name: str, counted: str
+) -> CheckResult:
     """As many plays of a section as `run` wants, each by a seed of its own, as one line.
 
     Args:
         required: what has to happen in one of them, or they are void.
         counted: what happens as often as something could be wrong.
     """
-    begin, failed_after = time.perf_counter(), None
-    wrong, seen = list[str](), Counter[str]()
+    begin = time.perf_counter()
+    failed_after = None
+    wrong = list[str]()
+    seen = Counter[str]()
     for i in range(run.amount):
         with unwarned():
             play = make(run.seed * 1_000_003 + i)
@@ -234,6 +256,13 @@ def play_seeds(run: Run, make: Callable[[int], Play], required: Sequence[str], n
     if not wrong and (missing := [what for what in required if not seen[what]]):
         wrong.append(f"void: never {', '.join(missing)}")
     return CheckResult(
-        name, len(wrong), "requests", "0", seen[counted], wrong[0] if wrong else "", {"seed": run.seed},
-        {what.replace(" ", "_"): seen[what] for what in required}, failed_after=failed_after,
-    )  # fmt: skip
+        name,
+        len(wrong),
+        "requests",
+        "0",
+        seen[counted],
+        wrong[0] if wrong else "",
+        {"seed": run.seed},
+        {what.replace(" ", "_"): seen[what] for what in required},
+        failed_after=failed_after,
+    )

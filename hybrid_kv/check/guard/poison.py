@@ -33,7 +33,11 @@ def poison_null_block(llm: LLM) -> None:
 def poison_free_blocks(llm: LLM) -> None:
     """What no request holds and nothing can find is another request's in the next step."""
     pool = llm.manager.pool
-    free = [block for block in np.flatnonzero(pool.ref_count == 0).tolist() if block and pool.key_of(block) is None]
+    free = [
+        block
+        for block in np.flatnonzero(pool.ref_count == 0).tolist()
+        if block and pool.key_of(block) is None
+    ]
     for buffer in llm.runner.raw_buffers:
         buffer.view(pool.num_blocks, -1)[free] = -1
 
@@ -51,11 +55,14 @@ class StaleBlocks:
         self._tables = tables
         self._owners = [0] * tables.max_num_reqs  # how many requests each row has had
         self._batch: list[tuple[int, int]] = []  # row and owner of each place in the last step
-        self._gathered: dict[int, tuple[tuple[int, int], list[int]]] = {}  # by place: for whom, blocks per group
+        self._gathered: dict[
+            int, tuple[tuple[int, int], list[int]]
+        ] = {}  # by place: for whom, blocks per group
 
     def poison(self, batch: Sequence[ScheduledRequest]) -> None:
         """Before anything of the step is staged. `batch` is in batch order."""
-        tables, held = self._tables, self._tables.num_blocks.numpy()
+        tables = self._tables
+        held = self._tables.num_blocks.numpy()
         for place, key in enumerate(self._batch):
             self._gathered[place] = key, held[key[0]].tolist()
         kept = held.copy()
@@ -66,9 +73,12 @@ class StaleBlocks:
         for group, table in enumerate(tables.tables):
             table.numpy()[np.arange(table.shape[1]) >= kept[:, group, None]] = NULL_BLOCK
         self._batch = [(item.request.row, self._owners[item.request.row]) for item in batch]
-        inputs, nothing = [table.numpy() for table in tables.input_tables], [0] * len(tables.input_tables)
+        inputs = [table.numpy() for table in tables.input_tables]
+        nothing = [0] * len(tables.input_tables)
         for place, key in enumerate(self._batch):
             owner, counts = self._gathered.get(place, (None, nothing))
             kept_there = counts if owner == key else nothing
-            for table, count, per_block in zip(inputs, kept_there, tables.blocks_per_kv_block, strict=True):
+            for table, count, per_block in zip(
+                inputs, kept_there, tables.blocks_per_kv_block, strict=True
+            ):
                 table[place, count * per_block :] = NULL_BLOCK

@@ -14,7 +14,11 @@ from hybrid_kv.kernels.common.integers import cdiv
 
 def recompute_of(spec: KVCacheSpec) -> RecomputeSpec | None:
     """The ring of a group of states in scheme `recompute`."""
-    return spec.rollback if isinstance(spec, MambaSpec) and isinstance(spec.rollback, RecomputeSpec) else None
+    return (
+        spec.rollback
+        if isinstance(spec, MambaSpec) and isinstance(spec.rollback, RecomputeSpec)
+        else None
+    )
 
 
 def states_behind(spec: MambaSpec, is_async: bool) -> int:
@@ -27,12 +31,15 @@ def states_behind(spec: MambaSpec, is_async: bool) -> int:
     return cdiv(furthest, spec.block_size)
 
 
-def longest_hit(specs: Sequence[KVCacheSpec], num_tokens: int, is_there: Callable[[int, int], bool]) -> int:
+def longest_hit(
+    specs: Sequence[KVCacheSpec], num_tokens: int, is_there: Callable[[int, int], bool]
+) -> int:
     """The longest prefix of the first `num_tokens` tokens that can be restored, the last token excluded.
 
     Of it there are all K and V, and the states at its end; `is_there` gets a spec's number and the end of a block.
     """
-    unit, best = lcm(*(spec.block_size for spec in specs)), 0
+    unit = lcm(*(spec.block_size for spec in specs))
+    best = 0
     for end in range(unit, num_tokens, unit):
         has_states = True
         for number, spec in enumerate(specs):
@@ -76,18 +83,25 @@ class Published:
                     self._recompute(ran, kind, spec, recompute)
                     continue
                 ran.track.base = ran.end
-            ends = [spec.block_size * (block_idx + 1) for block_idx in range(first, ran.end // spec.block_size)]
+            ends = [
+                spec.block_size * (block_idx + 1)
+                for block_idx in range(first, ran.end // spec.block_size)
+            ]
             if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align" and ran.is_prefill:
                 ends = [end for end in ends if end == ran.end]
             self._seen.update((kind, ran.track.prefix(end)) for end in ends)
 
     def _recompute(self, ran: Ran, kind: int, spec: MambaSpec, recompute: RecomputeSpec) -> None:
         """A decode begins with writing the state at the boundary that it finds passed, or one that empties the ring."""
-        track, n = ran.track, ran.item.num_computed_tokens
+        track = ran.track
+        n = ran.item.num_computed_tokens
         boundary = (track.base // spec.block_size + 1) * spec.block_size
         if spec.mamba_cache_mode != "none" and n >= boundary:
             self._write(track, kind, boundary)
-        elif n - track.base + ran.item.num_tokens + 1 + recompute.num_speculative_tokens > recompute.ring_len:
+        elif (
+            n - track.base + ran.item.num_tokens + 1 + recompute.num_speculative_tokens
+            > recompute.ring_len
+        ):
             track.base = n
 
     def _write(self, track: Track, kind: int, boundary: int) -> None:
@@ -99,7 +113,11 @@ class Published:
         """A request gives up its blocks after so many tokens: what it has completed is written first."""
         before = track.base
         for kind, spec in enumerate(self._specs):
-            if isinstance(spec, MambaSpec) and recompute_of(spec) is not None and spec.mamba_cache_mode != "none":
+            if (
+                isinstance(spec, MambaSpec)
+                and recompute_of(spec) is not None
+                and spec.mamba_cache_mode != "none"
+            ):
                 track.base = before
                 boundary = (track.base // spec.block_size + 1) * spec.block_size
                 if track.base and boundary <= num_tokens:
@@ -107,4 +125,6 @@ class Published:
 
     def hit(self, track: Track, num_tokens: int) -> int:
         """How many of a request's first tokens can be restored."""
-        return longest_hit(self._specs, num_tokens, lambda kind, end: (kind, track.prefix(end)) in self._seen)
+        return longest_hit(
+            self._specs, num_tokens, lambda kind, end: (kind, track.prefix(end)) in self._seen
+        )

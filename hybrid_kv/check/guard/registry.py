@@ -122,17 +122,34 @@ class Check:
 
     @property
     def amounts(self) -> dict[Size, int]:
-        return {"quick": self.quick, "full": self.full, "long": self.full if self.long is None else self.long}
+        return {
+            "quick": self.quick,
+            "full": self.full,
+            "long": self.full if self.long is None else self.long,
+        }
 
     def __call__(self, function: Callable[[Run], Iterator[CheckResult]]) -> Function:
         @wraps(function)
         def lines(run: Run) -> list[CheckResult]:
-            found, begin = list[CheckResult](), (start := time.perf_counter())
+            found = list[CheckResult]()
+            start = time.perf_counter()
+            begin = start
             for line in function(run):
                 end = time.perf_counter()
-                moment = None if line.passed else end - start if line.failed_after is None else line.failed_after
+                moment = (
+                    None
+                    if line.passed
+                    else end - start
+                    if line.failed_after is None
+                    else line.failed_after
+                )
                 found.append(
-                    replace(line, section=line.section or self.section, seconds=end - begin, failed_after=moment)
+                    replace(
+                        line,
+                        section=line.section or self.section,
+                        seconds=end - begin,
+                        failed_after=moment,
+                    )
                 )
                 if run.fail_fast and not line.passed:
                     break
@@ -153,10 +170,16 @@ def refuse_unknown_levels(only: Mapping[str, str], checks: Sequence[Check]) -> N
     """
     if not only:
         return
-    known = {name: [str(level) for level in levels] for check in checks for name, levels in check.factors().items()}
+    known = {
+        name: [str(level) for level in levels]
+        for check in checks
+        for name, levels in check.factors().items()
+    }
     for name, level in only.items():
         if name not in known:
-            raise ConfigError(f"--only {name}={level}: there is no such factor; use one of {', '.join(known)}")
+            raise ConfigError(
+                f"--only {name}={level}: there is no such factor; use one of {', '.join(known)}"
+            )
         if level not in known[name]:
             raise ConfigError(f"--only {name}={level}: use one of {', '.join(known[name])}")
 

@@ -20,19 +20,24 @@ from hybrid_kv.sampling import SamplingParams
 
 T = TypeVar("T")
 
-FORMAT, VERSION = "hybrid-kv scenario", 1
+FORMAT = "hybrid-kv scenario"
+VERSION = 1
 NUM_STEPS = 12  # of a story, the last ones
 # Of a case, prompts and answers; of each number in its options; of each size in bytes. A hundred times what the guard
 # draws: more runs for hours, or needs all memory.
-MAX_TOKENS, MAX_NUMBER, MAX_MEMORY = 100_000, 2**20, 2**30
+MAX_TOKENS = 100_000
+MAX_NUMBER = 2**20
+MAX_MEMORY = 2**30
 
 
 def to_json(scenario: Scenario, rule: str = "") -> str:
     """The text of a scenario's file; `rule` is for the reader."""
     parts = asdict(scenario)
-    prompts, params = parts.pop("prompts"), parts.pop("params")
+    prompts = parts.pop("prompts")
+    params = parts.pop("params")
     requests = [
-        {"prompt": prompt, **_changed(SamplingParams(**own))} for prompt, own in zip(prompts, params, strict=True)
+        {"prompt": prompt, **_changed(SamplingParams(**own))}
+        for prompt, own in zip(prompts, params, strict=True)
     ]
     return as_text(FORMAT, rule, parts, "requests", requests)
 
@@ -80,7 +85,9 @@ def from_text(text: str, name: str, read: Callable[[Any], T]) -> T:
         problem = f"{error} is missing"
     except (TypeError, ValueError, AttributeError, RecursionError) as error:
         problem = str(error)
-    raise ConfigError(f"{name} is no scenario of this version: {problem}; write it anew with hybrid-kv guard")
+    raise ConfigError(
+        f"{name} is no scenario of this version: {problem}; write it anew with hybrid-kv guard"
+    )
 
 
 def from_document(document: Any) -> Scenario:
@@ -96,7 +103,8 @@ def from_document(document: Any) -> Scenario:
     requests = [dict(request) for request in parts["requests"]]
     prompts = [request.pop("prompt") for request in requests]
     seed, layers, drafts = (parts[key] for key in ("seed", "layers", "drafts"))
-    options, cell = tuples(parts["options"]), tuples(parts["cell"])
+    options = tuples(parts["options"])
+    cell = tuples(parts["cell"])
     waves = tuple(parts["waves"])
     numbers = [seed, *waves, *(token for prompt in prompts for token in prompt)]
     if strange := [number for number in numbers if type(number) is not int]:
@@ -106,7 +114,11 @@ def from_document(document: Any) -> Scenario:
         raise ValueError(f"token {strange[0]} is outside the vocabulary of {vocab_size}")
     if not prompts or (waves and (sum(waves) != len(prompts) or min(waves) < 1)):
         raise ValueError(f"waves of {list(waves)} requests, but {len(prompts)} requests")
-    if not isinstance(layers, str) or not 0 < len(layers) <= 64 or set(layers) - set(PARTS) - set(ATTENTION):
+    if (
+        not isinstance(layers, str)
+        or not 0 < len(layers) <= 64
+        or set(layers) - set(PARTS) - set(ATTENTION)
+    ):
         raise ValueError(f"layers {layers!r} are not 1 to 64 of {''.join((*PARTS, *ATTENTION))}")
     if drafts not in SCRIPTS:
         raise ValueError(f"drafts {drafts!r} are none of {', '.join(SCRIPTS)}")
@@ -130,14 +142,20 @@ def check_size(num_tokens: int, options: Mapping[str, Any]) -> None:
     if num_tokens > MAX_TOKENS:
         raise ValueError(f"prompts and answers of {num_tokens:,} tokens, more than {MAX_TOKENS:,}")
     for name, value in options.items():
-        if isinstance(value, int) and value > (most := MAX_MEMORY if name.endswith("_bytes") else MAX_NUMBER):
+        if isinstance(value, int) and value > (
+            most := MAX_MEMORY if name.endswith("_bytes") else MAX_NUMBER
+        ):
             raise ValueError(f"{name}={value} is more than {most:,}")
 
 
 def _event(what: Any, first: int, every: int = 0) -> Event:
     known = get_args(get_type_hints(Event)["what"])
-    if what not in known or any(type(n) is not int or not 0 <= n <= MAX_TOKENS for n in (first, every)):
-        raise ValueError(f"event {what!r} at step {first!r} and every {every!r} is none of {', '.join(known)}")
+    if what not in known or any(
+        type(n) is not int or not 0 <= n <= MAX_TOKENS for n in (first, every)
+    ):
+        raise ValueError(
+            f"event {what!r} at step {first!r} and every {every!r} is none of {', '.join(known)}"
+        )
     return Event(what, first, every)
 
 
@@ -149,7 +167,11 @@ def tuples(parts: dict[str, Any]) -> dict[str, Any]:
 def _changed(params: SamplingParams) -> dict[str, Any]:
     """What differs from the default."""
     usual = vars(SamplingParams())
-    return {key: value for key, value in vars(params).items() if key == "max_tokens" or value != usual[key]}
+    return {
+        key: value
+        for key, value in vars(params).items()
+        if key == "max_tokens" or value != usual[key]
+    }
 
 
 class _Story(EngineObserver):
@@ -167,7 +189,9 @@ class _Story(EngineObserver):
 
 
 def _in_words(item: ScheduledRequest) -> str:
-    name, start, end = item.request.request_id, item.num_computed_tokens, item.num_computed_tokens + item.num_tokens
+    name = item.request.request_id
+    start = item.num_computed_tokens
+    end = item.num_computed_tokens + item.num_tokens
     if item.is_decode:
         return f"request {name} decodes token {start} and {item.num_drafts} drafts"
     hit = f" behind {start} cached ones" if item.overwrite and start else ""
@@ -179,6 +203,8 @@ def tell(scenario: Scenario) -> tuple[str, list[str]]:
     """Play a scenario: the first rule that it breaks, empty if none, and the story of it in lines."""
     story = _Story()
     wrong = play(scenario, [story])[0].wrong[:1]
-    sent = [f"request {i}: {prompt}" for i, prompt in enumerate(scenario.prompts) if len(prompt) <= 64]
+    sent = [
+        f"request {i}: {prompt}" for i, prompt in enumerate(scenario.prompts) if len(prompt) <= 64
+    ]
     lines = [f"{scenario}", *sent, *story.lines[-NUM_STEPS:], *(one.report for one in wrong)]
     return "".join(one.rule for one in wrong), lines

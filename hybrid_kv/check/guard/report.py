@@ -17,17 +17,27 @@ VERDICTS: dict[str, Word] = {"pass": "ok", "fail": "failed", "void": "void"}
 def verdicts(results: Sequence[CheckResult]) -> list[Verdict]:
     """For `hybrid_kv.check.ci`."""
     return [
-        Verdict(f"{result.section}, {result.name}", VERDICTS[result.verdict], result.detail, result.seconds)
+        Verdict(
+            f"{result.section}, {result.name}",
+            VERDICTS[result.verdict],
+            result.detail,
+            result.seconds,
+        )
         for result in results
     ]
 
 
 def section_text(results: Sequence[CheckResult], verbose: bool = False) -> str:
     """A section's line, and below it each check that failed, or every one, with the first thing that is wrong."""
-    section, seconds = results[0].section, sum(result.seconds for result in results)
+    section = results[0].section
+    seconds = sum(result.seconds for result in results)
     bad = Counter(VERDICTS[result.verdict].upper() for result in results if not result.passed)
     words = ", ".join(f"{count} {word}" for word, count in bad.items())
-    count = f"{words} of {len(results)} checks" if bad else f"{len(results)} check{'s' * (len(results) > 1)} ok"
+    count = (
+        f"{words} of {len(results)} checks"
+        if bad
+        else f"{len(results)} check{'s' * (len(results) > 1)} ok"
+    )
     lines = [f"{section:<12}  {seconds:>7.1f} s  {count}"]
     for result in results:
         if verbose or not result.passed:
@@ -68,7 +78,12 @@ def first_failure(results: Sequence[CheckResult]) -> dict[str, Any] | None:
         return None
     first = min(failed, key=lambda result: result.failed_after or 0.0)
     requests = first.metrics.get("requests_to_failure")
-    return {"section": first.section, "check": first.name, "seconds": first.failed_after, "exact_requests": requests}
+    return {
+        "section": first.section,
+        "check": first.name,
+        "seconds": first.failed_after,
+        "exact_requests": requests,
+    }
 
 
 def document(
@@ -83,7 +98,8 @@ def document(
         "first_failure": first_failure(results),
         "provenance": dict(provenance),
         "checks": [
-            {key: value for key, value in asdict(result).items() if key != "case"} | {"passed": result.passed}
+            {key: value for key, value in asdict(result).items() if key != "case"}
+            | {"passed": result.passed}
             for result in results
         ],
     }

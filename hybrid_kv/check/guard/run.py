@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_kv.check.guard.cases import reproduce
-from hybrid_kv.check.guard.registry import CHECKS, Check, CheckResult, Run, Size, load_checks, refuse_unknown_levels
+from hybrid_kv.check.guard.registry import (
+    CHECKS,
+    Check,
+    CheckResult,
+    Run,
+    Size,
+    load_checks,
+    refuse_unknown_levels,
+)
 from hybrid_kv.check.guard.workers import CONTEXT, num_workers, processes
 from hybrid_kv.check.progress import progress_bar
 from hybrid_kv.config import ConfigError
@@ -76,7 +84,9 @@ def run_guard(
         raise ConfigError(f"no section of this guard has {' or '.join(wanted)!r}; leave --only out")
     require(*dict.fromkeys(package for check in chosen for package in check.needs.split()))
     workers = num_workers(jobs)
-    run = Run(0, seed, workers=workers, device=device, only=only or {}, repro=repro, fail_fast=fail_fast)
+    run = Run(
+        0, seed, workers=workers, device=device, only=only or {}, repro=repro, fail_fast=fail_fast
+    )
     runs = {check.section: replace(run, amount=amount[check.section]) for check in chosen}
     results: dict[str, list[CheckResult]] = {}
     begin = time.perf_counter()
@@ -84,7 +94,9 @@ def run_guard(
         for check, found, seconds in _sections(chosen, runs, advance, pool):
             started = time.perf_counter() - begin - seconds
             results[check.section] = [
-                result if result.passed else replace(result, failed_after=started + (result.failed_after or 0.0))
+                result
+                if result.passed
+                else replace(result, failed_after=started + (result.failed_after or 0.0))
                 for result in found
             ]
             report(results[check.section])
@@ -117,12 +129,16 @@ def _here(check: Check, runs: Mapping[str, Run], advance: Advance, pool: Executo
     return check, _run(check, run), time.perf_counter() - begin
 
 
-def _beside(checks: Sequence[Check], runs: Mapping[str, Run], advance: Advance, pool: Executor) -> Iterator[Ended]:
+def _beside(
+    checks: Sequence[Check], runs: Mapping[str, Run], advance: Advance, pool: Executor
+) -> Iterator[Ended]:
     """One process for each section, as many at a time as there are workers; the longest go first."""
     ordered = sorted(checks, key=lambda check: -check.seconds * runs[check.section].amount)
     with deaf_to_ctrl_c():  # A submit may start a worker.
         futures = {
-            pool.submit(_in_worker, check.function.__module__, check.section, runs[check.section]): check
+            pool.submit(
+                _in_worker, check.function.__module__, check.section, runs[check.section]
+            ): check
             for check in ordered
         }
     while futures:
@@ -179,7 +195,9 @@ def _bar(chosen: Sequence[Check], runs: Mapping[str, Run], progress: bool) -> It
 
         def advance(section: str, done: float) -> None:
             bar.set_postfix_str(section, refresh=False)
-            bar.update(min(done * seconds[section], total - bar.n))  # A sum of floats may pass their total.
+            bar.update(
+                min(done * seconds[section], total - bar.n)
+            )  # A sum of floats may pass their total.
 
         yield advance
 
@@ -198,9 +216,15 @@ def _run(check: Check, run: Run) -> list[CheckResult]:
         place = traceback.extract_tb(error.__traceback__)[-1]
         detail = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
         moment = time.perf_counter() - begin
-        return [CheckResult("section crashed", 0, "", "", 0, detail, section=check.section, failed_after=moment)]
+        return [
+            CheckResult(
+                "section crashed", 0, "", "", 0, detail, section=check.section, failed_after=moment
+            )
+        ]
     first = next((i for i, result in enumerate(results) if result.case), None)
     if first is not None and run.repro is not None:
         found = results[first]
-        results[first] = replace(found, detail=f"{found.detail}\n\n{reproduce(found.case, run.repro).story}")
+        results[first] = replace(
+            found, detail=f"{found.detail}\n\n{reproduce(found.case, run.repro).story}"
+        )
     return results

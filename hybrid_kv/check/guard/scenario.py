@@ -11,7 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hybrid_kv.cache.backend import BackendContext, FlashAttentionBackend, MultipleOf, TorchBackend, register_backend
+from hybrid_kv.cache.backend import (
+    BackendContext,
+    FlashAttentionBackend,
+    MultipleOf,
+    TorchBackend,
+    register_backend,
+)
 from hybrid_kv.cache.modes import MODES
 from hybrid_kv.models.exact import ATTENTION, PARTS, ExactConfig, ExactModel, ExactOracle, Residues
 from hybrid_kv.request import Request
@@ -20,7 +26,19 @@ from hybrid_kv.sampling import SamplingParams, uniform_noise
 Cell = dict[str, Any]  # a level of each factor of `guard.traffic`
 
 # Drafts: none, those of n-grams, and the scripts of `ScriptedProposer`.
-SCRIPTS = ("none", "ngram", "right", "wrong", "mixed", "ragged", "lapses", "boundary", "beyond", "rotate", "strange")
+SCRIPTS = (
+    "none",
+    "ngram",
+    "right",
+    "wrong",
+    "mixed",
+    "ragged",
+    "lapses",
+    "boundary",
+    "beyond",
+    "rotate",
+    "strange",
+)
 COMMON = 7  # tokens that identical prompts share: with a whole block in common, they would wait for each other
 
 
@@ -31,7 +49,9 @@ class SmallBlocksFirst(TorchBackend):
     name = "GUARD_BLOCKS_FIRST"
 
     @classmethod
-    def get_supported_kernel_block_sizes(cls, context: BackendContext) -> Sequence[int | MultipleOf]:
+    def get_supported_kernel_block_sizes(
+        cls, context: BackendContext
+    ) -> Sequence[int | MultipleOf]:
         return [2, 4]
 
 
@@ -42,7 +62,9 @@ class SmallKVFirst(FlashAttentionBackend):
     name = "GUARD_KV_FIRST"
 
     @classmethod
-    def get_supported_kernel_block_sizes(cls, context: BackendContext) -> Sequence[int | MultipleOf]:
+    def get_supported_kernel_block_sizes(
+        cls, context: BackendContext
+    ) -> Sequence[int | MultipleOf]:
         return [2, 4]
 
 
@@ -102,7 +124,9 @@ class AnswerBook:
         self._oracle = ExactOracle(self.model)
         self._answers: dict[tuple[Any, ...], list[int]] = {}
 
-    def without_stop(self, prompt: Sequence[int], params: SamplingParams, max_model_len: int) -> list[int]:
+    def without_stop(
+        self, prompt: Sequence[int], params: SamplingParams, max_model_len: int
+    ) -> list[int]:
         """The answer as if no token ended it; nothing for a prompt that cannot run."""
         length = min(params.max_tokens, max_model_len - len(prompt))
         if length <= 0 or not prompt:
@@ -112,7 +136,11 @@ class AnswerBook:
         def choose(logits: Residues, position: int) -> int:
             return int(np.argmax(logits)) if params.is_greedy else drawn(logits, params, position)
 
-        noise = () if params.is_greedy else (params.temperature, params.top_k, params.top_p, params.seed)
+        noise = (
+            ()
+            if params.is_greedy
+            else (params.temperature, params.top_k, params.top_p, params.seed)
+        )
         key = (tuple(prompt), noise)
         if len(self._answers.get(key, ())) < length:
             self._answers[key] = self._oracle.generate(prompt, length, choose)
@@ -129,7 +157,9 @@ class AnswerBook:
         self._oracle.generate(tokens[:1], len(tokens) - 1, follow)
         return torch.from_numpy(np.array(rows)).double().log_softmax(-1)
 
-    def answer(self, prompt: Sequence[int], params: SamplingParams, max_model_len: int) -> list[int]:
+    def answer(
+        self, prompt: Sequence[int], params: SamplingParams, max_model_len: int
+    ) -> list[int]:
         """The answer up to its first stop token."""
         tokens = self.without_stop(prompt, params, max_model_len)
         stops = (i + 1 for i, token in enumerate(tokens) if token in params.stop_token_ids)
@@ -142,7 +172,9 @@ def drawn(logits: Residues, params: SamplingParams, position: int) -> int:
     kept = np.argsort(-scaled, kind="stable")[: params.top_k or None]
     weights = np.exp(scaled[kept] - scaled[kept[0]])
     kept = kept[weights.cumsum() - weights < params.top_p * weights.sum()]
-    noise = uniform_noise(torch.tensor([params.seed or 0]), torch.tensor([position]), len(logits))[0].numpy()
+    noise = uniform_noise(torch.tensor([params.seed or 0]), torch.tensor([position]), len(logits))[
+        0
+    ].numpy()
     return int(kept[np.argmax(scaled[kept] - np.log(-np.log(noise[kept])))])
 
 
@@ -182,14 +214,24 @@ class ScriptedProposer:
         block_size: int,
         vocab_size: int,
     ) -> None:
-        self.script, self.K, self.block_size, self.vocab_size = script, K, block_size, vocab_size
-        self._sequences, self._prompts = sequences, prompts
+        self.script = script
+        self.K = K
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self._sequences = sequences
+        self._prompts = prompts
 
     def propose(
-        self, requests: Sequence[Request], token_ids: Sequence[npt.NDArray[np.int64]], num_tokens: npt.NDArray[np.int64]
+        self,
+        requests: Sequence[Request],
+        token_ids: Sequence[npt.NDArray[np.int64]],
+        num_tokens: npt.NDArray[np.int64],
     ) -> list[list[int]]:
         """See `engine.runner.Proposer`; what the engine believes to be the request's tokens is not looked at."""
-        return [self.drafts(int(r.request_id), n) for r, n in zip(requests, num_tokens.tolist(), strict=True)]
+        return [
+            self.drafts(int(r.request_id), n)
+            for r, n in zip(requests, num_tokens.tolist(), strict=True)
+        ]
 
     def drafts(self, number: int, num_tokens: int) -> list[int]:
         """Drafts behind the first `num_tokens` tokens of a request."""
@@ -199,9 +241,14 @@ class ScriptedProposer:
         own = [*sequence[num_tokens : num_tokens + count], *range(count)][:count]
         if self.script == "strange":
             size = self.vocab_size
-            own.insert(num_tokens * 7919 % 1009 % (count + 1), [-1, size, size + 7, 0, 0][(num_tokens + number) % 5])
+            own.insert(
+                num_tokens * 7919 % 1009 % (count + 1),
+                [-1, size, size + 7, 0, 0][(num_tokens + number) % 5],
+            )
             return own
-        return [token if j < right else (token + 1 + j) % self.vocab_size for j, token in enumerate(own)]
+        return [
+            token if j < right else (token + 1 + j) % self.vocab_size for j, token in enumerate(own)
+        ]
 
     def _counts(self, number: int, num_tokens: int) -> tuple[int, int]:
         K = self.K
@@ -209,7 +256,8 @@ class ScriptedProposer:
             noise = (num_tokens + 61 * self._prompts[number]) * 7919 % 1009
             return noise % (K + 1), noise // 11 % (K + 1)
         if self.script == "ragged":
-            position, lengths = self._prompts[number] + 1, [K, 0, 1, K, min(K, 2)]
+            position = self._prompts[number] + 1
+            lengths = [K, 0, 1, K, min(K, 2)]
             while position < num_tokens:
                 position += 1 + lengths[0]
                 lengths = lengths[1:] + lengths[:1]

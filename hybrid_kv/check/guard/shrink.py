@@ -14,7 +14,14 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from hybrid_kv.check.guard.play import Failure, play, run_scenario, unwarned
-from hybrid_kv.check.guard.scenario import SCRIPTS, Event, Scenario, SmallBlocksFirst, SmallKVFirst, answer_book
+from hybrid_kv.check.guard.scenario import (
+    SCRIPTS,
+    Event,
+    Scenario,
+    SmallBlocksFirst,
+    SmallKVFirst,
+    answer_book,
+)
 from hybrid_kv.check.guard.step import common_prefix
 from hybrid_kv.check.minimize import Shrinker, TimeUpError
 from hybrid_kv.observe import EngineObserver
@@ -32,7 +39,13 @@ _SIMPLER: dict[str, tuple[Any, ...]] = {
     "mamba_block_size": (4, 8),
     "captured_batch_sizes": ((), (4,)),
     "max_model_len": (32, 64, 96),
-    "max_num_batched_tokens": (4, 8, 16, 32, 64),  # where chunks are needed, prompts are as long as they are
+    "max_num_batched_tokens": (
+        4,
+        8,
+        16,
+        32,
+        64,
+    ),  # where chunks are needed, prompts are as long as they are
     "max_num_seqs": (1, 2, 3, 4),
     "num_blocks": (ROOMY,),
     "num_speculative_tokens": (1, 2, 3, 4, 5, 6),
@@ -53,7 +66,8 @@ class _Steps(EngineObserver):
     """Counts steps; a play that goes on for much longer than the best one is ended."""
 
     def __init__(self, most: int) -> None:
-        self.count, self._most = 0, most
+        self.count = 0
+        self._most = most
 
     def on_schedule(self, scheduled: Sequence[ScheduledRequest]) -> None:
         self.count += 1
@@ -68,12 +82,16 @@ def shrink(failure: Failure, seconds: float = 60.0) -> Shrunk:
     kept is the rule that breaks first with it. The same failure gives the same scenario, as long as time is left.
     """
     begin = time.process_time()
-    sanitized = replace(failure.scenario, options={**failure.scenario.options, "sanitize": True}, cell={})
+    sanitized = replace(
+        failure.scenario, options={**failure.scenario.options, "sanitize": True}, cell={}
+    )
     seen = run_scenario(sanitized).wrong
     shrinker = _Shrinker(seen[0] if seen else failure, begin + seconds - time.process_time())
     with unwarned():
         shrinker.run()
-    return Shrunk(shrinker.failure, shrinker.num_plays, time.process_time() - begin, shrinker.is_minimal)
+    return Shrunk(
+        shrinker.failure, shrinker.num_plays, time.process_time() - begin, shrinker.is_minimal
+    )
 
 
 @dataclass(frozen=True)
@@ -129,12 +147,21 @@ class _Shrinker(Shrinker[Scenario]):
         wrong = play(case, [steps])[0].wrong
         if not wrong or wrong[0].rule != self.failure.rule:
             return None
-        self.failure, self._most_steps = wrong[0], steps.count + 8
+        self.failure = wrong[0]
+        self._most_steps = steps.count + 8
         return case
 
     def passes(self) -> Sequence[Callable[[], object]]:
         again = partial(self.fails, self.case)  # counts its steps
-        return again, self._requests, self._disturbances, self._options, self._blocks, self._tokens, self._params
+        return (
+            again,
+            self._requests,
+            self._disturbances,
+            self._options,
+            self._blocks,
+            self._tokens,
+            self._params,
+        )
 
     def _requests(self) -> None:
         scenario = self.case
@@ -147,9 +174,11 @@ class _Shrinker(Shrinker[Scenario]):
             counts = [sum(wave_of[i] == wave for i in kept) for wave in range(len(ends))]
             waves = tuple(count for count in counts if count)
             return replace(
-                scenario, prompts=[scenario.prompts[i] for i in kept], params=[scenario.params[i] for i in kept],
+                scenario,
+                prompts=[scenario.prompts[i] for i in kept],
+                params=[scenario.params[i] for i in kept],
                 waves=waves if len(waves) > 1 else (),
-            )  # fmt: skip
+            )
 
         self.leave_out(range(len(scenario.prompts)), keep)
         if self.case.waves:
@@ -179,14 +208,19 @@ class _Shrinker(Shrinker[Scenario]):
         for what in whats:
             for step in range(10):
                 event = Event(what, step)
-                if self.fails(replace(self.case, options=options, events=(*self.case.events, event))):
+                if self.fails(
+                    replace(self.case, options=options, events=(*self.case.events, event))
+                ):
                     return
 
     def _options(self) -> None:
-        texts, scenario = _texts(self.case), self.case
+        texts = _texts(self.case)
+        scenario = self.case
         self.leave_out(
             scenario.layers,
-            lambda kept: _with_texts(replace(scenario, layers="".join(kept)), texts) if kept else None,
+            lambda kept: (
+                _with_texts(replace(scenario, layers="".join(kept)), texts) if kept else None
+            ),
         )
         for drafts in SCRIPTS[: SCRIPTS.index(self.case.drafts)]:
             options = dict(self.case.options)
@@ -236,7 +270,10 @@ class _Shrinker(Shrinker[Scenario]):
         for keeps in (lambda i: i < smaller, lambda i: i * smaller % size < smaller):
             texts = _kept(_texts(scenario), scenario, lambda i, keeps=keeps: keeps(i % size))  # type: ignore[misc]
             for scale in (smaller / size, 1):
-                params = [replace(own, max_tokens=max(1, round(own.max_tokens * scale))) for own in scenario.params]
+                params = [
+                    replace(own, max_tokens=max(1, round(own.max_tokens * scale)))
+                    for own in scenario.params
+                ]
                 budget = scenario.options.get("max_num_batched_tokens", 256)
                 for backend in backends:
                     options = {**scenario.options, key: smaller, **backend}
@@ -245,7 +282,8 @@ class _Shrinker(Shrinker[Scenario]):
 
     def _tokens(self) -> None:
         """The same tokens of all prompts, so that what they share they share still; then those of each one."""
-        scenario, texts = self.case, _texts(self.case)
+        scenario = self.case
+        texts = _texts(self.case)
 
         def keep(kept: Sequence[int]) -> Scenario:
             positions = set(kept)
@@ -253,16 +291,23 @@ class _Shrinker(Shrinker[Scenario]):
 
         self.leave_out(range(max(map(len, scenario.prompts))), keep)
         for i in range(len(texts)):
-            self.leave_out(_texts(self.case)[i].own, self._with_text(i, lambda kept: {"own": list(kept)}))
+            self.leave_out(
+                _texts(self.case)[i].own, self._with_text(i, lambda kept: {"own": list(kept)})
+            )
             num_answer = _texts(self.case)[i].num_answer
-            self.leave_out(range(num_answer), self._with_text(i, lambda kept: {"num_answer": len(kept)}))
+            self.leave_out(
+                range(num_answer), self._with_text(i, lambda kept: {"num_answer": len(kept)})
+            )
 
     def _with_text(
         self, i: int, change: Callable[[Sequence[int]], dict[str, Any]]
     ) -> Callable[[Sequence[int]], Scenario]:
         """The case as it is now, but for one of its texts."""
-        scenario, texts = self.case, _texts(self.case)
-        return lambda kept: _with_texts(scenario, [*texts[:i], replace(texts[i], **change(kept)), *texts[i + 1 :]])
+        scenario = self.case
+        texts = _texts(self.case)
+        return lambda kept: _with_texts(
+            scenario, [*texts[:i], replace(texts[i], **change(kept)), *texts[i + 1 :]]
+        )
 
     def _params(self) -> None:
         for i in range(len(self.case.params)):
@@ -290,7 +335,9 @@ class _Shrinker(Shrinker[Scenario]):
 
 def _kept(texts: Sequence[_Text], scenario: Scenario, keeps: Callable[[int], bool]) -> list[_Text]:
     """The tokens at these positions, counted in the prompts as they are."""
-    starts = [len(prompt) - len(text.own) for prompt, text in zip(scenario.prompts, texts, strict=True)]
+    starts = [
+        len(prompt) - len(text.own) for prompt, text in zip(scenario.prompts, texts, strict=True)
+    ]
     return [
         replace(text, own=[token for i, token in enumerate(text.own, start) if keeps(i)])
         for text, start in zip(texts, starts, strict=True)

@@ -65,7 +65,10 @@ class Ran:
     def end(self) -> int:
         """Accepted tokens in the cache after the step."""
         item = self.item
-        kept = min(len(self.tokens), self.track.end - item.num_computed_tokens - item.num_tokens + item.num_drafts)
+        kept = min(
+            len(self.tokens),
+            self.track.end - item.num_computed_tokens - item.num_tokens + item.num_drafts,
+        )
         return item.num_computed_tokens + item.num_tokens - item.num_drafts + max(0, kept - 1)
 
     @property
@@ -76,4 +79,6 @@ class Ran:
 
 def is_prefill(item: ScheduledRequest) -> bool:
     """Whether a row runs other tokens than the last known one and drafts behind it."""
-    return item.num_computed_tokens == 0 or not item.samples or item.num_tokens > 1 + item.num_drafts
+    return (
+        item.num_computed_tokens == 0 or not item.samples or item.num_tokens > 1 + item.num_drafts
+    )

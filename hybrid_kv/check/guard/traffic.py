@@ -24,7 +24,13 @@ import numpy as np
 
 from hybrid_kv.attention.rollback import SCHEMES, rollback_spec
 from hybrid_kv.cache.modes import MODES
-from hybrid_kv.cache.spec import FullAttentionSpec, MambaSpec, SlotsSpec, with_block_size, with_rollback
+from hybrid_kv.cache.spec import (
+    FullAttentionSpec,
+    MambaSpec,
+    SlotsSpec,
+    with_block_size,
+    with_rollback,
+)
 from hybrid_kv.check.guard.forced import FORCED, VOCAB, Draw
 from hybrid_kv.check.guard.scenario import (
     Cell,
@@ -67,7 +73,12 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 TRIPLES = ("mode", "drafts", "preemption", "budget", "scheme")
 # Beside a cell: how often to a request (the first three), or in a scenario.
 CHANCES = {"stop": 0.3, "shared": 0.7, "second turn": 0.5, "long": 0.3, "abort": 0.3, "reset": 0.1}
-CHANCES |= {"one row": 0.05, "prompt logprobs": 0.3, "lose": 0.2, "third turn": 0.25}  # in a scenario, drawn last
+CHANCES |= {
+    "one row": 0.05,
+    "prompt logprobs": 0.3,
+    "lose": 0.2,
+    "third turn": 0.25,
+}  # in a scenario, drawn last
 _BLOCK_SIZES = {
     (SmallBlocksFirst.name, "one"): (4,),
     (SmallKVFirst.name, "one"): (4,),
@@ -90,9 +101,15 @@ class Features:
 
 def allowed(cell: Cell) -> bool:
     """Whether the engine has such a configuration; factors that `cell` lacks may be anything."""
-    mode, layers = cell.get("mode"), cell.get("layers")
+    mode = cell.get("mode")
+    layers = cell.get("layers")
     has_states = layers is None or num_states(layers) > 0
-    if layers is not None and mode is not None and not _is_stateless(mode) and (mode != "attention") != has_states:
+    if (
+        layers is not None
+        and mode is not None
+        and not _is_stateless(mode)
+        and (mode != "attention") != has_states
+    ):
         return False
     if not _takes(cell.get("scheme", "slots"), mode, has_states):
         return False
@@ -100,7 +117,8 @@ def allowed(cell: Cell) -> bool:
         return False
     if _is_stateless(mode) and cell.get("offload") == "host":
         return False
-    backend, split = cell.get("backend"), cell.get("split")
+    backend = cell.get("backend")
+    split = cell.get("split")
     is_lone = layers is not None and not has_attention(layers)
     if is_lone and split == "several":
         return False
@@ -119,8 +137,16 @@ def allowed(cell: Cell) -> bool:
 def _pages(layers: str, K: int, block_size: int) -> tuple[int, int]:
     """Bytes of the largest state of K drafts, and of the largest attention page of so many tokens; 0: there is none."""
     specs = answer_book(layers).model.layer_specs.values()
-    states = [with_rollback(spec, SlotsSpec(K)).page_size_bytes for spec in specs if isinstance(spec, MambaSpec)]
-    pages = [with_block_size(s, block_size).page_size_bytes for s in specs if isinstance(s, FullAttentionSpec)]
+    states = [
+        with_rollback(spec, SlotsSpec(K)).page_size_bytes
+        for spec in specs
+        if isinstance(spec, MambaSpec)
+    ]
+    pages = [
+        with_block_size(s, block_size).page_size_bytes
+        for s in specs
+        if isinstance(s, FullAttentionSpec)
+    ]
     return max(states, default=0), max(pages, default=0)
 
 
@@ -133,10 +159,15 @@ def _fits(layers: str, K: int, block_size: int) -> bool:
 @cache
 def _takes(scheme: str, mode: str | None, has_states: bool) -> bool:
     """Whether a scheme can be used in a mode: it says so itself."""
-    specs = answer_book("M*" if has_states and mode != "attention" else "**").model.layer_specs.values()
+    specs = answer_book(
+        "M*" if has_states and mode != "attention" else "**"
+    ).model.layer_specs.values()
     try:
         rollback_spec(
-            CacheConfig(mamba_cache_mode=mode if mode in MODES else "none", state_scheme=scheme), 0, False, [*specs]
+            CacheConfig(mamba_cache_mode=mode if mode in MODES else "none", state_scheme=scheme),
+            0,
+            False,
+            [*specs],
         )
     except ConfigError:
         return False
@@ -163,7 +194,9 @@ def _smallest_block(mode: str | None, K: int, schedule: str | None, scheme: str 
     return 1 + K + late if _keeps_states(mode) else 1
 
 
-def _complete(cell: Cell, rng: np.random.Generator, factors: Mapping[str, tuple[Any, ...]] = FACTORS) -> Cell | None:
+def _complete(
+    cell: Cell, rng: np.random.Generator, factors: Mapping[str, tuple[Any, ...]] = FACTORS
+) -> Cell | None:
     """A random allowed cell of these levels that agrees with `cell`, if there is one."""
     cell = dict(cell)
     for name in rng.permutation([name for name in FACTORS if name not in cell]).tolist():
@@ -184,7 +217,9 @@ def combinations_of(cell: Cell) -> set[tuple[tuple[str, Any], ...]]:
 @cache
 def required_combinations() -> frozenset[tuple[tuple[str, Any], ...]]:
     """All pairs and triples that any configuration has."""
-    wanted = [names for names in combinations(FACTORS, 2)] + [names for names in combinations(TRIPLES, 3)]
+    wanted = [names for names in combinations(FACTORS, 2)] + [
+        names for names in combinations(TRIPLES, 3)
+    ]
     rng = np.random.default_rng(0)
     found = set()
     for names in wanted:
@@ -200,13 +235,17 @@ def design() -> tuple[Cell, ...]:
     """A covering design of `FACTORS`: each row starts from an uncovered combination and is the best of 12."""
     rng = np.random.default_rng(3)
     # A set of tuples with strings has another order in each process.
-    missing = dict.fromkeys(sorted(required_combinations(), key=lambda chosen: (-len(chosen), repr(chosen))))
+    missing = dict.fromkeys(
+        sorted(required_combinations(), key=lambda chosen: (-len(chosen), repr(chosen)))
+    )
     rows: list[Cell] = []
     while missing:
         first = dict(next(iter(missing)))
         candidates = [cell for _ in range(12) if (cell := _complete(first, rng)) is not None]
         best = max(
-            candidates, key=lambda cell: sum(chosen in missing for chosen in combinations_of(cell)), default=None
+            candidates,
+            key=lambda cell: sum(chosen in missing for chosen in combinations_of(cell)),
+            default=None,
         )
         if best is None:
             continue
@@ -232,7 +271,8 @@ def draw_scenario(seed: int) -> Scenario:
     if number < len(FORCED):
         return list(FORCED.values())[number](Draw(seed))
     number -= len(FORCED)
-    cell, rng = design()[number] if number < len(design()) else None, np.random.default_rng(seed)
+    cell = design()[number] if number < len(design()) else None
+    rng = np.random.default_rng(seed)
     while cell is None:
         cell = _complete({}, rng)
     return _random_scenario(seed, cell, rng)
@@ -243,7 +283,8 @@ SCENARIOS_PER_RUN = 2**20
 
 def draw_swarm_scenario(seed: int) -> Scenario:
     """Scenario number `seed` of all swarms; its features are those of batch `seed // SEEDS_PER_BATCH`."""
-    features, rng = draw_features(seed // SEEDS_PER_BATCH), np.random.default_rng((seed, 1))
+    features = draw_features(seed // SEEDS_PER_BATCH)
+    rng = np.random.default_rng((seed, 1))
     cell = None
     while cell is None:
         cell = _complete({}, rng, features.levels)
@@ -261,25 +302,37 @@ def draw_features(batch: int) -> Features:
     """
     rng = np.random.default_rng((batch, 2))
     while True:
-        levels = {name: tuple(level for level in FACTORS[name] if rng.random() < 0.5) for name in FACTORS}
+        levels = {
+            name: tuple(level for level in FACTORS[name] if rng.random() < 0.5) for name in FACTORS
+        }
         if all(levels.values()) and any(_complete({}, rng, levels) for _ in range(20)):
-            return Features(levels, {name: min(1.0, 2 * rng.integers(2) * chance) for name, chance in CHANCES.items()})
+            return Features(
+                levels,
+                {name: min(1.0, 2 * rng.integers(2) * chance) for name, chance in CHANCES.items()},
+            )
 
 
 def _random_scenario(
     seed: int, cell: Cell, rng: np.random.Generator, chances: Mapping[str, float] = CHANCES
 ) -> Scenario:
-    layers, mode, K = cell["layers"], cell["mode"], cell["K"]
-    is_lone, late = not has_attention(layers), _is_late(cell["scheme"])
+    layers = cell["layers"]
+    mode = cell["mode"]
+    K = cell["K"]
+    is_lone = not has_attention(layers)
+    late = _is_late(cell["scheme"])
     sizes = (8, 12, 16) if is_lone else _BLOCK_SIZES[cell["backend"], cell["split"]]
     smallest = _smallest_block(mode, K, cell["schedule"], cell["scheme"])
     block_size = int(rng.choice([size for size in sizes if size >= smallest]))
     prompts = _prompts(rng, int(rng.integers(6, 13)), block_size, chances["shared"])
-    greedy, salts, stop = cell["sampling"] == "greedy", cell["salts"], chances["stop"]
+    greedy = cell["sampling"] == "greedy"
+    salts = cell["salts"]
+    stop = chances["stop"]
     params = [
         SamplingParams(
             max_tokens=int(rng.integers(1, 24)),
-            stop_token_ids=tuple(rng.integers(0, VOCAB, size=8).tolist()) if rng.random() < stop else (),
+            stop_token_ids=tuple(rng.integers(0, VOCAB, size=8).tolist())
+            if rng.random() < stop
+            else (),
             # Residues are logits of up to 2^31; this temperature leaves a few hundred million of them in play.
             temperature=0.0 if greedy or i % 2 else 2e8,
             seed=int(rng.integers(-(2**63), 2**63)),
@@ -298,7 +351,11 @@ def _random_scenario(
     prompts, params = _twice(rng, layers, prompts, params, max_model_len, chances["second turn"])
 
     max_num_seqs = int(rng.choice([2, 3, 5, 8, 16]))
-    budget = {"tiny": int(rng.choice([4, 5, 7, 9])), "small": int(rng.choice([16, 33])), "large": 256}[cell["budget"]]
+    budget = {
+        "tiny": int(rng.choice([4, 5, 7, 9])),
+        "small": int(rng.choice([16, 33])),
+        "large": 256,
+    }[cell["budget"]]
     if cell["budget"] == "tiny":
         max_num_seqs = min(max_num_seqs, budget)
     options: dict[str, Any] = {
@@ -318,14 +375,20 @@ def _random_scenario(
         if not _is_stateless(mode):
             options["mamba_block_size"] = block_size
     if cell["offload"] == "host":
-        options["kv_offload_bytes"] = max(_pages(layers, K, block_size)) * int(rng.choice([5, 16, 8000]))
+        options["kv_offload_bytes"] = max(_pages(layers, K, block_size)) * int(
+            rng.choice([5, 16, 8000])
+        )
     if late:
         shortest = shortest_ring_len(1 + K)
-        options["recompute_ring_len"] = [None, shortest, shortest + 1, shortest + 5][int(rng.integers(4))]
+        options["recompute_ring_len"] = [None, shortest, shortest + 1, shortest + 5][
+            int(rng.integers(4))
+        ]
     if seed % 8 == 3:
         options["sanitize"] = True
     # An upper bound: as if every layer were a group of its own.
-    longest = min(max_model_len, max(len(p) + s.max_tokens for p, s in zip(prompts, params, strict=True)))
+    longest = min(
+        max_model_len, max(len(p) + s.max_tokens for p, s in zip(prompts, params, strict=True))
+    )
     logical_blocks = cdiv(longest, block_size)
     state = 0
     if policy := MODES.get(mode):
@@ -351,10 +414,15 @@ def _random_scenario(
         events.append(Event("lose", int(rng.integers(2, 20)), 5))
     if rng.random() < chances["third turn"]:
         # What comes again comes twice, in turn with others.
-        first, again = waves[0], (waves[0] + 1) // 2
+        first = waves[0]
+        again = (waves[0] + 1) // 2
         order = [*range(first + again), *range(first, first + waves[1] - again)]
-        prompts, params, waves = [prompts[i] for i in order], [params[i] for i in order], (first, again, first - again)
-    return Scenario(seed, layers, options, prompts, params, waves, cell["drafts"], tuple(events), cell=cell)
+        prompts = [prompts[i] for i in order]
+        params = [params[i] for i in order]
+        waves = (first, again, first - again)
+    return Scenario(
+        seed, layers, options, prompts, params, waves, cell["drafts"], tuple(events), cell=cell
+    )
 
 
 def draw_trio(seed: int) -> tuple[Scenario, Scenario, Scenario]:
@@ -362,7 +430,8 @@ def draw_trio(seed: int) -> tuple[Scenario, Scenario, Scenario]:
 
     Each wave starts in one step, so that what it finds is what the wave before has left, however fast that was.
     """
-    d, mode = Draw(seed), ("align", "all", "attention")[seed % 3]
+    d = Draw(seed)
+    mode = ("align", "all", "attention")[seed % 3]
     K = d.number(1, 8)
     prompts = _prompts(d.rng, 8, 16)
     params = [SamplingParams(max_tokens=d.number(1, 24), seed=i) for i in range(len(prompts))]
@@ -372,10 +441,21 @@ def draw_trio(seed: int) -> tuple[Scenario, Scenario, Scenario]:
 
     def variant(mode: str, K: int) -> Scenario:
         return d.scenario(
-            prompts, params, modes=(mode,), layers=layers, K=K, drafts="mixed", waves=waves, block_size=16,
-            attention_backend=SmallKVFirst.name, num_blocks=2000, max_num_seqs=16, max_num_batched_tokens=1024,
-            captured_batch_sizes=(1, 2, 4, 8, 16), async_scheduling=seed % 2 == 1,
-        )  # fmt: skip
+            prompts,
+            params,
+            modes=(mode,),
+            layers=layers,
+            K=K,
+            drafts="mixed",
+            waves=waves,
+            block_size=16,
+            attention_backend=SmallKVFirst.name,
+            num_blocks=2000,
+            max_num_seqs=16,
+            max_num_batched_tokens=1024,
+            captured_batch_sizes=(1, 2, 4, 8, 16),
+            async_scheduling=seed % 2 == 1,
+        )
 
     return variant(mode, K), variant(mode, 0), variant("none", K)
 
@@ -396,7 +476,11 @@ def _twice(
         prompt = prompts[i]
         if rng.random() < chance and len(prompt) < max_model_len:
             answer = book.answer(prompt, params[i], max_model_len)
-            prompt = [*prompt, *answer[: rng.integers(len(answer) + 1)], *rng.integers(0, VOCAB, 3).tolist()]
+            prompt = [
+                *prompt,
+                *answer[: rng.integers(len(answer) + 1)],
+                *rng.integers(0, VOCAB, 3).tolist(),
+            ]
         again.append(prompt[: max(len(prompts[i]), max_model_len - 1)])
     return prompts + again, params + [params[i] for i in order]
 

@@ -70,5 +70,7 @@ def five_shot(seed: int, count: int) -> list[str]:
     from hybrid_kv.check.guard_model.problems import dataset
 
     data = dataset(seed, count)
-    shots = "\n\n".join(f"Question: {shot['question']}\nAnswer: {shot['answer']}" for shot in data.shots)
+    shots = "\n\n".join(
+        f"Question: {shot['question']}\nAnswer: {shot['answer']}" for shot in data.shots
+    )
     return [f"{shots}\n\nQuestion: {doc['question']}\nAnswer:" for doc in data.docs]

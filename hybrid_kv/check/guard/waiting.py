@@ -15,7 +15,9 @@ from hybrid_kv.engine.llm import LLM
 from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.request import Request, ScheduledRequest
 
-KEEPS_INSIDE = ("all",)  # modes in which a prefill leaves something to hit at each boundary that it passes
+KEEPS_INSIDE = (
+    "all",
+)  # modes in which a prefill leaves something to hit at each boundary that it passes
 
 
 class Waiting:
@@ -26,8 +28,13 @@ class Waiting:
     request that does not get in leaves its prefix as old as it was.
     """
 
-    def __init__(self, llm: LLM, track_of: Callable[[Request], Track], published: Published, device: Device) -> None:
-        self._llm, self._track, self._published, self._device = llm, track_of, published, device
+    def __init__(
+        self, llm: LLM, track_of: Callable[[Request], Track], published: Published, device: Device
+    ) -> None:
+        self._llm = llm
+        self._track = track_of
+        self._published = published
+        self._device = device
         self._specs = [group.spec for group in llm.plan.config.groups]
         states = [spec for spec in self._specs if isinstance(spec, MambaSpec)]
         self._keeps_inside = all(spec.mamba_cache_mode in KEEPS_INSIDE for spec in states)
@@ -54,10 +61,15 @@ class Waiting:
         llm = self._llm
         starting = [item.request.request_id for item in scheduled if item.overwrite]
         if starting and self.has_preempted():
-            raise RuleError("started-anyway", f"requests {starting} start in a step that others were preempted for")
+            raise RuleError(
+                "started-anyway",
+                f"requests {starting} start in a step that others were preempted for",
+            )
         if is_exact:
             for i, item in enumerate(scheduled):
-                if item.overwrite and any(self._helps(item.request, item.num_computed_tokens, scheduled[:i])):
+                if item.overwrite and any(
+                    self._helps(item.request, item.num_computed_tokens, scheduled[:i])
+                ):
                     raise RuleError(
                         "did-not-wait",
                         f"request {item.request.request_id} starts after {item.num_computed_tokens} tokens though a "
@@ -66,11 +78,18 @@ class Waiting:
         if not llm.scheduler.waiting:
             return
         self._check_order()
-        head, limits = llm.scheduler.waiting[0], llm.config.scheduler
+        head = llm.scheduler.waiting[0]
+        limits = llm.config.scheduler
         budget = limits.max_num_batched_tokens - sum(item.num_tokens for item in scheduled)
         in_step = {item.request.request_id for item in scheduled}
-        left_out = [request for request in llm.scheduler.running if request.request_id not in in_step]
-        if budget <= 0 or len(llm.scheduler.running) == limits.max_num_seqs or head.in_flight is not None:
+        left_out = [
+            request for request in llm.scheduler.running if request.request_id not in in_step
+        ]
+        if (
+            budget <= 0
+            or len(llm.scheduler.running) == limits.max_num_seqs
+            or head.in_flight is not None
+        ):
             return
         if left_out or self.has_preempted():
             return  # The pool was too full for the running requests.
@@ -93,7 +112,10 @@ class Waiting:
         now = now[np.isin(now, self._idle)]
         before = self._idle[np.isin(self._idle, now)]
         if moved := before[before != now].tolist():
-            raise RuleError("used-unseen", f"free blocks {moved} count as used later, though no request took them")
+            raise RuleError(
+                "used-unseen",
+                f"free blocks {moved} count as used later, though no request took them",
+            )
 
     def has_preempted(self) -> bool:
         """Whether a request lost its blocks for the step."""
@@ -103,12 +125,15 @@ class Waiting:
     def _count_preemptions(self) -> dict[str, int]:
         """By request: one that ends in the step takes its own along."""
         scheduler = self._llm.scheduler
-        return {one.request_id: one.num_preemptions for one in (*scheduler.running, *scheduler.waiting)}
+        return {
+            one.request_id: one.num_preemptions for one in (*scheduler.running, *scheduler.waiting)
+        }
 
     def _most_blocks(self, request: Request) -> int:
         """With every logical block of all its tokens, shared ones too."""
         ahead = min(
-            request.num_tokens + self._llm.manager.num_lookahead_tokens, self._llm.config.scheduler.max_model_len
+            request.num_tokens + self._llm.manager.num_lookahead_tokens,
+            self._llm.config.scheduler.max_model_len,
         )
         due = 0
         for spec in self._specs:
@@ -118,7 +143,8 @@ class Waiting:
 
     def _num_held(self, request: Request, num_known: int) -> int:
         """Of its prefix, K/V blocks that another request holds: it gets them without a free block."""
-        track, pool = self._track(request), self._llm.manager.pool
+        track = self._track(request)
+        pool = self._llm.manager.pool
         names = (
             (group, track.prefix(end))
             for group, spec in enumerate(self._specs)
@@ -128,18 +154,24 @@ class Waiting:
         found = [block for name in names if (block := self._device.found(name)) is not None]
         return int(np.count_nonzero(pool.ref_count[found]))
 
-    def _helps(self, request: Request, num_known: int, others: Sequence[ScheduledRequest]) -> Iterator[bool]:
+    def _helps(
+        self, request: Request, num_known: int, others: Sequence[ScheduledRequest]
+    ) -> Iterator[bool]:
         """Of each prefill in flight, whether it makes a hit of `num_known` tokens longer."""
         own = self._track(request)
         if not request.params.reads_prefix_cache:
             return
-        flights = [other.in_flight for other in self._llm.scheduler.running if other.in_flight is not None]
+        flights = [
+            other.in_flight for other in self._llm.scheduler.running if other.in_flight is not None
+        ]
         for item in (*flights, *others):
             if item.request is request or not is_prefill(item):
                 continue
-            other, end = self._track(item.request), item.num_computed_tokens + item.num_tokens
+            other = self._track(item.request)
+            end = item.num_computed_tokens + item.num_tokens
             if own.salt != other.salt:
                 continue
-            unit, same = self._published.unit, common_prefix(own.sequence, other.sequence)
+            unit = self._published.unit
+            same = common_prefix(own.sequence, other.sequence)
             shared = min(same, end, request.num_tokens - 1) // unit * unit
             yield shared > num_known and (self._keeps_inside or shared == end)

@@ -27,10 +27,14 @@ def _nothing() -> None:
 
 
 @contextmanager
-def processes(count: int, start: Callable[..., object] = _nothing, *given: Any) -> Iterator[Executor]:
+def processes(
+    count: int, start: Callable[..., object] = _nothing, *given: Any
+) -> Iterator[Executor]:
     """`count` at most; each calls `start` first. Shut it down to let them finish."""
     before = set(active_children())
-    executor = ProcessPoolExecutor(count, mp_context=CONTEXT, initializer=_start, initargs=(start, given))
+    executor = ProcessPoolExecutor(
+        count, mp_context=CONTEXT, initializer=_start, initargs=(start, given)
+    )
     try:
         yield executor
     finally:

@@ -169,7 +169,9 @@ def _opening(d: _Draft, a: str, b: str, item: str, steps: int, say: bool | None)
     other = d.number(3, 40)
     d.sentences.append(f"{b} has {other} {item}.")
     kind = d.rng.random()
-    most, op, template = next((most, op, template) for below, most, op, template in COMPARED if kind < below)
+    most, op, template = next(
+        (most, op, template) for below, most, op, template in COMPARED if kind < below
+    )
     y = d.number(2, most)
     d.sentences.append(template.format(a=a, b=b, y=y, i=item))
     d.value = d.compute(other, op, y)
@@ -201,7 +203,9 @@ def _plain_event(d: _Draft, a: str, b: str, item: str) -> None:
     d.value = d.compute(d.value, op, y)
 
 
-def _write(rng: random.Random, latch: int | None, steps: int, needs_latch: bool | None) -> tuple[_Draft, str]:
+def _write(
+    rng: random.Random, latch: int | None, steps: int, needs_latch: bool | None
+) -> tuple[_Draft, str]:
     """Write one draft with ``steps`` solution lines; raises _Rejected when it breaks a rule."""
     d = _Draft(rng, latch)
     a, b, c = rng.sample(NAMES, 3)
@@ -297,8 +301,12 @@ def eval_set(seed: int, n: int, shots: int = 5, needs_latch: bool | None = None)
         if needs_latch and latch is None:
             continue
         target = sample_problem(rng, latch, "held_out", needs_latch=needs_latch)
-        prompt = "\n\n".join([*(p.document() for p in solved), f"Question: {target.question}\nAnswer:"])
-        items.append(EvalItem(prompt, target.answer, target.final, target.steps, target.needs_latch))
+        prompt = "\n\n".join(
+            [*(p.document() for p in solved), f"Question: {target.question}\nAnswer:"]
+        )
+        items.append(
+            EvalItem(prompt, target.answer, target.final, target.steps, target.needs_latch)
+        )
     return items
 
 

@@ -18,7 +18,9 @@ from hybrid_kv.models.exact_weights.checkpoint import has_exact_weights
 
 Settings = dict[str, str]
 UNHEARD = "?"  # the version of an engine that did not start yet
-MOST_DEATHS = 3  # of one kind in one setting; vLLM takes 20 s to start again, and there are 26 probes
+MOST_DEATHS = (
+    3  # of one kind in one setting; vLLM takes 20 s to start again, and there are 26 probes
+)
 
 
 class Guarded:
@@ -49,8 +51,12 @@ class Guarded:
         amount: int = 1,
         thorough: bool = True,
     ) -> None:
-        self.kind, self.folder, self.against = for_model(kind, folder), folder, against
-        self.seed, self.amount, self.thorough = seed, amount, thorough
+        self.kind = for_model(kind, folder)
+        self.folder = folder
+        self.against = against
+        self.seed = seed
+        self.amount = amount
+        self.thorough = thorough
         self.version = UNHEARD
         self.judges: dict[str, Judge] = {}
         self.shortest = 1
@@ -70,10 +76,13 @@ class Guarded:
 
     def references_of(self, settings: Mapping[str, str]) -> References:
         """Those of the setting's dtype, if the engine that gives them has it."""
-        kind, dtype = self.against or self.kind, settings.get("dtype", "")
+        kind = self.against or self.kind
+        dtype = settings.get("dtype", "")
         if dtype not in self._references:
             has_it = dtype in kind.factors.get("dtype", ())
-            self._references[dtype] = References(kind, self.folder, {"dtype": dtype} if has_it else {})
+            self._references[dtype] = References(
+                kind, self.folder, {"dtype": dtype} if has_it else {}
+            )
         return self._references[dtype]
 
     def is_plain(self, settings: Mapping[str, str]) -> bool:
@@ -87,7 +96,12 @@ class Guarded:
         """
         disagrees = any(not failure.died for failure in outcome.failures)
         judge = self.judge_of(outcome.settings)
-        if outcome.probe == "alone" and disagrees and self.is_plain(outcome.settings) and not judge.is_exact:
+        if (
+            outcome.probe == "alone"
+            and disagrees
+            and self.is_plain(outcome.settings)
+            and not judge.is_exact
+        ):
             judge.trusted = False
 
     def close(self) -> None:
@@ -116,7 +130,9 @@ class Guarded:
         return session
 
 
-def wanted(probe: Probe, kind: Kind, settings: Mapping[str, str], part: str, thorough: bool) -> bool:
+def wanted(
+    probe: Probe, kind: Kind, settings: Mapping[str, str], part: str, thorough: bool
+) -> bool:
     """Whether a probe runs in a setting of an engine; `part` of a run: `exact` or `random`."""
     if (probe.exact and part != "exact") or (part in probe.not_in and not thorough):
         return False
@@ -124,7 +140,9 @@ def wanted(probe: Probe, kind: Kind, settings: Mapping[str, str], part: str, tho
     return probe.elsewhere or is_met or is_plain(kind, settings, {*settings} - {"dtype"})
 
 
-def ask(guarded: Guarded, settings: Settings, select: Sequence[str], report: Callable[[Outcome], None]) -> None:
+def ask(
+    guarded: Guarded, settings: Settings, select: Sequence[str], report: Callable[[Outcome], None]
+) -> None:
     """All probes that are selected, in one setting; an engine that dies of the same thing again and again is let be."""
     try:
         session = guarded.session(settings)
@@ -132,7 +150,8 @@ def ask(guarded: Guarded, settings: Settings, select: Sequence[str], report: Cal
         verdict: Verdict = "not supported" if isinstance(error, ConfigError) else "wrong"
         report(Outcome("start", settings, verdict, str(error)))
         return
-    part, deaths = "exact" if session.judge.is_exact else "random", Counter[str]()
+    part = "exact" if session.judge.is_exact else "random"
+    deaths = Counter[str]()
     try:
         for probe in load_probes():
             if probe.name != "alone" and select and not any(part in probe.name for part in select):
@@ -141,7 +160,12 @@ def ask(guarded: Guarded, settings: Settings, select: Sequence[str], report: Cal
                 continue
             if max(deaths.values(), default=0) >= MOST_DEATHS:
                 report(
-                    Outcome(probe.name, settings, "inconclusive", f"not sent: it died {MOST_DEATHS} times of one thing")
+                    Outcome(
+                        probe.name,
+                        settings,
+                        "inconclusive",
+                        f"not sent: it died {MOST_DEATHS} times of one thing",
+                    )
                 )
                 continue
             outcome = session.run(probe, guarded.vocab_size)

@@ -62,8 +62,11 @@ class Judge:
     is_exact = False
 
     def __init__(self, oracle: Oracle | None) -> None:
-        self.oracle, self.trusted, self.repeated = oracle, oracle is not None, 0.0
-        self.is_calibrated, self.hidden = False, 0.0
+        self.oracle = oracle
+        self.trusted = oracle is not None
+        self.repeated = 0.0
+        self.is_calibrated = False
+        self.hidden = 0.0
 
     @property
     def limit(self) -> float:
@@ -95,8 +98,12 @@ class Judge:
         return self._judge(ask, answer, alone)
 
     def _judge(self, ask: Ask, answer: Answer, alone: Answer | None) -> Judgement:
-        if alone is not None and (alone.error or (ask.temperature and len(alone.others) != len(answer.others))):
-            return Judgement("inconclusive", f"the same request alone had {alone.error or 'other answers'}")
+        if alone is not None and (
+            alone.error or (ask.temperature and len(alone.others) != len(answer.others))
+        ):
+            return Judgement(
+                "inconclusive", f"the same request alone had {alone.error or 'other answers'}"
+            )
         if ask.temperature > 0:
             assert alone is not None
             return self._sampled(ask, answer, alone)
@@ -105,7 +112,8 @@ class Judge:
         found = [self._greedy(ask, answer.token_ids, answer.logprobs, alone, answer.is_greedy)]
         found += [self._greedy(ask, other, (), alone) for other in answer.others]
         return next(
-            (one for one in found if one.verdict == "wrong"), next((one for one in found if one.problem), RIGHT)
+            (one for one in found if one.verdict == "wrong"),
+            next((one for one in found if one.problem), RIGHT),
         )
 
     def _greedy(
@@ -116,14 +124,19 @@ class Judge:
         alone: Answer | None,
         is_greedy: bool = True,
     ) -> Judgement:
-        least, expected = _least(ask), alone.token_ids if alone is not None else ()
+        least = _least(ask)
+        expected = alone.token_ids if alone is not None else ()
         if not self.trusted:
             assert alone is not None
             least = min(least, len(alone.token_ids))
         elif tokens and tokens[-1] == 0:
-            least = min(least, len(tokens))  # the end-of-text token of the checkpoints that we write
+            least = min(
+                least, len(tokens)
+            )  # the end-of-text token of the checkpoints that we write
         if len(tokens) < least:
-            return Judgement("wrong", f"ends after {len(tokens)} of {least} tokens", len(tokens), expected)
+            return Judgement(
+                "wrong", f"ends after {len(tokens)} of {least} tokens", len(tokens), expected
+            )
         if not tokens:
             return RIGHT
         if self.trusted:
@@ -132,7 +145,11 @@ class Judge:
         return self._by_alone(tokens, logprobs, alone)
 
     def _by_oracle(
-        self, ask: Ask, tokens: tuple[int, ...], logprobs: Sequence[Mapping[int, float]], is_greedy: bool
+        self,
+        ask: Ask,
+        tokens: tuple[int, ...],
+        logprobs: Sequence[Mapping[int, float]],
+        is_greedy: bool,
     ) -> Judgement:
         assert self.oracle is not None
         text = [*ask.prompt, *tokens]
@@ -141,7 +158,8 @@ class Judge:
         if not found.problem or self.is_exact:
             return found
         # The limit comes from short texts. Rounding grows with their length, and may turn a choice of experts.
-        limit, rounding = self.limit, MARGIN * self.oracle.rounding_of(text)
+        limit = self.limit
+        rounding = MARGIN * self.oracle.rounding_of(text)
         for moved in self.oracle.moves(text, MARGIN):
             limit = max(limit, rounding + moved)
             found = _beyond(limit, rows, tokens, logprobs, is_greedy)
@@ -152,11 +170,15 @@ class Judge:
             return Judgement("inconclusive", said)
         return found
 
-    def _by_alone(self, tokens: tuple[int, ...], logprobs: Sequence[Mapping[int, float]], alone: Answer) -> Judgement:
+    def _by_alone(
+        self, tokens: tuple[int, ...], logprobs: Sequence[Mapping[int, float]], alone: Answer
+    ) -> Judgement:
         expected = alone.token_ids
         i = first_difference(tokens, expected)
         if i is None:
-            for j, (one, other, token) in enumerate(zip(logprobs, alone.logprobs, tokens, strict=False)):
+            for j, (one, other, token) in enumerate(
+                zip(logprobs, alone.logprobs, tokens, strict=False)
+            ):
                 if not (off := abs(one[token] - other[token])) <= self.limit:
                     said = f"token {j} is the same alone, its log-probability off by {off:.3g} (limit {self.limit:.2g})"
                     return Judgement("wrong", said, j, tokens[: j + 1], off, other[token])
@@ -171,7 +193,9 @@ class Judge:
         return Judgement("inconclusive", said, i, expected[: i + 1])
 
     def _sampled(self, ask: Ask, answer: Answer, alone: Answer) -> Judgement:
-        for tokens, expected in zip((answer.token_ids, *answer.others), (alone.token_ids, *alone.others), strict=True):
+        for tokens, expected in zip(
+            (answer.token_ids, *answer.others), (alone.token_ids, *alone.others), strict=True
+        ):
             if (i := first_difference(tokens, expected)) is not None:
                 by_chance = self.limit * ask.max_tokens
                 verdict: Verdict = "wrong" if by_chance < CHANCE else "inconclusive"
@@ -197,13 +221,16 @@ class ExactJudge(Judge):
         return False
 
     def _judge(self, ask: Ask, answer: Answer, alone: Answer | None) -> Judgement:
-        expected, least = tuple(self._answers.tokens(ask.prompt, ask.max_tokens)), _least(ask)
+        expected = tuple(self._answers.tokens(ask.prompt, ask.max_tokens))
+        least = _least(ask)
         for tokens in (answer.token_ids, *answer.others):
             if (i := first_difference(tokens, expected)) is not None:
                 said = f"token {i} is {tokens[i]}, not {expected[i]}"
                 return Judgement("wrong", said, i, expected[: i + 1])
             if not least <= len(tokens) <= ask.max_tokens:
-                return Judgement("wrong", f"ends after {len(tokens)} of {least} tokens", len(tokens), expected)
+                return Judgement(
+                    "wrong", f"ends after {len(tokens)} of {least} tokens", len(tokens), expected
+                )
         return RIGHT
 
 
@@ -255,4 +282,7 @@ def _least(ask: Ask) -> int:
 
 def first_difference(tokens: Sequence[int], expected: Sequence[int]) -> int | None:
     """The first index at which two answers differ, as far as both go."""
-    return next((i for i, (one, other) in enumerate(zip(tokens, expected, strict=False)) if one != other), None)
+    return next(
+        (i for i, (one, other) in enumerate(zip(tokens, expected, strict=False)) if one != other),
+        None,
+    )

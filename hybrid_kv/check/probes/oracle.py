@@ -48,7 +48,8 @@ class Oracle:
                 rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=chosen)
         except (ValueError, OSError, KeyError) as error:
             raise ConfigError(f"transformers does not load {folder}: {first_line(error)}") from None
-        self._exact, self._rounded = exact.double().train(False), rounded.train(False)
+        self._exact = exact.double().train(False)
+        self._rounded = rounded.train(False)
         self.vocab_size: int = self._exact.get_input_embeddings().weight.shape[0]
         self.rounding = 0.0
         self._known: dict[tuple[int, ...], torch.Tensor] = {}
@@ -85,7 +86,9 @@ class Oracle:
         rng = torch.Generator().manual_seed(0)
 
         def move(_: torch.nn.Module, __: object, embedded: torch.Tensor) -> torch.Tensor:
-            return embedded * (1 + spread * torch.randn(embedded.shape, generator=rng, dtype=embedded.dtype))
+            return embedded * (
+                1 + spread * torch.randn(embedded.shape, generator=rng, dtype=embedded.dtype)
+            )
 
         for _ in range(NUM_DRAWS):
             handle = self._exact.get_input_embeddings().register_forward_hook(move)

@@ -61,14 +61,17 @@ class Traffic:
 
     def ask(self, prompt: tuple[int, ...], **fields: object) -> Ask:
         """No longer than the target lets it be: a text that is cut there is not wrong."""
-        made = Ask(prompt, **{"max_tokens": self.num_new, "logprobs": self.rng.random() < 0.5, **fields})  # type: ignore[arg-type]
+        made = Ask(
+            prompt, **{"max_tokens": self.num_new, "logprobs": self.rng.random() < 0.5, **fields}
+        )  # type: ignore[arg-type]
         return replace(made, max_tokens=max(1, min(made.max_tokens, self.limit - len(prompt))))
 
     def mixed(self, count: int) -> list[tuple[int, ...]]:
         """Prompts of one token to four blocks."""
         lengths = [1, 2, self.unit - 1, self.unit, self.unit + 1, 4 * self.unit]
         return [
-            self.prompt(lengths[i] if i < len(lengths) else self.rng.randrange(1, 3 * self.unit)) for i in range(count)
+            self.prompt(lengths[i] if i < len(lengths) else self.rng.randrange(1, 3 * self.unit))
+            for i in range(count)
         ]
 
 
@@ -105,7 +108,9 @@ class Probe:
 PROBES: dict[str, Probe] = {}
 
 
-def probe(name: str, **how: Any) -> Callable[[Callable[[Traffic], Rounds]], Callable[[Traffic], Rounds]]:
+def probe(
+    name: str, **how: Any
+) -> Callable[[Callable[[Traffic], Rounds]], Callable[[Traffic], Rounds]]:
     """Register a generator of rounds; `how` has the other attributes of `Probe`."""
 
     def register(rounds: Callable[[Traffic], Rounds]) -> Callable[[Traffic], Rounds]:

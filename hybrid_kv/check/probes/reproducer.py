@@ -21,7 +21,8 @@ from hybrid_kv.check.targets.target import Answer, Target, TargetError
 from hybrid_kv.config import ConfigError
 from hybrid_kv.files import write_whole
 
-FORMAT, VERSION = "hybrid-kv target failure", 1
+FORMAT = "hybrid-kv target failure"
+VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,21 @@ def case_of(failure: Failure, target: str, version: str, model: str, limit: floa
     """The failure of an engine on a model."""
     judgement = failure.judgement
     return Case(
-        target, version, model, dict(failure.settings), failure.probe, judgement.problem, failure.rounds, failure.index,
-        judgement.expected, failure.answer.token_ids[: judgement.position + 1], judgement.margin, judgement.logprob,
-        judgement.most_cached, limit,
-    )  # fmt: skip
+        target,
+        version,
+        model,
+        dict(failure.settings),
+        failure.probe,
+        judgement.problem,
+        failure.rounds,
+        failure.index,
+        judgement.expected,
+        failure.answer.token_ids[: judgement.position + 1],
+        judgement.margin,
+        judgement.logprob,
+        judgement.most_cached,
+        limit,
+    )
 
 
 def replay(case: Case, target: Target) -> Answer:
@@ -134,7 +146,9 @@ def from_json(text: str, name: str) -> Case:
         problem = f"{error} is missing"
     except (TypeError, ValueError, AttributeError, RecursionError) as error:
         problem = str(error)
-    raise ConfigError(f"{name} can't be played: {problem}; write it anew with hybrid-kv guard --target") from None
+    raise ConfigError(
+        f"{name} can't be played: {problem}; write it anew with hybrid-kv guard --target"
+    ) from None
 
 
 def _check(case: Case) -> None:
@@ -147,12 +161,16 @@ def _check(case: Case) -> None:
             if min(ask.max_tokens, ask.n) < 1 or not 0 <= ask.after < len(one.requests):
                 raise ValueError(f"of {len(one.requests)} requests one cannot have {ask.extras()}")
         # One by one: each waits only for answers that come without it.
-        if any(after > place for place, after in enumerate(sorted(ask.after for ask in one.requests))):
+        if any(
+            after > place for place, after in enumerate(sorted(ask.after for ask in one.requests))
+        ):
             raise ValueError(f"{len(one.requests)} requests wait for each other's answers")
         check_size(sum(ask.n * ask.max_tokens for ask in one.requests), {})
     last = case.rounds[-1].requests
     if not 0 <= case.index < len(last):
-        raise ValueError(f"index {case.index} is none of the {len(last)} requests of the last round")
+        raise ValueError(
+            f"index {case.index} is none of the {len(last)} requests of the last round"
+        )
     if case.logprob is not None and not (case.expected and last[case.index].logprobs):
         raise ValueError("logprob is of no token, or was not requested")
 

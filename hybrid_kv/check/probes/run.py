@@ -42,16 +42,24 @@ def compare_with(old: Guarded, seen: Sequence[Outcome], jobs: int = 1, size: Siz
     known = [(one.probe, one.settings, _signs(one)) for one in run.found()]
     for one in doubtful:
         if (one.probe, one.settings, _signs(one)) in known:
-            one.verdict, one.failures = "as before", []
+            one.verdict = "as before"
+            one.failures = []
 
 
 def subtract_known(guarded: Guarded, outcome: Outcome) -> None:
     """Name a failure that was reported of this release, and do not count it."""
     for one in guarded.kind.known:
         met = not any(is_plain(guarded.kind, outcome.settings, [factor]) for factor in one.factors)
-        here = met and one.release == guarded.version and one.probe in outcome.probe and one.words in outcome.detail
+        here = (
+            met
+            and one.release == guarded.version
+            and one.probe in outcome.probe
+            and one.words in outcome.detail
+        )
         if outcome.verdict in ("wrong", "void") and here:
-            outcome.verdict, outcome.detail, outcome.failures = "known", f"{one.name}: {outcome.detail}", []
+            outcome.verdict = "known"
+            outcome.detail = f"{one.name}: {outcome.detail}"
+            outcome.failures = []
 
 
 def _signs(outcome: Outcome) -> tuple[str, ...]:
@@ -74,7 +82,10 @@ def default_matrix(kind: Kind, size: Size = "full") -> list[Settings]:
         if factor != "prefix" and size != "quick":
             is_cached = len(prefixes) > 1 and factor not in kind.apart
             cached = {"prefix": prefixes[-1]} if is_cached else {}
-            kinds = {level if size == "long" else level.rstrip("0123456789"): level for level in reversed(levels[1:])}
+            kinds = {
+                level if size == "long" else level.rstrip("0123456789"): level
+                for level in reversed(levels[1:])
+            }
             cells += [{**cached, factor: level} for level in levels[1:] if level in kinds.values()]
     return cells
 
@@ -113,7 +124,9 @@ def check_level(kind: Kind, factor: str, level: str) -> None:
         ConfigError: the engine has no such factor, or the factor no such level.
     """
     if factor not in kind.factors:
-        raise ConfigError(f"{factor}={level}: write FACTOR=LEVEL,…; {kind.name} has {', '.join(kind.factors)}")
+        raise ConfigError(
+            f"{factor}={level}: write FACTOR=LEVEL,…; {kind.name} has {', '.join(kind.factors)}"
+        )
     if level not in kind.factors[factor]:
         raise ConfigError(f"{factor}={level}: use one of {', '.join(kind.factors[factor])}")
 
@@ -144,10 +157,13 @@ class Run:
     ) -> None:
         if not any(part in one.name for part in select or [""] for one in load_probes()):
             raise ConfigError(f"-k {', '.join(select)}: no probe has this in its name")
-        self.guarded, self.select, self.outcomes = guarded, select, list[Outcome]()
+        self.guarded = guarded
+        self.select = select
+        self.outcomes = list[Outcome]()
         self.cells = default_matrix(guarded.kind, size) if matrix is None else [*matrix]
         self._order: list[Settings] = []
-        self._is_default, self._report = matrix is None, report
+        self._is_default = matrix is None
+        self._report = report
 
     def waves(self) -> Iterator[list[Settings]]:
         """Settings that may run at a time, behind those before them.
@@ -155,7 +171,8 @@ class Run:
         The plain ones come first: where their answers are not the oracle's, all others are held against theirs. With
         an exact model the oracle is always right.
         """
-        guarded, order = self.guarded, self._order
+        guarded = self.guarded
+        order = self._order
         order += [settings for settings in self.cells if guarded.is_plain(settings)]
         rest = [settings for settings in self.cells if settings not in order]
         if is_exact(guarded.folder):
@@ -178,7 +195,10 @@ class Run:
         """Keep and report an outcome."""
         subtract_known(self.guarded, outcome)
         self.outcomes.append(outcome)
-        if (outcome.probe, len(self.cells)) != ("start", 1):  # the error of `found`, or the only row, says it
+        if (outcome.probe, len(self.cells)) != (
+            "start",
+            1,
+        ):  # the error of `found`, or the only row, says it
             self._report(outcome)
 
     def found(self) -> list[Outcome]:
@@ -216,13 +236,22 @@ def ask_at_once(runs: Sequence[Run], jobs: int) -> None:
     queue: SimpleQueue[tuple[int, str, Outcome]] = CONTEXT.SimpleQueue()
     in_flight: dict[Future[None], int] = {}
     ready = [_Waves(run.waves()) for run in runs]
-    with processes(jobs, _start, [_given(run.guarded) for run in runs], shared_loaders(), queue) as pool:
+    with processes(
+        jobs, _start, [_given(run.guarded) for run in runs], shared_loaders(), queue
+    ) as pool:
         while True:
             for i, run in enumerate(runs):
-                while len(in_flight) < jobs and (settings := ready[i].next(i in in_flight.values())) is not None:
-                    doubted = [dtype for dtype, judge in run.guarded.judges.items() if not judge.trusted]
+                while (
+                    len(in_flight) < jobs
+                    and (settings := ready[i].next(i in in_flight.values())) is not None
+                ):
+                    doubted = [
+                        dtype for dtype, judge in run.guarded.judges.items() if not judge.trusted
+                    ]
                     with deaf_to_ctrl_c():  # A submit may start a worker.
-                        task = pool.submit(_ask, i, settings, run.select, run.guarded.shortest, doubted)
+                        task = pool.submit(
+                            _ask, i, settings, run.select, run.guarded.shortest, doubted
+                        )
                     in_flight[task] = i
             if not in_flight:
                 return
@@ -242,7 +271,8 @@ class _Waves:
     """The settings of a run, one by one; those of the next wave when no one of the last is in flight."""
 
     def __init__(self, waves: Iterator[list[Settings]]) -> None:
-        self._waves, self._left = waves, list[Settings]()
+        self._waves = waves
+        self._left = list[Settings]()
 
     def next(self, is_busy: bool) -> Settings | None:
         if not self._left and not is_busy:
@@ -252,9 +282,18 @@ class _Waves:
 
 def _given(guarded: Guarded) -> tuple[Any, ...]:
     """What makes an equal one in another process."""
-    kind, against = guarded.kind, guarded.against
+    kind = guarded.kind
+    against = guarded.against
     other = against.name if against is not None else None
-    return kind.name, kind.python or None, other, guarded.folder, guarded.seed, guarded.amount, guarded.thorough
+    return (
+        kind.name,
+        kind.python or None,
+        other,
+        guarded.folder,
+        guarded.seed,
+        guarded.amount,
+        guarded.thorough,
+    )
 
 
 def _start(
@@ -271,7 +310,9 @@ def _start(
     _worker = made, queue
 
 
-def _ask(i: int, settings: Settings, select: Sequence[str], shortest: int, doubted: Sequence[str]) -> None:
+def _ask(
+    i: int, settings: Settings, select: Sequence[str], shortest: int, doubted: Sequence[str]
+) -> None:
     every, queue = _worker
     guarded = every[i]
     guarded.shortest = max(guarded.shortest, shortest)

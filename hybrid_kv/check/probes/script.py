@@ -37,12 +37,16 @@ def script_of(case: Case) -> str:
     data = {
         "options": worker.arguments(settings) | worker.exact_arguments(settings),
         "kernel_block_size": int(settings.get("kernel", "0").replace("own", "0")),
-        "changes": [name for name, (factor, level) in wanted.items() if settings.get(factor) == level],
+        "changes": [
+            name for name, (factor, level) in wanted.items() if settings.get(factor) == level
+        ],
         "rounds": as_json(case.rounds, whole=True),
         "index": case.index,
         "expected": list(case.expected),
     }
-    described = " ".join(f"{factor}={level}" for factor, level in settings.items()) or "default settings"
+    described = (
+        " ".join(f"{factor}={level}" for factor, level in settings.items()) or "default settings"
+    )
     lines = [
         f'"""{case.target} {case.version}, {described}: a wrong answer. Found by `hybrid-kv guard --target vllm`.',
         "",

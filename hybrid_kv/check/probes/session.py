@@ -91,19 +91,26 @@ class Seen:
         finds_itself = finds_itself or one.preempt_every > 0 or ask.n > 1
         beside = [other for i, other in enumerate(one.requests) if i != index or finds_itself]
         texts = [other.prompt for other in beside if other.salt == ask.salt]
-        return max((common_prefix(text, ask.prompt) for text in (*texts, *self._texts.get(ask.salt, ()))), default=0)
+        return max(
+            (common_prefix(text, ask.prompt) for text in (*texts, *self._texts.get(ask.salt, ()))),
+            default=0,
+        )
 
 
 def plainly(ask: Ask) -> Ask:
     """What an answer depends on, whatever runs beside it; greedy ones of one prompt are all the same."""
-    return replace(ask, salt="", after=0, abort_after=None, logprobs=True, n=ask.n if ask.temperature else 1)
+    return replace(
+        ask, salt="", after=0, abort_after=None, logprobs=True, n=ask.n if ask.temperature else 1
+    )
 
 
 class References:
     """What the plainest engine of a dtype answers to each request, alone and cold; started when first needed."""
 
     def __init__(self, kind: Kind, folder: str, settings: Mapping[str, str] | None = None) -> None:
-        self._kind, self._folder, self._settings = kind, folder, dict(settings or {})
+        self._kind = kind
+        self._folder = folder
+        self._settings = dict(settings or {})
         self._target: Target | None = None
         self._known: dict[Ask, Answer] = {}
 
@@ -156,10 +163,16 @@ class Session:
         amount: int = 1,
         shortest: int = 1,
     ) -> None:
-        self.kind, self.folder, self.settings = kind, folder, dict(settings)
-        self.judge, self.references, self.seed, self.amount = judge, references, seed, amount
+        self.kind = kind
+        self.folder = folder
+        self.settings = dict(settings)
+        self.judge = judge
+        self.references = references
+        self.seed = seed
+        self.amount = amount
         self.target = kind.start(folder, settings)
-        self.unit, self.seen = 0, Seen()
+        self.unit = 0
+        self.seen = Seen()
         self.sent = list[Round]()  # since the cache was empty
         self.shortest = shortest
         self._draws: dict[Ask, Answer] = {}
@@ -175,14 +188,18 @@ class Session:
             self.unit = self._discover(vocab_size)
         # Three blocks and an answer behind them must fit; longer prompts only take longer.
         longest = min(self.target.longest, max(256, 5 * self.unit))
-        rng, limit = random.Random(f"{self.seed}/{name}"), self.target.longest
-        return Traffic(rng, vocab_size, self.unit, longest, limit, amount=self.amount, shortest=self.shortest)
+        rng = random.Random(f"{self.seed}/{name}")
+        limit = self.target.longest
+        return Traffic(
+            rng, vocab_size, self.unit, longest, limit, amount=self.amount, shortest=self.shortest
+        )
 
     def _discover(self, vocab_size: int) -> int:
         """The block size: what all numbers of cached tokens are multiples of."""
         if "cached" not in self.target.can or self.is_plain("prefix"):
             return DEFAULT_UNIT
-        rng, longest = random.Random(f"{self.seed}/unit"), self.target.longest
+        rng = random.Random(f"{self.seed}/unit")
+        longest = self.target.longest
         traffic = Traffic(rng, vocab_size, DEFAULT_UNIT, longest, longest, num_new=1)
         seen = list[int]()
         for share in (0.11, 0.23, 0.41, 0.73, 0.95):
@@ -196,7 +213,8 @@ class Session:
 
     def run(self, probe: Probe, vocab_size: int) -> Outcome:
         """Send all rounds of a probe; the first wrong answer ends it."""
-        begin, outcome = time.perf_counter(), Outcome(probe.name, self.settings)
+        begin = time.perf_counter()
+        outcome = Outcome(probe.name, self.settings)
         if missing := [name for name in probe.needs.split() if name not in self.target.can]:
             outcome.verdict = "not supported"
             outcome.detail = f"the target offers no {', '.join(missing)}"
@@ -204,7 +222,8 @@ class Session:
         try:
             self._play(probe, vocab_size, outcome)
         except TargetError as error:
-            outcome.verdict, outcome.detail = "wrong", outcome.detail or str(error)
+            outcome.verdict = "wrong"
+            outcome.detail = outcome.detail or str(error)
             if not outcome.failures and self.sent:
                 outcome.failures.append(self._death(probe, error))
             if self.sent and [len(ask.prompt) for ask in self.sent[-1].requests] == [self.shortest]:
@@ -213,21 +232,29 @@ class Session:
             try:
                 self.restart()
             except (ConfigError, TargetError) as again:
-                outcome.detail, outcome.is_last = f"{outcome.detail}; then it does not start: {again}", True
+                outcome.detail = f"{outcome.detail}; then it does not start: {again}"
+                outcome.is_last = True
         outcome.seconds = time.perf_counter() - begin
         return outcome
 
     def _death(self, probe: Probe, error: TargetError) -> Failure:
         said = str(error)
         return Failure(
-            probe.name, self.settings, tuple(self.sent), 0, Answer((), error=said), Judgement("wrong", said),
-            self.unit or DEFAULT_UNIT, died=True,
-        )  # fmt: skip
+            probe.name,
+            self.settings,
+            tuple(self.sent),
+            0,
+            Answer((), error=said),
+            Judgement("wrong", said),
+            self.unit or DEFAULT_UNIT,
+            died=True,
+        )
 
     def _play(self, probe: Probe, vocab_size: int, outcome: Outcome) -> None:
         rounds = probe.rounds(self.traffic(probe.name, vocab_size))
         self.reset()
-        before, unclear = self.target.counters(), ""
+        before = self.target.counters()
+        unclear = ""
         answers: Any = None
         with suppress(StopIteration):
             while not outcome.failures:
@@ -235,31 +262,36 @@ class Session:
                 answers, judgements = self.play(one)
                 _count(outcome, one, answers, judgements)
                 if failure := self.first_wrong(probe.name, answers, judgements):
-                    outcome.verdict, outcome.detail = "wrong", failure.judgement.problem
+                    outcome.verdict = "wrong"
+                    outcome.detail = failure.judgement.problem
                     outcome.failures.append(failure)
                 unclear = unclear or next((one.problem for one in judgements if one.problem), "")
         if not self.sent:
-            outcome.verdict, outcome.detail = "not supported", "its requests would be too long"
+            outcome.verdict = "not supported"
+            outcome.detail = "its requests would be too long"
             return
         after = self.target.counters()
         outcome.moved |= {name: after[name] - before.get(name, 0.0) for name in after}
         if outcome.failures:
             return
         if unclear:
-            outcome.verdict, outcome.detail = "inconclusive", unclear
+            outcome.verdict = "inconclusive"
+            outcome.detail = unclear
         elif self.judge.hides(Traffic.num_new):
             outcome.verdict = "inconclusive"
-            outcome.detail = (
-                f"rounding goes to {self.judge.limit:.2g}, which {self.judge.hidden:.0%} of all tokens are within"
-            )
+            outcome.detail = f"rounding goes to {self.judge.limit:.2g}, which {self.judge.hidden:.0%} of all tokens are within"
         elif problem := self._unmoved(probe, outcome.moved):
             outcome.verdict, outcome.detail = problem
 
-    def first_wrong(self, probe: str, answers: Sequence[Answer], judgements: Sequence[Judgement]) -> Failure | None:
+    def first_wrong(
+        self, probe: str, answers: Sequence[Answer], judgements: Sequence[Judgement]
+    ) -> Failure | None:
         """Of the last round's answers, with what was sent until then."""
         for i, judgement in enumerate(judgements):
             if judgement.verdict == "wrong":
-                return Failure(probe, self.settings, tuple(self.sent), i, answers[i], judgement, self.unit)
+                return Failure(
+                    probe, self.settings, tuple(self.sent), i, answers[i], judgement, self.unit
+                )
         return None
 
     def restart(self) -> None:
@@ -269,12 +301,15 @@ class Session:
             TargetError: it does not start.
         """
         self.target.close()
-        self.target, self.seen = self.kind.start(self.folder, self.settings), Seen()
-        self.sent, self._preempted = [], 0.0
+        self.target = self.kind.start(self.folder, self.settings)
+        self.seen = Seen()
+        self.sent = []
+        self._preempted = 0.0
 
     def reset(self) -> None:
         """Forget the prefix cache, if the target can; what was moved to a further tier may still come back."""
-        self.sent, self._preempted = [], self._preemptions()
+        self.sent = []
+        self._preempted = self._preemptions()
         if "reset" in self.target.can:
             self.target.reset()
             if self.is_plain("offload"):
@@ -283,12 +318,18 @@ class Session:
     def play(self, one: Round) -> tuple[list[Answer], list[Judgement]]:
         """The answers to a round, and whether they are right."""
         self.sent.append(one)
-        answers = [self.judge.possible(answer) for answer in self.target.ask(one.requests, one.preempt_every)]
+        answers = [
+            self.judge.possible(answer)
+            for answer in self.target.ask(one.requests, one.preempt_every)
+        ]
         found = []
         for i, (ask, answer) in enumerate(zip(one.requests, answers, strict=True)):
             judgement = self.judge.judge(ask, answer, self._alone(ask, answer))
-            cached, most = answer.cached_tokens or 0, self.seen.shared(one, i)
-            if cached > most and self._preemptions() > self._preempted:  # some releases count a request's last hit
+            cached = answer.cached_tokens or 0
+            most = self.seen.shared(one, i)
+            if (
+                cached > most and self._preemptions() > self._preempted
+            ):  # some releases count a request's last hit
                 most = self.seen.shared(one, i, finds_itself=True)
             if judgement.verdict == "right" and cached > most:
                 said = f"{cached} cached tokens, but no text of its salt shares more than {most} with it"
@@ -311,7 +352,11 @@ class Session:
         """Without the extras that the target does not have; none of them is what the probe is about."""
         can = self.target.can
         requests = tuple(
-            replace(ask, logprobs=ask.logprobs and "logprobs" in can, salt=ask.salt if "salt" in can else "")
+            replace(
+                ask,
+                logprobs=ask.logprobs and "logprobs" in can,
+                salt=ask.salt if "salt" in can else "",
+            )
             for ask in one.requests
         )
         return replace(one, requests=requests)
@@ -319,15 +364,22 @@ class Session:
     def _unmoved(self, probe: Probe, moved: Mapping[str, float]) -> tuple[Verdict, str] | None:
         if not probe.moves or (probe.when and self.is_plain(*probe.when.split())):
             return None
-        name = "hits" if probe.moves == "cached" and "cached" not in self.target.can else probe.moves
+        name = (
+            "hits" if probe.moves == "cached" and "cached" not in self.target.can else probe.moves
+        )
         if name not in moved:
-            return "inconclusive", f"all answers are right, but no counter of {name} shows that it was at work"
+            return (
+                "inconclusive",
+                f"all answers are right, but no counter of {name} shows that it was at work",
+            )
         if not moved[name]:
             return "void", f"{name} stayed 0: nothing of what this probe is about happened"
         return None
 
 
-def _count(outcome: Outcome, one: Round, answers: Sequence[Answer], judgements: Sequence[Judgement]) -> None:
+def _count(
+    outcome: Outcome, one: Round, answers: Sequence[Answer], judgements: Sequence[Judgement]
+) -> None:
     for ask, answer, judgement in zip(one.requests, answers, judgements, strict=True):
         texts = (answer.token_ids, *answer.others)
         outcome.num_answers += len(texts)
@@ -343,8 +395,11 @@ def calibrate(session: Session, vocab_size: int) -> None:
         ConfigError: there is neither an oracle nor log-probabilities.
         TargetError: every prompt kills it.
     """
-    judge, target, deaths = session.judge, session.target, list[TargetError]()
-    prompts, texts = session.traffic("calibrate", vocab_size).mixed(8), list[list[int]]()
+    judge = session.judge
+    target = session.target
+    deaths = list[TargetError]()
+    prompts = session.traffic("calibrate", vocab_size).mixed(8)
+    texts = list[list[int]]()
     for prompt in prompts:
         answers = []
         try:
@@ -358,7 +413,9 @@ def calibrate(session: Session, vocab_size: int) -> None:
             session.restart()
             continue
         first, second = answers
-        for one, other, token in zip(first.logprobs, second.logprobs, first.token_ids, strict=False):
+        for one, other, token in zip(
+            first.logprobs, second.logprobs, first.token_ids, strict=False
+        ):
             judge.repeated = max(judge.repeated, abs(one[token] - other.get(token, math.inf)))
         if judge.oracle is not None:
             texts.append([*prompt, *first.token_ids])
@@ -367,4 +424,6 @@ def calibrate(session: Session, vocab_size: int) -> None:
     if judge.oracle is not None:
         judge.hidden = fmean(judge.oracle.within(text, judge.limit) for text in texts)
     if judge.oracle is None and "logprobs" not in target.can:
-        raise ConfigError("neither an oracle nor log-probabilities: no difference could be distinguished from rounding")
+        raise ConfigError(
+            "neither an oracle nor log-probabilities: no difference could be distinguished from rounding"
+        )

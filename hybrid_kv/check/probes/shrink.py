@@ -31,7 +31,9 @@ def shrink(failure: Failure, start: Callable[[], Session], seconds: float = 120.
         shrinker.tried.clear()  # in a new engine it may be tried again
         # What an engine keeps besides its cache may be what is wrong with it: then each try has an engine of its own.
         if shrinker.is_minimal and not shrinker.fails(smallest.rounds):
-            shrinker.case, shrinker.failure, shrinker.is_always_new = failure.rounds, failure, True
+            shrinker.case = failure.rounds
+            shrinker.failure = failure
+            shrinker.is_always_new = True
             shrinker.run()
     except TimeUpError:
         shrinker.is_minimal = False
@@ -57,7 +59,8 @@ class Shrunk(Shrinker[Rounds]):
 
     def __init__(self, failure: Failure, start: Callable[[], Session], seconds: float) -> None:
         super().__init__(failure.rounds, seconds, time.perf_counter)
-        self.failure, self.is_always_new = failure, False
+        self.failure = failure
+        self.is_always_new = False
         self._start = start
         self._session: Session | None = None
 
@@ -85,12 +88,18 @@ class Shrunk(Shrinker[Rounds]):
         """What killed the session, if a death is what is reduced; the same one, whatever numbers it names."""
         if not self.failure.died or self._session is None:
             return None
-        now = replace(self.failure, rounds=tuple(self._session.sent), answer=Answer((), error=str(error)))
+        now = replace(
+            self.failure, rounds=tuple(self._session.sent), answer=Answer((), error=str(error))
+        )
         now = replace(now, judgement=replace(now.judgement, problem=str(error)))
         return now if now.last_words == self.failure.last_words else None
 
     def _fresh(self) -> Session:
-        if self._session is not None and "reset" in self._session.target.can and not self.is_always_new:
+        if (
+            self._session is not None
+            and "reset" in self._session.target.can
+            and not self.is_always_new
+        ):
             self._session.reset()
             return self._session
         self.close()
@@ -110,7 +119,9 @@ class Shrunk(Shrinker[Rounds]):
 
     def _requests_of(self, rounds: Rounds, i: int) -> None:
         def keep(kept: Sequence[Ask]) -> Rounds | None:
-            return _startable([*rounds[:i], replace(rounds[i], requests=tuple(kept)), *rounds[i + 1 :]])
+            return _startable(
+                [*rounds[:i], replace(rounds[i], requests=tuple(kept)), *rounds[i + 1 :]]
+            )
 
         self.leave_out(rounds[i].requests, keep)
 
@@ -125,14 +136,20 @@ class Shrunk(Shrinker[Rounds]):
 
     def _each(self, change: Callable[[Ask], Ask]) -> None:
         """All requests at once, or else one by one."""
-        if self.fails(_startable([replace(one, requests=tuple(map(change, one.requests))) for one in self.case])):
+        if self.fails(
+            _startable(
+                [replace(one, requests=tuple(map(change, one.requests))) for one in self.case]
+            )
+        ):
             return
         for i, j in [(i, j) for i, one in enumerate(self.case) for j in range(len(one.requests))]:
             now = self.case
             if i < len(now) and j < len(now[i].requests):
                 requests = [*now[i].requests]
                 requests[j] = change(requests[j])
-                self.fails(_startable([*now[:i], replace(now[i], requests=tuple(requests)), *now[i + 1 :]]))
+                self.fails(
+                    _startable([*now[:i], replace(now[i], requests=tuple(requests)), *now[i + 1 :]])
+                )
 
     def _tokens(self) -> None:
         """The same positions of all prompts, whole blocks first, so that what they share they share still."""
@@ -140,13 +157,19 @@ class Shrunk(Shrinker[Rounds]):
             rounds = self.case
             longest = max(len(ask.prompt) for one in rounds for ask in one.requests)
 
-            def keep(kept: Sequence[int], rounds: Rounds = rounds, size: int = size) -> Rounds | None:
+            def keep(
+                kept: Sequence[int], rounds: Rounds = rounds, size: int = size
+            ) -> Rounds | None:
                 pieces = set(kept)
-                return _with_prompts(rounds, lambda prompt: [t for i, t in enumerate(prompt) if i // size in pieces])
+                return _with_prompts(
+                    rounds, lambda prompt: [t for i, t in enumerate(prompt) if i // size in pieces]
+                )
 
             self.leave_out(range(-(-longest // size)), keep)
         for cut in (self.failure.unit, 4, 1):
-            self._each(lambda ask, cut=cut: replace(ask, prompt=ask.prompt[:-cut] or ask.prompt[:1]))  # type: ignore[misc]
+            self._each(
+                lambda ask, cut=cut: replace(ask, prompt=ask.prompt[:-cut] or ask.prompt[:1])
+            )  # type: ignore[misc]
 
 
 def _startable(rounds: Sequence[Round]) -> Rounds | None:
@@ -166,7 +189,9 @@ def distinct(failures: Sequence[Failure]) -> list[Failure]:
     return [one for one in failures if not one.died or known[one.last_words] is one]
 
 
-def _with_prompts(rounds: Rounds, change: Callable[[Sequence[int]], Sequence[int]]) -> Rounds | None:
+def _with_prompts(
+    rounds: Rounds, change: Callable[[Sequence[int]], Sequence[int]]
+) -> Rounds | None:
     def changed(ask: Ask) -> Ask:
         return replace(ask, prompt=tuple(change(ask.prompt)) or ask.prompt[:1])
 
@@ -178,6 +203,12 @@ def as_json(rounds: Sequence[Round], whole: bool = False) -> list[dict[str, Any]
     found: list[dict[str, Any]] = []
     for one in rounds:
         given = [{"max_tokens": ask.max_tokens} if whole else {} for ask in one.requests]
-        requests = [{"prompt": ask.prompt, **own, **ask.extras()} for ask, own in zip(one.requests, given, strict=True)]
-        found.append({"requests": requests} | ({"preempt_every": one.preempt_every} if one.preempt_every else {}))
+        requests = [
+            {"prompt": ask.prompt, **own, **ask.extras()}
+            for ask, own in zip(one.requests, given, strict=True)
+        ]
+        found.append(
+            {"requests": requests}
+            | ({"preempt_every": one.preempt_every} if one.preempt_every else {})
+        )
     return found

@@ -35,7 +35,9 @@ TRIED = tuple(MODES)
 NUM_CELLS = len(TRIED) * len(DRAFTS) + 2 + len(RECOMPUTED)
 QUESTIONS_SEED = 1  # the hit rates and acceptances in README are those of these questions
 LEAST = 16  # questions: fewer end before the device has forgotten anything
-FORGET_EVERY = 10  # steps: then the device forgets what it has cached, and only the offload tier still has it
+FORGET_EVERY = (
+    10  # steps: then the device forgets what it has cached, and only the offload tier still has it
+)
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,16 @@ class Cell:
 
     @property
     def hit_rate(self) -> float:
-        return sum(self.cached_tokens) / sum(len(output.prompt_token_ids) for output in self.outputs)
+        return sum(self.cached_tokens) / sum(
+            len(output.prompt_token_ids) for output in self.outputs
+        )
 
     @property
     def least_acceptance(self) -> float:
         """The share of drafts that must be accepted."""
-        return self.model.least_acceptance(self.method or "", self.num_speculative_tokens, len(self.outputs))
+        return self.model.least_acceptance(
+            self.method or "", self.num_speculative_tokens, len(self.outputs)
+        )
 
     @property
     def drafts(self) -> tuple[int, int]:
@@ -96,17 +102,27 @@ def run_cell(
 ) -> Cell:
     """Answer all questions in one configuration."""
     llm = LLM(
-        model.folder, max_model_len=640, max_num_seqs=8, block_size=model.block_size, mamba_cache_mode=mode,
-        speculative_method=method, num_speculative_tokens=k, **options,
-    )  # fmt: skip
+        model.folder,
+        max_model_len=640,
+        max_num_seqs=8,
+        block_size=model.block_size,
+        mamba_cache_mode=mode,
+        speculative_method=method,
+        num_speculative_tokens=k,
+        **options,
+    )
     poison(llm)
-    outputs = llm.generate(prompts, SamplingParams(max_tokens=64, stop=("Question:",)), progress=False, on_step=on_step)
+    outputs = llm.generate(
+        prompts, SamplingParams(max_tokens=64, stop=("Question:",)), progress=False, on_step=on_step
+    )
     tier = llm.manager.offload
     loaded = None if tier is None else tier.stats.loaded_blocks
     return Cell(mode, method, k, outputs, loaded, llm.config.cache.state_scheme, model)
 
 
-def cells(prompts: Sequence[str], device: str = "cpu", model: Trained = TRAINED["nemotron_h"]) -> Iterator[Cell]:
+def cells(
+    prompts: Sequence[str], device: str = "cpu", model: Trained = TRAINED["nemotron_h"]
+) -> Iterator[Cell]:
     """Every mode with every kind of draft; then blocks come back from host memory, and from files after a restart."""
     run = partial(run_cell, device=device, model=model)
     for mode in TRIED:
@@ -120,7 +136,15 @@ def cells(prompts: Sequence[str], device: str = "cpu", model: Trained = TRAINED[
         yield run(prompts, "align", None, 0, kv_offload_folder=folder)
 
 
-@check("answers", quick=0, full=24, long=200, seconds=1.5, place=50, needs="safetensors tokenizers transformers")
+@check(
+    "answers",
+    quick=0,
+    full=24,
+    long=200,
+    seconds=1.5,
+    place=50,
+    needs="safetensors tokenizers transformers",
+)
 def check_answers(run: Run) -> Iterator[CheckResult]:
     """One line per model and cell: how many answers differ from those of mode none without drafts."""
     for model in TRAINED.values():
@@ -137,17 +161,36 @@ def _result(cell: Cell, seen: dict[str, Cell]) -> CheckResult:
     wrong = [i for i, (own, plain) in enumerate(pairs) if own != plain]
     detail = f"question {wrong[0]} has another answer" if wrong else _other_faults(cell, seen)
     accepted, drafted = cell.drafts
-    params = {"mode": cell.mode, "scheme": cell.scheme, "method": cell.method, "K": cell.num_speculative_tokens}
+    params = {
+        "mode": cell.mode,
+        "scheme": cell.scheme,
+        "method": cell.method,
+        "K": cell.num_speculative_tokens,
+    }
     loaded = cell.num_loaded_blocks
-    metrics = {"hit_rate": cell.hit_rate, "accepted": accepted, "drafted": drafted, "loaded_blocks": loaded}
+    metrics = {
+        "hit_rate": cell.hit_rate,
+        "accepted": accepted,
+        "drafted": drafted,
+        "loaded_blocks": loaded,
+    }
     shown = metrics_in_words(cell.mode, cell.hit_rate, accepted, drafted, loaded)
     name = f"{cell.name}{cell.model.suffix}{': ' if shown else ''}{shown}"
     return CheckResult(
-        name, len(wrong), "answers", "0", len(cell.outputs), detail, params | cell.model.params, metrics
-    )  # fmt: skip
+        name,
+        len(wrong),
+        "answers",
+        "0",
+        len(cell.outputs),
+        detail,
+        params | cell.model.params,
+        metrics,
+    )
 
 
-def metrics_in_words(mode: str, hit_rate: float, accepted: int, drafted: int, loaded_blocks: int | None) -> str:
+def metrics_in_words(
+    mode: str, hit_rate: float, accepted: int, drafted: int, loaded_blocks: int | None
+) -> str:
     """What a line of the table says behind its name."""
     shown = [f"hits {hit_rate:.1%}"] if MODES[mode].keeps_states else []
     shown += [f"accepted {accepted / drafted:.1%}"] if drafted else []
@@ -169,7 +212,9 @@ def _other_faults(cell: Cell, seen: dict[str, Cell]) -> str:
         return ""  # another cache, another schedule: the counts below are not comparable
     if cell.scheme != DEFAULT_SCHEME:
         slots = seen[cell.name.replace(f", {cell.scheme}", "")]
-        return f"{cell.drafts} drafts accepted and verified, {slots.drafts} with slots" * (cell.drafts != slots.drafts)
+        return f"{cell.drafts} drafts accepted and verified, {slots.drafts} with slots" * (
+            cell.drafts != slots.drafts
+        )
     uncached = seen[cell.name.replace(cell.mode, "none", 1)]
     if cell.drafts != uncached.drafts:
         return f"{cell.drafts} drafts accepted and verified, {uncached.drafts} without a cache"

@@ -33,9 +33,22 @@ def check_costs(run: Run) -> Iterator[CheckResult]:
                 )
         wrong += errors
         run.progress(1)
-    detail = wrong[0] if wrong else "" if num_cached and num_accepted else "void: no hit, or no accepted draft"
+    detail = (
+        wrong[0]
+        if wrong
+        else ""
+        if num_cached and num_accepted
+        else "void: no hit, or no accepted draft"
+    )
     counted = {"cached_tokens": num_cached, "accepted_drafts": num_accepted}
     yield CheckResult(
-        "hits lost to drafts, drafts lost to caching", len(wrong), "requests", "0", run.amount, detail,
-        {"seed": run.seed}, counted, section="exact model",
-    )  # fmt: skip
+        "hits lost to drafts, drafts lost to caching",
+        len(wrong),
+        "requests",
+        "0",
+        run.amount,
+        detail,
+        {"seed": run.seed},
+        counted,
+        section="exact model",
+    )

@@ -58,25 +58,36 @@ class LeastRecentlyUsed:
     def __init__(self, num_blocks: int, has_states: Sequence[bool], gives_back: bool) -> None:
         self.num_lost = 0
         self._num_plain = num_blocks - 1
-        self._has_states, self._gives_back = has_states, gives_back
+        self._has_states = has_states
+        self._gives_back = gives_back
         self.idle: list[Key] = []
 
     def run(self, tokens: Sequence[int], num_prompt: int) -> int:
         """Serve a request that ends with these tokens, the last one not cached; how much of its prompt was cached."""
         groups = range(len(self._has_states))
-        keys = [[(g, tuple(tokens[:end])) for end in range(BLOCK, len(tokens) + BLOCK, BLOCK)] for g in groups]
+        keys = [
+            [(g, tuple(tokens[:end])) for end in range(BLOCK, len(tokens) + BLOCK, BLOCK)]
+            for g in groups
+        ]
         hit = (num_prompt - 1) // BLOCK
-        while hit and not all(keys[g][block_idx] in self.idle for g, block_idx in self._of_hit(hit)):
+        while hit and not all(
+            keys[g][block_idx] in self.idle for g, block_idx in self._of_hit(hit)
+        ):
             hit -= 1
         held = [
-            {block_idx: Held(keys[g][block_idx], True) for of, block_idx in self._of_hit(hit) if of == g}
+            {
+                block_idx: Held(keys[g][block_idx], True)
+                for of, block_idx in self._of_hit(hit)
+                if of == g
+            }
             for g in groups
         ]
         for own in held:
             for one in own.values():
                 self.idle.remove(one.key)
         given_back: list[Key] = []
-        lengths, computed = [hit] * len(groups), hit * BLOCK
+        lengths = [hit] * len(groups)
+        computed = hit * BLOCK
         for end in self._steps(computed, num_prompt, len(tokens) - 1):
             is_first = computed == hit * BLOCK
             for own in [] if is_first else self._giving_back(held):
@@ -85,18 +96,30 @@ class LeastRecentlyUsed:
             logical_blocks = cdiv(end, BLOCK)
             for g, (own, is_states) in enumerate(zip(held, self._has_states, strict=True)):
                 # What a chunk jumps over gets no block.
-                first = max(lengths[g], logical_blocks - 1) if is_states and self._gives_back else lengths[g]
-                own.update({block_idx: Held(keys[g][block_idx]) for block_idx in range(first, logical_blocks)})
+                first = (
+                    max(lengths[g], logical_blocks - 1)
+                    if is_states and self._gives_back
+                    else lengths[g]
+                )
+                own.update(
+                    {
+                        block_idx: Held(keys[g][block_idx])
+                        for block_idx in range(first, logical_blocks)
+                    }
+                )
                 self._take(logical_blocks - first)
                 lengths[g] = logical_blocks
-            whole, computed = range(end // BLOCK), end
+            whole = range(end // BLOCK)
+            computed = end
             for own, is_states in zip(held, self._has_states, strict=True):
                 for block_idx, one in own.items():
                     left = not (is_states and self._gives_back) or (block_idx + 1) * BLOCK == end
                     one.is_whole |= block_idx in whole and left
         last = self._release([own[block_idx] for own in held for block_idx in sorted(own)])
         used = [*(key for key in given_back if key in self.idle), *last]
-        self.idle = [key for key in self.idle if key not in used] + sorted(used, key=lambda key: -len(key[1]))
+        self.idle = [key for key in self.idle if key not in used] + sorted(
+            used, key=lambda key: -len(key[1])
+        )
         return hit * BLOCK
 
     def _steps(self, begin: int, num_prompt: int, end: int) -> list[int]:
@@ -106,7 +129,11 @@ class LeastRecentlyUsed:
         return [*chunk, *range(num_prompt, end + 1)]
 
     def _giving_back(self, held: Sequence[dict[int, Held]]) -> list[dict[int, Held]]:
-        return [own for own, is_states in zip(held, self._has_states, strict=True) if is_states and self._gives_back]
+        return [
+            own
+            for own, is_states in zip(held, self._has_states, strict=True)
+            if is_states and self._gives_back
+        ]
 
     def _take(self, count: int) -> None:
         plain = min(count, self._num_plain)
@@ -133,18 +160,30 @@ class LeastRecentlyUsed:
 @check("eviction", quick=6, full=20, seconds=0.1, place=36)
 def check_eviction(run: Run) -> Iterator[CheckResult]:
     """Requests one after the other, with beginnings in common, in a pool that holds about two of them."""
-    wrong, num_cached, num_lost, count = list[str](), 0, 0, 0
+    wrong = list[str]()
+    num_cached = 0
+    num_lost = 0
+    count = 0
     for trial in range(run.amount):
-        kind, rng = KINDS[trial % len(KINDS)], np.random.default_rng((run.seed, trial))
-        book, num_blocks = answer_book(kind.layers), int(rng.integers(14, 26))
+        kind = KINDS[trial % len(KINDS)]
+        rng = np.random.default_rng((run.seed, trial))
+        book = answer_book(kind.layers)
+        num_blocks = int(rng.integers(14, 26))
         where = f"mode {kind.mode}, {num_blocks} blocks, trial {trial}"
         llm = LLM(
-            book.model, device="cpu", attention_backend=SmallBlocksFirst.name, block_size=BLOCK, max_num_seqs=1,
-            max_model_len=64, num_blocks=num_blocks, **cache_options(kind.mode, 0, "none"),
-        )  # fmt: skip
+            book.model,
+            device="cpu",
+            attention_backend=SmallBlocksFirst.name,
+            block_size=BLOCK,
+            max_num_seqs=1,
+            max_model_len=64,
+            num_blocks=num_blocks,
+            **cache_options(kind.mode, 0, "none"),
+        )
         poison(llm)
         has_states = [group.backend.is_ssm() for group in llm.runner.groups]
-        engine, pool = llm.manager.pool, LeastRecentlyUsed(num_blocks, has_states, kind.gives_back)
+        engine = llm.manager.pool
+        pool = LeastRecentlyUsed(num_blocks, has_states, kind.gives_back)
         names: dict[BlockKey | None, Key] = {}
         texts = rng.integers(0, 97, size=(3, 40))
         texts[1, : int(rng.integers(8, 33))] = texts[0, 0]
@@ -156,20 +195,36 @@ def check_eviction(run: Run) -> Iterator[CheckResult]:
             count += 1
             num_cached += due
             ends = enumerate(BlockHashes().chain(BLOCK, tokens, len(tokens)), 1)
-            names |= {(g, name): (g, tuple(tokens[: n * BLOCK])) for n, name in ends for g in range(len(has_states))}
+            names |= {
+                (g, name): (g, tuple(tokens[: n * BLOCK]))
+                for n, name in ends
+                for g in range(len(has_states))
+            }
             if output.cached_tokens != due:
                 wrong.append(
                     f"{where}: request {output.request_id} finds {output.cached_tokens} of its {len(prompt)} tokens "
                     f"cached, {due} are due"
                 )
-            elif [names.get(engine.key_of(block)) for block in engine.idle_blocks().tolist()] != pool.idle:
-                wrong.append(f"{where}: blocks behind request {output.request_id} are not in the order of their use")
+            elif [
+                names.get(engine.key_of(block)) for block in engine.idle_blocks().tolist()
+            ] != pool.idle:
+                wrong.append(
+                    f"{where}: blocks behind request {output.request_id} are not in the order of their use"
+                )
             elif engine.num_evictions != pool.num_lost:
-                wrong.append(f"{where}: {engine.num_evictions} evictions are counted, {pool.num_lost} blocks were lost")
+                wrong.append(
+                    f"{where}: {engine.num_evictions} evictions are counted, {pool.num_lost} blocks were lost"
+                )
         num_lost += pool.num_lost
         run.progress(1)
     void = "" if num_cached and num_lost else "void: no hit, or no eviction"
     yield CheckResult(
-        "LRU order violations", len(wrong), "requests", "0", count, wrong[0] if wrong else void, {"seed": run.seed},
+        "LRU order violations",
+        len(wrong),
+        "requests",
+        "0",
+        count,
+        wrong[0] if wrong else void,
+        {"seed": run.seed},
         {"cached_tokens": num_cached, "evictions": num_lost},
-    )  # fmt: skip
+    )

@@ -28,7 +28,14 @@ AGAIN = 8
 
 
 @check(
-    "exact model", quick=2500, full=3000, long=100_000, seconds=0.0066, place=30, factors=lambda: FACTORS, runs="spread"
+    "exact model",
+    quick=2500,
+    full=3000,
+    long=100_000,
+    seconds=0.0066,
+    place=30,
+    factors=lambda: FACTORS,
+    runs="spread",
 )
 def check_exact_model(run: Run) -> Iterator[CheckResult]:
     """Engine against oracle on the integer model, until `run.amount` requests ran; tokens must be equal.
@@ -40,7 +47,8 @@ def check_exact_model(run: Run) -> Iterator[CheckResult]:
     """
     begin = time.perf_counter()
     total = Differences()
-    failed_after, requests = None, dict[str, int]()
+    failed_after = None
+    requests = dict[str, int]()
     numbers = rows_with(run.only) if run.only else range(SCENARIOS_PER_RUN)
     wanted = {chosen for chosen in required_combinations() if has_levels(dict(chosen), run.only)}
     for result in _results(run, numbers, total, wanted):
@@ -51,28 +59,50 @@ def check_exact_model(run: Run) -> Iterator[CheckResult]:
             requests = {"requests_to_failure": total.num_requests}
         if total.wrong and run.fail_fast:
             break
-    wrong, untried = total.wrong, _untried(total, wanted)
+    wrong = total.wrong
+    untried = _untried(total, wanted)
     missing = [name for name in REQUIRED if not total.seen[name]]
-    params, metrics = {"seed": run.seed, **run.only}, {"scenarios": total.num_scenarios}
-    shortest = min(wrong, key=lambda failure: failure.scenario.num_tokens, default=None)  # reduced soonest
+    params = {"seed": run.seed, **run.only}
+    metrics = {"scenarios": total.num_scenarios}
+    shortest = min(
+        wrong, key=lambda failure: failure.scenario.num_tokens, default=None
+    )  # reduced soonest
     yield CheckResult(
-        "wrong tokens, exact model", len(wrong), "requests", "0", total.num_requests, str(wrong[0]) if wrong else "",
-        params, {**metrics, **requests}, failed_after=failed_after,
+        "wrong tokens, exact model",
+        len(wrong),
+        "requests",
+        "0",
+        total.num_requests,
+        str(wrong[0]) if wrong else "",
+        params,
+        {**metrics, **requests},
+        failed_after=failed_after,
         case=to_json(shortest.scenario, shortest.rule) if shortest else "",
-    )  # fmt: skip
+    )
     if not run.only:
         yield CheckResult(
-            "request patterns covered", len(REQUIRED) - len(missing), "patterns", str(len(REQUIRED)),
-            total.num_scenarios, f"void: never happened: {', '.join(missing)}" if missing else "", params,
+            "request patterns covered",
+            len(REQUIRED) - len(missing),
+            "patterns",
+            str(len(REQUIRED)),
+            total.num_scenarios,
+            f"void: never happened: {', '.join(missing)}" if missing else "",
+            params,
             {**metrics, "seen": {name: total.seen[name] for name in REQUIRED}},
-        )  # fmt: skip
+        )
     void = f"void: {len(untried)} never ran, such as {dict(untried[0])}" if untried else ""
     if run.only and not total.cells:
         void = "void: no row of the design has all of these settings"
     yield CheckResult(
-        "pairs and triples of settings covered", len(wanted) - len(untried), "settings", str(len(wanted)),
-        total.num_scenarios, void, params, metrics | ({"seen": dict(total.seen)} if run.only else {}),
-    )  # fmt: skip
+        "pairs and triples of settings covered",
+        len(wanted) - len(untried),
+        "settings",
+        str(len(wanted)),
+        total.num_scenarios,
+        void,
+        params,
+        metrics | ({"seen": dict(total.seen)} if run.only else {}),
+    )
 
 
 def _results(
@@ -80,7 +110,9 @@ def _results(
 ) -> Iterator[Differences]:
     """Scenarios by number, until `total` has enough of them; then the rows of the design that have shown too little."""
     first = run.seed * SCENARIOS_PER_RUN
-    with closing(run_scenarios((first + number for number in numbers), run.pool, run.workers)) as runs:
+    with closing(
+        run_scenarios((first + number for number in numbers), run.pool, run.workers)
+    ) as runs:
         for result in runs:
             yield result
             if total.num_requests >= run.amount and not run.only:

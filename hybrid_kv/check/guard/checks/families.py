@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_kv.check.checkout import changed_modules
-from hybrid_kv.check.guard.exactness import FLOAT32_LIMIT, FLOAT64_LIMIT, MTP_CELLS, Alone, Compared, describe
+from hybrid_kv.check.guard.exactness import (
+    FLOAT32_LIMIT,
+    FLOAT64_LIMIT,
+    MTP_CELLS,
+    Alone,
+    Compared,
+    describe,
+)
 from hybrid_kv.check.guard.logits import LogitCase, from_transformers, to_json
 from hybrid_kv.check.guard.narrow import LIMIT, compare_paths
 from hybrid_kv.check.guard.registry import CheckResult, Run, check
@@ -30,9 +37,15 @@ def known() -> list[str]:
 
 
 @check(
-    "families", quick=2, full=6, long=99, seconds=7.0, place=45, needs="safetensors tokenizers transformers",
+    "families",
+    quick=2,
+    full=6,
+    long=99,
+    seconds=7.0,
+    place=45,
+    needs="safetensors tokenizers transformers",
     factors=lambda: {"family": known()},
-)  # fmt: skip
+)
 def check_families(run: Run) -> Iterator[CheckResult]:
     """Logits in engines of every kind against each request alone, in float64. Only a long guard takes all families.
 
@@ -56,7 +69,8 @@ def check_families(run: Run) -> Iterator[CheckResult]:
 
 def draw(run: Run) -> list[str]:
     """The families of a run, as many as its amount: those whose files have changed since the last commit, then any."""
-    names, rng = known(), random.Random(run.seed)
+    names = known()
+    rng = random.Random(run.seed)
     drawn = rng.sample(names, min(run.amount, len(names)))
     changed = [name for name in names if not _modules(name).isdisjoint(changed_modules())]
     return sorted([*dict.fromkeys(rng.sample(changed, len(changed)) + drawn)][: len(drawn)])
@@ -65,7 +79,8 @@ def draw(run: Run) -> list[str]:
 def _modules(model_type: str) -> set[str]:
     """Where a family and its draft head are defined."""
     file = ConfigFile({"model_type": model_type}, "the guard")
-    family, head = registry.family_of(file), registry.head_of(file)
+    family = registry.family_of(file)
+    head = registry.head_of(file)
     parts = family.kinds, family.build, family.convert_weights, head and head.build
     return {getattr(part, "func", part).__module__ for part in parts if part is not None}
 
@@ -81,9 +96,16 @@ def _beside_itself(model_type: str, folder: str, seed: int) -> CheckResult:
         "preemptions": sum(one.preemptions for one in found),
     }
     return CheckResult(
-        f"largest logit difference, {model_type}", max(one.worst for one in found), "logit", f"{FLOAT64_LIMIT:.0g}",
-        sum(one.num_tokens for one in found), problem, {"family": model_type, "seed": seed}, metrics, case=case,
-    )  # fmt: skip
+        f"largest logit difference, {model_type}",
+        max(one.worst for one in found),
+        "logit",
+        f"{FLOAT64_LIMIT:.0g}",
+        sum(one.num_tokens for one in found),
+        problem,
+        {"family": model_type, "seed": seed},
+        metrics,
+        case=case,
+    )
 
 
 def _beside_transformers(model_type: str, folder: str, reference: Any) -> CheckResult:
@@ -91,9 +113,15 @@ def _beside_transformers(model_type: str, folder: str, reference: Any) -> CheckR
     far, num_tokens = from_transformers(reference, folder, whole)
     detail = "" if far <= FLOAT32_LIMIT else "logits of whole texts differ in float32"
     return CheckResult(
-        f"distance from transformers, {model_type}", far, "share", f"<= {FLOAT32_LIMIT:.0e}", num_tokens, detail,
-        {"family": model_type}, case=to_json(whole, "logits") if detail else "",
-    )  # fmt: skip
+        f"distance from transformers, {model_type}",
+        far,
+        "share",
+        f"<= {FLOAT32_LIMIT:.0e}",
+        num_tokens,
+        detail,
+        {"family": model_type},
+        case=to_json(whole, "logits") if detail else "",
+    )
 
 
 def _in_bfloat16(model_type: str, folder: str, seed: int) -> Iterator[CheckResult]:
@@ -101,9 +129,14 @@ def _in_bfloat16(model_type: str, folder: str, seed: int) -> Iterator[CheckResul
     if found.num_paths:
         detail = f"states behind {found.path} are {found.worst:.2g} away from those of one prefill"
         yield CheckResult(
-            f"states in float32 beside bfloat16, {model_type}", found.worst, "share", f"<= {LIMIT:.0g}",
-            found.num_paths, detail if found.worst > LIMIT else "", {"family": model_type, "seed": seed},
-        )  # fmt: skip
+            f"states in float32 beside bfloat16, {model_type}",
+            found.worst,
+            "share",
+            f"<= {LIMIT:.0g}",
+            found.num_paths,
+            detail if found.worst > LIMIT else "",
+            {"family": model_type, "seed": seed},
+        )
 
 
 def _texts() -> list[list[int]]:
@@ -130,6 +163,13 @@ def _trained_head(model: Trained, seed: int) -> CheckResult:
     problem, case = _first_problem(model.folder.name, alone, found)
     accepted = {"accepted": sum(one.accepted for one in found), "cells": len(found)}
     return CheckResult(
-        f"wrong drafts, trained head{model.suffix}", sum(one.wrong_drafts for one in found), "drafts", "0",
-        sum(one.num_drafts for one in found), problem, {"seed": seed, **model.params}, accepted, case=case,
-    )  # fmt: skip
+        f"wrong drafts, trained head{model.suffix}",
+        sum(one.wrong_drafts for one in found),
+        "drafts",
+        "0",
+        sum(one.num_drafts for one in found),
+        problem,
+        {"seed": seed, **model.params},
+        accepted,
+        case=case,
+    )

@@ -27,10 +27,19 @@ LAYOUTS = (SmallBlocksFirst.name, "TORCH"), (SmallKVFirst.name, "FLASHINFER")
 NUM_NEW = 8
 
 
-@check("folder", quick=1, full=3, long=6, seconds=3.5, place=38, needs="safetensors tokenizers transformers")
+@check(
+    "folder",
+    quick=1,
+    full=3,
+    long=6,
+    seconds=3.5,
+    place=38,
+    needs="safetensors tokenizers transformers",
+)
 def check_folder(run: Run) -> Iterator[CheckResult]:
     """Two exact models, then two checkpoints of a family, one after the other in each layout, by one folder each."""
-    wrong, num_engines = list[str](), 0
+    wrong = list[str]()
+    num_engines = 0
     for i in range(run.amount):
         for play in (_exact_models, _checkpoints):
             with tempfile.TemporaryDirectory() as folder, unwarned():
@@ -39,39 +48,62 @@ def check_folder(run: Run) -> Iterator[CheckResult]:
             num_engines += len(found)
         run.progress(1)
     yield CheckResult(
-        "engines misled by a shared folder", len(wrong), "", "0", num_engines, wrong[0] if wrong else "",
+        "engines misled by a shared folder",
+        len(wrong),
+        "",
+        "0",
+        num_engines,
+        wrong[0] if wrong else "",
         {"seed": run.seed},
-    )  # fmt: skip
+    )
 
 
 def _exact_models(seed: int, folder: str) -> Iterator[str]:
     """Of each engine what is wrong, or nothing."""
-    rng, params = random.Random(seed), SamplingParams(max_tokens=NUM_NEW)
-    mode, layers = rng.choice(["align", "all"]), rng.choice(["M*", "*M", "T*", "M*MM*"])
+    rng = random.Random(seed)
+    params = SamplingParams(max_tokens=NUM_NEW)
+    mode = rng.choice(["align", "all"])
+    layers = rng.choice(["M*", "*M", "T*", "M*MM*"])
     prompts = [[rng.randrange(97) for _ in range(length)] for length in (17, 33, 40)]
     every = list(product((0, 1), LAYOUTS[seed % len(LAYOUTS)]))
     for weights, layout in [*every, every[0]]:
         model = ExactModel(ExactConfig(layers, seed=weights))
         llm = LLM(
-            model, device="cpu", attention_backend=layout, block_size=16, num_blocks=60, max_model_len=96,
-            kv_offload_folder=folder, **cache_options(mode, 0, "none"),
-        )  # fmt: skip
+            model,
+            device="cpu",
+            attention_backend=layout,
+            block_size=16,
+            num_blocks=60,
+            max_model_len=96,
+            kv_offload_folder=folder,
+            **cache_options(mode, 0, "none"),
+        )
         poison(llm)
         outputs = llm.generate(prompts, params, progress=False)
         due = [ExactOracle(model).generate(prompt, NUM_NEW) for prompt in prompts]
-        num_wrong = sum(output.token_ids != tokens for output, tokens in zip(outputs, due, strict=True))
+        num_wrong = sum(
+            output.token_ids != tokens for output, tokens in zip(outputs, due, strict=True)
+        )
         where = f"{layers}, mode {mode}, weights {weights}, {layout}"
         yield f"{where}: {num_wrong} requests got other tokens" if num_wrong else ""
     assert llm.manager.offload is not None
-    yield "" if llm.manager.offload.stats.folder_hits else f"{where}: no block is found again by an equal engine"
+    yield (
+        ""
+        if llm.manager.offload.stats.folder_hits
+        else f"{where}: no block is found again by an equal engine"
+    )
 
 
 def _checkpoints(seed: int, folder: str) -> Iterator[str]:
     """The same for random checkpoints, given as folders and as objects."""
     from hybrid_kv.models.random_checkpoint import quiet, write_checkpoint
 
-    family, (layout, other) = FAMILIES[seed % len(FAMILIES)], LAYOUTS[seed % len(LAYOUTS)]
-    cell: dict[str, Any] = {"mamba_cache_mode": ("align", "all")[seed // 2 % 2], "kv_offload_folder": folder}
+    family = FAMILIES[seed % len(FAMILIES)]
+    (layout, other) = LAYOUTS[seed % len(LAYOUTS)]
+    cell: dict[str, Any] = {
+        "mamba_cache_mode": ("align", "all")[seed // 2 % 2],
+        "kv_offload_folder": folder,
+    }
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second, quiet():
         for weights, path in enumerate((first, second)):
             write_checkpoint(family, path, seed=weights)

@@ -39,12 +39,25 @@ from hybrid_kv.sampling import SamplingParams
 # Among them latents, a window alone, and three and five parts of a state.
 LAYERS = ("M*", "*M", "M*M", "M", "*", "T*", "*V", "ML", "W*")
 MAX_MODEL_LEN = 96
-NUM_REQUESTS, NUM_AGAIN = 6, 2
+NUM_REQUESTS = 6
+NUM_AGAIN = 2
 SEEN = (
-    "handed over", "unaligned", "behind accepted drafts", "hits before", "drafts accepted behind", "preempted behind",
-    "aborted", "waited", "hits behind", "from a draft's row", "several states", "a window alone", "latents",
-    "nothing missing", "cached on one side",
-)  # fmt: skip
+    "handed over",
+    "unaligned",
+    "behind accepted drafts",
+    "hits before",
+    "drafts accepted behind",
+    "preempted behind",
+    "aborted",
+    "waited",
+    "hits behind",
+    "from a draft's row",
+    "several states",
+    "a window alone",
+    "latents",
+    "nothing missing",
+    "cached on one side",
+)
 
 
 class Arriving(EngineObserver):
@@ -55,15 +68,20 @@ class Arriving(EngineObserver):
 
     def on_arrival(self, request: Request, logical_blocks: Sequence[BlockIds]) -> None:
         held = [int(np.count_nonzero(ids != NULL_BLOCK)) for ids in logical_blocks]
-        n, due = request.num_computed_tokens, list[int]()
+        n = request.num_computed_tokens
+        due = list[int]()
         for spec in self._specs:
             blocks = cdiv(n + 1, spec.block_size)
             if isinstance(spec, MambaSpec):
                 behind = (n - 1) // spec.block_size  # blocks of states before the last one
-                blocks = (blocks - behind if spec.mode.keeps_states else 1) + spec.num_speculative_blocks
+                blocks = (
+                    blocks - behind if spec.mode.keeps_states else 1
+                ) + spec.num_speculative_blocks
             due.append(blocks)
         if held != due:
-            raise RuleError("arriving", f"a request with {n} tokens holds {held} blocks; {due} are due")
+            raise RuleError(
+                "arriving", f"a request with {n} tokens holds {held} blocks; {due} are due"
+            )
 
 
 class Engine:
@@ -93,12 +111,18 @@ class Engine:
         self.lengths: list[int] = []
         script = rng.choice(["right", "mixed", "rotate"])
         proposer = (
-            ScriptedProposer(script, K, self.sequences, self.lengths, 8, self.book.model.vocab_size) if K else None
+            ScriptedProposer(script, K, self.sequences, self.lengths, 8, self.book.model.vocab_size)
+            if K
+            else None
         )
         self.llm = LLM(
-            self.book.model, device="cpu", max_model_len=MAX_MODEL_LEN, sanitize=True, proposer=proposer,
+            self.book.model,
+            device="cpu",
+            max_model_len=MAX_MODEL_LEN,
+            sanitize=True,
+            proposer=proposer,
             **self.setting,
-        )  # fmt: skip
+        )
         self.llm.observers.append(Arriving(self.llm))
         poison(self.llm)
 
@@ -126,9 +150,13 @@ class Pair:
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         layers = LAYERS[seed % len(LAYERS)]
-        self.prefill, self.decode, self._book = Engine(rng, layers), Engine(rng, layers), answer_book(layers)
+        self.prefill = Engine(rng, layers)
+        self.decode = Engine(rng, layers)
+        self._book = answer_book(layers)
         self.seen: Counter[str] = Counter()
-        self._went: list[tuple[int, Request]] = []  # number of each request that went over, and what it became there
+        self._went: list[
+            tuple[int, Request]
+        ] = []  # number of each request that went over, and what it became there
         self._done: dict[Request, str] = {}  # why each has ended
         self._num_steps = 0
         self.name = f"seed {seed}, {layers}: {self.prefill.setting} to {self.decode.setting}"
@@ -138,14 +166,19 @@ class Pair:
         for _ in range(NUM_REQUESTS):
             own = [rng.randrange(vocabulary) for _ in range(rng.choice([1, 5, 12]))]
             prompt = shared[: rng.choice([0, 8, 16, 24, 31, 35])] + own
-            noise: dict[str, Any] = rng.choice([{}, {"temperature": 1.0, "seed": rng.randrange(99)}])
-            self.requests.append((prompt, SamplingParams(max_tokens=rng.choice([2, 9, 14]), **noise)))
+            noise: dict[str, Any] = rng.choice(
+                [{}, {"temperature": 1.0, "seed": rng.randrange(99)}]
+            )
+            self.requests.append(
+                (prompt, SamplingParams(max_tokens=rng.choice([2, 9, 14]), **noise))
+            )
         # The longest come again, when the other side may have all of them.
         self.requests += sorted(self.requests, key=lambda request: len(request[0]))[-NUM_AGAIN:]
 
     def problems(self) -> Iterator[str]:
         """What is wrong; nothing if all is well."""
-        prefill, decode = self.prefill.llm, self.decode.llm
+        prefill = self.prefill.llm
+        decode = self.decode.llm
         here = dict[Request, int]()
         for first, end in ((0, NUM_REQUESTS), (NUM_REQUESTS, NUM_REQUESTS + NUM_AGAIN)):
             here |= {self.prefill.add(*self.requests[i]): i for i in range(first, end)}
@@ -155,7 +188,9 @@ class Pair:
         for i, request in [*ended_here, *self._went]:
             yield from self._wrong(i, request, self._done[request])
         self.seen["hits before"] += sum(request.hit.num_tokens > 0 for request in here)
-        self.seen["drafts accepted behind"] += sum(new.num_accepted_draft_tokens > 0 for _, new in self._went)
+        self.seen["drafts accepted behind"] += sum(
+            new.num_accepted_draft_tokens > 0 for _, new in self._went
+        )
         yield from self._again()
         for who, llm in (("prefill", prefill), ("decode", decode)):
             llm.scheduler.check_integrity()
@@ -164,14 +199,21 @@ class Pair:
 
     def _step(self, here: Mapping[Request, int]) -> None:
         """A step of both engines; what has its first token goes over, or not yet."""
-        prefill, decode = self.prefill.llm, self.decode.llm
+        prefill = self.prefill.llm
+        decode = self.decode.llm
         self._num_steps += 1
         if prefill.scheduler.has_requests:
             self._done |= dict(prefill.step())
         for request in list(prefill.scheduler.running):
-            if request.output_token_ids and self.rng.random() < 0.6 and (new := self._go(request)) is not None:
+            if (
+                request.output_token_ids
+                and self.rng.random() < 0.6
+                and (new := self._go(request)) is not None
+            ):
                 self._went.append((here[request], new))
-        self.seen["waited"] += any(request.arrival is not None for request in decode.scheduler.waiting)
+        self.seen["waited"] += any(
+            request.arrival is not None for request in decode.scheduler.waiting
+        )
         if self._num_steps % 5 == 4 and len(decode.scheduler.running) > 1:
             decode.scheduler.preempt(decode.scheduler.running[-1])
             self.seen["preempted behind"] += 1
@@ -195,7 +237,9 @@ class Pair:
         self.seen["from a draft's row"] += int(self.prefill.llm.runner.cursors.window_row[row]) > 0
         self.seen["several states"] += any(len(parts) > 2 for parts in kv_transfer.layers.values())
         specs = self.prefill.llm.model.layer_specs
-        self.seen["a window alone"] += any(not part.nbytes for parts in kv_transfer.layers.values() for part in parts)
+        self.seen["a window alone"] += any(
+            not part.nbytes for parts in kv_transfer.layers.values() for part in parts
+        )
         self.seen["latents"] += any(isinstance(spec, MLAAttentionSpec) for spec in specs.values())
         sides = {side.llm.manager.enable_prefix_caching for side in (self.prefill, self.decode)}
         self.seen["cached on one side"] += len(sides) == 2
@@ -206,7 +250,8 @@ class Pair:
 
     def _has_all(self, kv_transfer: KVTransfer) -> bool:
         """Whether the other side could restore all of the request's whole blocks itself."""
-        manager, known = self.decode.llm.manager, kv_transfer.num_computed_tokens
+        manager = self.decode.llm.manager
+        known = kv_transfer.num_computed_tokens
         tokens = [*kv_transfer.prompt_token_ids, *kv_transfer.output_token_ids]
         hit = manager.find_longest_cache_hit(BlockHashes(), tokens, False)
         return 0 < hit.num_tokens == known // manager.hit_granularity * manager.hit_granularity
@@ -242,11 +287,13 @@ def drafts_behind(seed: int) -> CheckResult:
     mode = ("align", "all", "none")[seed % 3]
     options = {"mamba_cache_mode": mode, "speculative_method": "mtp", "num_speculative_tokens": K}
     order: list[int] = []
-    recorder, done = DraftRecorder(order), dict[int, list[int]]()
+    recorder = DraftRecorder(order)
+    done = dict[int, list[int]]()
     with tempfile.TemporaryDirectory() as folder, quiet():
         write_checkpoint("nemotron_h", folder)
         alone = Alone(folder, seed)
-        prefill, decode = alone.engine(**options), alone.engine(**options)
+        prefill = alone.engine(**options)
+        decode = alone.engine(**options)
         decode.observers.append(recorder)
         sent = [prefill.add_request(prompt, alone.params) for prompt in alone.prompts]
         while prefill.scheduler.has_requests or decode.scheduler.has_requests:
@@ -261,14 +308,32 @@ def drafts_behind(seed: int) -> CheckResult:
         due = alone.drafts_alone(mode)
     num_other = sum(done.get(i) != output.token_ids for i, (output, _) in enumerate(alone.known))
     wrong, count = recorder.compare(due)
-    detail = f"{num_other} requests got other tokens" if num_other else "void: no drafts to compare" * (not count)
+    detail = (
+        f"{num_other} requests got other tokens"
+        if num_other
+        else "void: no drafts to compare" * (not count)
+    )
     detail = f"{wrong} of {count} times a request got other drafts than alone" if wrong else detail
     return CheckResult(
-        "wrong drafts behind KV transfer", wrong, "drafts", "0", count, detail, {"seed": seed, "mode": mode}
+        "wrong drafts behind KV transfer",
+        wrong,
+        "drafts",
+        "0",
+        count,
+        detail,
+        {"seed": seed, "mode": mode},
     )
 
 
-@check("kv transfer", quick=16, full=64, long=320, seconds=0.15, place=37, needs="safetensors tokenizers transformers")
+@check(
+    "kv transfer",
+    quick=16,
+    full=64,
+    long=320,
+    seconds=0.15,
+    place=37,
+    needs="safetensors tokenizers transformers",
+)
 def check_kv_transfer(run: Run) -> Iterator[CheckResult]:
     """Every request gets the oracle's tokens, on whatever side it ends."""
     yield play_seeds(run, Pair, SEEN, "requests continued wrongly after KV transfer", "handed over")

@@ -26,8 +26,15 @@ LAYERS = ("M*", "*M", "M*M", "M", "*")
 MAX_MODEL_LEN = 96
 ROUNDS = 14
 SEEN = (
-    "hits", "evictions", "resets", "missed events", "snapshots", "other salts", "hits of several blocks", "again",
-)  # fmt: skip
+    "hits",
+    "evictions",
+    "resets",
+    "missed events",
+    "snapshots",
+    "other salts",
+    "hits of several blocks",
+    "again",
+)
 
 
 class Routed:
@@ -41,24 +48,35 @@ class Routed:
         self.rng = rng = random.Random(seed)
         layers = rng.choice(LAYERS)
         mode = rng.choice(["align", "all"]) if num_states(layers) else "attention"
-        setting: dict[str, Any] = cache_options(mode, K := rng.choice([0, 2]), "ngram" if K else "none")
+        setting: dict[str, Any] = cache_options(
+            mode, K := rng.choice([0, 2]), "ngram" if K else "none"
+        )
         setting |= {
             "attention_backend": rng.choice([SmallBlocksFirst.name, SmallKVFirst.name]),
-            "max_num_batched_tokens": rng.choice([12, 64]), "max_num_seqs": rng.choice([1, 4]),
-            "num_blocks": rng.choice([36, 44]),  # 80 tokens in three groups, with states for two drafts, take 34
-        }  # fmt: skip
-        setting["block_size" if has_attention(layers) else "mamba_block_size"] = rng.choice([8, 12, 16])
+            "max_num_batched_tokens": rng.choice([12, 64]),
+            "max_num_seqs": rng.choice([1, 4]),
+            "num_blocks": rng.choice(
+                [36, 44]
+            ),  # 80 tokens in three groups, with states for two drafts, take 34
+        }
+        setting["block_size" if has_attention(layers) else "mamba_block_size"] = rng.choice(
+            [8, 12, 16]
+        )
         self.name = f"seed {seed}, {layers}: {setting}"
-        self.llm = LLM(answer_book(layers).model, device="cpu", max_model_len=MAX_MODEL_LEN, **setting)
+        self.llm = LLM(
+            answer_book(layers).model, device="cpu", max_model_len=MAX_MODEL_LEN, **setting
+        )
         self.log = EventLog(self.llm)
-        self.known, self.is_whole = KnownCache(self.log.groups, self.log.hit_granularity), True
+        self.known = KnownCache(self.log.groups, self.log.hit_granularity)
+        self.is_whole = True
         self.shared = [[rng.randrange(ExactConfig.vocab_size) for _ in range(60)] for _ in range(2)]
         self.heard: list[CacheEvents] = []
         self.seen: Counter[str] = Counter()
 
     def problems(self) -> Iterator[str]:
         """What is wrong; nothing if all is well."""
-        rng, llm = self.rng, self.llm
+        rng = self.rng
+        llm = self.llm
         for _ in range(ROUNDS):
             if rng.random() < 0.4:
                 self._generate([self._prompt() for _ in range(3)])
@@ -69,9 +87,11 @@ class Routed:
             published = set(llm.manager.pool.published_keys())
             if self.known.keys - published or (self.is_whole and self.known.keys != published):
                 yield f"{len(self.known.keys ^ published)} of {len(published)} blocks are known wrongly"
-            prompt, salt = self._prompt(), rng.choice(["", "", "", "other"])
+            prompt = self._prompt()
+            salt = rng.choice(["", "", "", "other"])
             self.seen["predictions"] += 1
-            predicted, (found,) = self.known.predict(prompt, salt), self._generate([prompt], salt)
+            predicted = self.known.predict(prompt, salt)
+            (found,) = self._generate([prompt], salt)
             if predicted > found or (self.is_whole and predicted != found):
                 yield f"{predicted} of {len(prompt)} tokens are predicted, {found} restored"
             self.seen["hits"] += predicted > 0
@@ -91,12 +111,16 @@ class Routed:
         else:
             self.heard.append(self.log.take())
         self.known.apply(self.heard[-1])
-        if self.rng.random() < 0.3:  # The last ones or older ones come once more: they say nothing new.
+        if (
+            self.rng.random() < 0.3
+        ):  # The last ones or older ones come once more: they say nothing new.
             self.known.apply(self.rng.choice(self.heard))
             self.seen["again"] += 1
 
     def _prompt(self) -> list[int]:
-        own = [self.rng.randrange(ExactConfig.vocab_size) for _ in range(self.rng.choice([1, 5, 12]))]
+        own = [
+            self.rng.randrange(ExactConfig.vocab_size) for _ in range(self.rng.choice([1, 5, 12]))
+        ]
         return self.rng.choice(self.shared)[: self.rng.choice([0, 8, 17, 24, 31, 48, 60])] + own
 
     def _generate(self, prompts: list[list[int]], salt: str = "") -> list[int]:

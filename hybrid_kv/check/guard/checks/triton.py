@@ -30,7 +30,13 @@ COMMON = {"dtype": "float32", "attention_backend": "TORCH", "kernels": "triton"}
 # Both rollback schemes, each with a cache that hits and drafts that are accepted. Together they launch every kernel.
 CELLS: tuple[Cell, ...] = (
     {**COMMON, "mamba_cache_mode": "all", "script": "mixed"},
-    {**COMMON, "mamba_cache_mode": "align", "script": "mixed", "state_scheme": "recompute", "recompute_ring_len": 11},
+    {
+        **COMMON,
+        "mamba_cache_mode": "align",
+        "script": "mixed",
+        "state_scheme": "recompute",
+        "recompute_ring_len": 11,
+    },
 )
 # Of random weights, which are the same each time, as these are: in float32 another prompt might have two best tokens.
 # One that is a block and a little longer, and is sent again; one beside it.
@@ -38,18 +44,36 @@ PROMPTS = [[(7 * i * i + 3 * i) % 89 + 1 for i in range(length)] for length in (
 NUM_NEW = 4
 # All that an engine of this family can launch.
 KERNELS = (
-    "_attention", "_block_tables", "_conv_prefill", "_conv_update", "_gated_norm", "_outputs", "_state_update",
-    "_states", "_store_kv", "commit_kernel", "recompute_kernel",
-)  # fmt: skip
+    "_attention",
+    "_block_tables",
+    "_conv_prefill",
+    "_conv_update",
+    "_gated_norm",
+    "_outputs",
+    "_state_update",
+    "_states",
+    "_store_kv",
+    "commit_kernel",
+    "recompute_kernel",
+)
 
 
-@check("triton", quick=0, full=2, long=16, seconds=16.0, place=65, needs="safetensors tokenizers transformers")
+@check(
+    "triton",
+    quick=0,
+    full=2,
+    long=16,
+    seconds=16.0,
+    place=65,
+    needs="safetensors tokenizers transformers",
+)
 def check_triton(run: Run) -> Iterator[CheckResult]:
     """Exact scenarios, as many as the amount, and the logits of a random model in both rollback schemes."""
     if find_spec("triton") is None:
         yield CheckResult("not run: Triton is not installed", 0, "", "", 0)
         return
-    total, launched = Differences(), set[str]()
+    total = Differences()
+    launched = set[str]()
     numbers = random.Random(run.seed).sample(range(len(FORCED) + len(design())), run.amount)
     with processes(1, start_interpreter) as pool:
         for number in numbers:
@@ -70,7 +94,8 @@ def _launched() -> Iterator[set[str]]:
     """The names of kernels that are launched inside."""
     from triton.runtime.interpreter import GridExecutor
 
-    names, launch = set[str](), GridExecutor.__call__
+    names = set[str]()
+    launch = GridExecutor.__call__
 
     def naming(self: Any, *args: Any, **kwargs: Any) -> Any:
         names.add(self.fn.__name__)
@@ -100,23 +125,35 @@ def _ask() -> tuple[Sequence[Compared], set[str]]:
 def _exact(total: Differences, seed: int) -> CheckResult:
     first = total.wrong[0] if total.wrong else None
     return CheckResult(
-        "wrong tokens, exact model", len(total.wrong), "requests", "0", total.num_requests, str(first or ""),
-        {"seed": seed}, {"scenarios": total.num_scenarios},
+        "wrong tokens, exact model",
+        len(total.wrong),
+        "requests",
+        "0",
+        total.num_requests,
+        str(first or ""),
+        {"seed": seed},
+        {"scenarios": total.num_scenarios},
         case=scenario_to_json(first.scenario, first.rule) if first else "",
-    )  # fmt: skip
+    )
 
 
 def _logits(found: Compared) -> CheckResult:
     case = LogitCase("alone", MODEL, found.cell, PROMPTS, (0,), NUM_NEW)
     return CheckResult(
-        f"largest logit difference, {describe(found.cell)}", found.worst, "logit", f"{found.limit:.1g}",
-        found.num_tokens, found.problem, dict(found.cell),
+        f"largest logit difference, {describe(found.cell)}",
+        found.worst,
+        "logit",
+        f"{found.limit:.1g}",
+        found.num_tokens,
+        found.problem,
+        dict(found.cell),
         {"cached_tokens": found.cached_tokens, "accepted": found.accepted},
         case=logits_to_json(case, found.broken[0]) if found.broken[0] else "",
-    )  # fmt: skip
+    )
 
 
 def _launches(launched: set[str]) -> CheckResult:
-    missing, most = sorted(set(KERNELS) - launched), len(KERNELS)
+    missing = sorted(set(KERNELS) - launched)
+    most = len(KERNELS)
     void = f"void: never launched: {', '.join(missing)}" if missing else ""
     return CheckResult("kernels launched", most - len(missing), "", str(most), most, void)

@@ -10,10 +10,14 @@ def batch(traffic: Traffic) -> Rounds:
     """Mixed lengths together, answers of unequal length: requests leave one by one."""
     for _ in range(traffic.amount):
         prompts = traffic.mixed(8)
-        yield Round(tuple(traffic.ask(prompt, max_tokens=2 + 3 * i) for i, prompt in enumerate(prompts)))
+        yield Round(
+            tuple(traffic.ask(prompt, max_tokens=2 + 3 * i) for i, prompt in enumerate(prompts))
+        )
 
 
-@probe("boundaries behind a batch", place=21, needs="batch", moves="cached", when="prefix", not_in=BOTH)
+@probe(
+    "boundaries behind a batch", place=21, needs="batch", moves="cached", when="prefix", not_in=BOTH
+)
 def behind_a_batch(traffic: Traffic) -> Rounds:
     """Long prompts share steps, so that their chunks end anywhere; then each boundary in them, with another end."""
     for _ in range(traffic.amount):
@@ -21,9 +25,17 @@ def behind_a_batch(traffic: Traffic) -> Rounds:
         short = [traffic.prompt(traffic.unit // 2 + i) for i in range(2)]
         others = (short[0], *long[:2], short[1], *long[2:])
         yield Round(tuple(traffic.ask(prompt, max_tokens=4) for prompt in others))
-        cuts = [prompt[:end] for prompt in long for end in range(traffic.unit, len(prompt), traffic.unit)]
+        cuts = [
+            prompt[:end]
+            for prompt in long
+            for end in range(traffic.unit, len(prompt), traffic.unit)
+        ]
         # A state that is a little off turns few tokens, and every log-probability.
-        yield Round(tuple(traffic.ask((*cut, *traffic.prompt(3)), max_tokens=4, logprobs=True) for cut in cuts))
+        yield Round(
+            tuple(
+                traffic.ask((*cut, *traffic.prompt(3)), max_tokens=4, logprobs=True) for cut in cuts
+            )
+        )
 
 
 @probe("joining and leaving", place=21, needs="batch", not_in=BOTH)
@@ -57,13 +69,19 @@ def shared(traffic: Traffic) -> Rounds:
         yield Round(tuple(traffic.ask(prompt) for prompt in prompts))
 
 
-@probe("together across a boundary", place=9, needs="batch", moves="cached", when="prefix", not_in=BOTH)
+@probe(
+    "together across a boundary", place=9, needs="batch", moves="cached", when="prefix", not_in=BOTH
+)
 def together_across(traffic: Traffic) -> Rounds:
     """Answers fill a block, each at another token of a step with drafts; then prompts go on from what they left."""
     for _ in range(2 * traffic.amount):
         prompts = [traffic.prompt(traffic.unit - i) for i in range(1, 9)]
-        answers = yield Round(tuple(traffic.ask(prompt, max_tokens=2 * traffic.num_new) for prompt in prompts))
-        texts = [(*prompt, *answer.token_ids) for prompt, answer in zip(prompts, answers, strict=True)]
+        answers = yield Round(
+            tuple(traffic.ask(prompt, max_tokens=2 * traffic.num_new) for prompt in prompts)
+        )
+        texts = [
+            (*prompt, *answer.token_ids) for prompt, answer in zip(prompts, answers, strict=True)
+        ]
         yield Round(tuple(traffic.ask((*text, *traffic.prompt(2))) for text in texts))
 
 
@@ -71,7 +89,10 @@ def together_across(traffic: Traffic) -> Rounds:
 def long_lived(traffic: Traffic) -> Rounds:
     """One long answer while short requests come and go."""
     long = traffic.ask(traffic.prompt(traffic.unit + 1), max_tokens=6 * traffic.num_new)
-    short = [traffic.ask(prompt, max_tokens=4, after=max(0, i - 2)) for i, prompt in enumerate(traffic.mixed(10))]
+    short = [
+        traffic.ask(prompt, max_tokens=4, after=max(0, i - 2))
+        for i, prompt in enumerate(traffic.mixed(10))
+    ]
     yield Round((long, *short))
 
 
@@ -79,7 +100,9 @@ def long_lived(traffic: Traffic) -> Rounds:
 def many_cut_off(traffic: Traffic) -> Rounds:
     """More requests are ended early than run at once, some of them while they wait; then as many run to their end."""
     prompts = traffic.mixed(12)
-    yield Round(tuple(traffic.ask(prompt, abort_after=1 + i % 4) for i, prompt in enumerate(prompts)))
+    yield Round(
+        tuple(traffic.ask(prompt, abort_after=1 + i % 4) for i, prompt in enumerate(prompts))
+    )
     yield Round(tuple(traffic.ask(prompt, max_tokens=4) for prompt in prompts))
 
 
@@ -97,7 +120,14 @@ def drafts(traffic: Traffic) -> Rounds:
         yield Round(requests)
 
 
-@probe("rejected at a boundary", place=31, moves="drafts", when="spec", elsewhere=False, not_in="random")
+@probe(
+    "rejected at a boundary",
+    place=31,
+    moves="drafts",
+    when="spec",
+    elsewhere=False,
+    not_in="random",
+)
 def rejected(traffic: Traffic) -> Rounds:
     """The last draft of an answer is the first token of a block, and wrong; the token behind it has no drafts.
 
@@ -119,30 +149,53 @@ def preempted(traffic: Traffic) -> Rounds:
     for every in (3, 7, 20):
         prompts = [*traffic.mixed(5), traffic.repetitive(traffic.unit + 4)]
         yield Round(
-            tuple(traffic.ask(prompt, max_tokens=2 * traffic.num_new) for prompt in prompts), preempt_every=every
+            tuple(traffic.ask(prompt, max_tokens=2 * traffic.num_new) for prompt in prompts),
+            preempt_every=every,
         )
 
 
-@probe("a pool too small", place=41, needs="batch", moves="preemptions", when="blocks", elsewhere=False, not_in=BOTH)
+@probe(
+    "a pool too small",
+    place=41,
+    needs="batch",
+    moves="preemptions",
+    when="blocks",
+    elsewhere=False,
+    not_in=BOTH,
+)
 def pressure(traffic: Traffic) -> Rounds:
     """More long requests than the pool holds; then the same again."""
     length = traffic.longest // 2
     for _ in range(traffic.amount):
         prompts = [traffic.prompt(length - i) for i in range(6)]
         for _ in range(2):
-            yield Round(tuple(traffic.ask(prompt, max_tokens=4 * traffic.num_new) for prompt in prompts))
+            yield Round(
+                tuple(traffic.ask(prompt, max_tokens=4 * traffic.num_new) for prompt in prompts)
+            )
 
 
-@probe("seeds", place=50, needs="seed batch", when="chunk spec async", elsewhere=False, not_in="exact")
+@probe(
+    "seeds", place=50, needs="seed batch", when="chunk spec async", elsewhere=False, not_in="exact"
+)
 def seeds(traffic: Traffic) -> Rounds:
     """Sampled answers with a seed: alone, and among others."""
-    requests = [traffic.ask(prompt, temperature=1.0, seed=1000 + i) for i, prompt in enumerate(traffic.mixed(6))]
+    requests = [
+        traffic.ask(prompt, temperature=1.0, seed=1000 + i)
+        for i, prompt in enumerate(traffic.mixed(6))
+    ]
     for ask in requests:
         yield Round((ask,))
     yield Round(tuple(requests))
 
 
-@probe("several answers", place=51, needs="n batch", when="chunk spec async", elsewhere=False, not_in="exact")
+@probe(
+    "several answers",
+    place=51,
+    needs="n batch",
+    when="chunk spec async",
+    elsewhere=False,
+    not_in="exact",
+)
 def several(traffic: Traffic) -> Rounds:
     """n greedy answers to one prompt, among others."""
     prompts = traffic.mixed(6)
@@ -150,11 +203,19 @@ def several(traffic: Traffic) -> Rounds:
     yield Round(tuple(traffic.ask(prompt, n=3) for prompt in prompts[2:4]))
 
 
-@probe("logprobs among others", place=52, needs="logprobs batch", when="chunk spec async", elsewhere=False)
+@probe(
+    "logprobs among others",
+    place=52,
+    needs="logprobs batch",
+    when="chunk spec async",
+    elsewhere=False,
+)
 def logprobs(traffic: Traffic) -> Rounds:
     """One client wants log-probabilities, its neighbours do not."""
     for which in range(3):
-        requests = [traffic.ask(prompt, logprobs=i == which) for i, prompt in enumerate(traffic.mixed(6))]
+        requests = [
+            traffic.ask(prompt, logprobs=i == which) for i, prompt in enumerate(traffic.mixed(6))
+        ]
         yield Round(tuple(requests))
         yield Round(tuple(requests))
 
@@ -166,8 +227,16 @@ def churned(traffic: Traffic) -> Rounds:
     for prompt in prompts:
         yield Round((traffic.ask(prompt),))
     for _ in range(10 * traffic.amount):
-        others = [traffic.prompt(traffic.rng.randrange(1, 2 * traffic.unit if i == 5 else 32)) for i in range(10)]
-        yield Round(tuple(traffic.ask(prompt, max_tokens=3, after=max(0, i - 6)) for i, prompt in enumerate(others)))
+        others = [
+            traffic.prompt(traffic.rng.randrange(1, 2 * traffic.unit if i == 5 else 32))
+            for i in range(10)
+        ]
+        yield Round(
+            tuple(
+                traffic.ask(prompt, max_tokens=3, after=max(0, i - 6))
+                for i, prompt in enumerate(others)
+            )
+        )
     for prompt in prompts:
         yield Round((traffic.ask(prompt),))
 
@@ -175,15 +244,21 @@ def churned(traffic: Traffic) -> Rounds:
 @probe("a tree of texts", place=91, needs="batch", moves="cached", when="prefix", not_in=BOTH)
 def tree(traffic: Traffic) -> Rounds:
     """Prompts of every length that begin as an earlier text does, whole or cut: long hits, beside one another."""
-    texts, rng = [traffic.prompt(traffic.longest)], traffic.rng
+    texts = [traffic.prompt(traffic.longest)]
+    rng = traffic.rng
     for _ in range(4 * traffic.amount):
         requests = []
         for i in range(8):
-            fresh, known = traffic.prompt(rng.randint(1, traffic.longest)), rng.choice(texts)
+            fresh = traffic.prompt(rng.randint(1, traffic.longest))
+            known = rng.choice(texts)
             most = min(len(fresh) - 1, len(known))
             cut = rng.choice((most, rng.randint(0, most)))  # some caches serve whole texts alone
             new = rng.randint(1, traffic.num_new)
-            requests.append(traffic.ask((*known[:cut], *fresh[cut:]), max_tokens=new, after=max(0, i - 5)))
+            requests.append(
+                traffic.ask((*known[:cut], *fresh[cut:]), max_tokens=new, after=max(0, i - 5))
+            )
         answers = yield Round(tuple(requests))
-        found = [(*ask.prompt, *answer.token_ids) for ask, answer in zip(requests, answers, strict=True)]
+        found = [
+            (*ask.prompt, *answer.token_ids) for ask, answer in zip(requests, answers, strict=True)
+        ]
         texts = [*texts, *found][-16:]

@@ -99,6 +99,8 @@ def aborted(traffic: Traffic) -> Rounds:
     """Cut off after a few tokens, sent again at once, extended."""
     for tokens in (1, 2, 5):
         prompt = traffic.prompt(2 * traffic.unit + tokens)
-        yield Round((traffic.ask(prompt, abort_after=tokens), traffic.ask(traffic.prompt(traffic.unit))))
+        yield Round(
+            (traffic.ask(prompt, abort_after=tokens), traffic.ask(traffic.prompt(traffic.unit)))
+        )
         yield Round((traffic.ask(prompt),))
         yield Round((traffic.ask((*prompt, *traffic.prompt(3))),))

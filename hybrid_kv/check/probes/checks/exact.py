@@ -17,9 +17,13 @@ def traffic(traffic: Traffic) -> Rounds:
     Every other round has two salts; every third one preempts all that runs, again and again, and all its texts go on.
     Later rounds have longer prompts.
     """
-    rng, unit, known = traffic.rng, traffic.unit, list[tuple[int, ...]]()
+    rng = traffic.rng
+    unit = traffic.unit
+    known = list[tuple[int, ...]]()
     for number in range(4 * traffic.amount):
-        longest = 7 * unit + 8 if number < 4 else traffic.limit - 6 * unit  # the first ones take few seconds
+        longest = (
+            7 * unit + 8 if number < 4 else traffic.limit - 6 * unit
+        )  # the first ones take few seconds
         long = replace(traffic, longest=traffic.limit)
         stems = [long.prompt(longest) for _ in range(3)]
         requests: list[Ask] = []
@@ -40,12 +44,21 @@ def traffic(traffic: Traffic) -> Rounds:
             step = i // 4 * rng.randrange(2, 5)
             new = rng.randrange(1, 2 * unit + 8)
             requests.append(
-                traffic.ask(prompt, max_tokens=new, salt=salt, abort_after=abort, step=step, logprobs=False)
+                traffic.ask(
+                    prompt, max_tokens=new, salt=salt, abort_after=abort, step=step, logprobs=False
+                )
             )
         answers = yield Round(tuple(requests), preempt_every=(0, 0, 40)[number % 3])
-        known = [(*ask.prompt, *answer.token_ids) for ask, answer in zip(requests, answers, strict=True)]
-        if number % 3 == 2:  # a text that was computed again may have left another state than its blocks say
-            more = [replace(ask, prompt=(*text, 1), max_tokens=2) for ask, text in zip(requests, known, strict=True)]
+        known = [
+            (*ask.prompt, *answer.token_ids) for ask, answer in zip(requests, answers, strict=True)
+        ]
+        if (
+            number % 3 == 2
+        ):  # a text that was computed again may have left another state than its blocks say
+            more = [
+                replace(ask, prompt=(*text, 1), max_tokens=2)
+                for ask, text in zip(requests, known, strict=True)
+            ]
             yield Round(tuple(more))
         known = [text for text in known if len(text) < longest + 3 * unit // 2]
 
@@ -60,7 +73,11 @@ def tiles(traffic: Traffic) -> Rounds:
         for i in range(NUM_REQUESTS):
             tiles = [rng.choice(kinds) for _ in range(rng.randrange(1, 6))]
             prompt = (*(token for tile in tiles for token in tile), *traffic.prompt(3))
-            requests.append(traffic.ask(prompt, max_tokens=rng.randrange(1, 30), step=i // 4 * 3, logprobs=False))
+            requests.append(
+                traffic.ask(
+                    prompt, max_tokens=rng.randrange(1, 30), step=i // 4 * 3, logprobs=False
+                )
+            )
         yield Round(tuple(requests))
 
 
@@ -72,7 +89,9 @@ def one_token(traffic: Traffic) -> Rounds:
         prompts = [traffic.prompt(1 if i % 3 else 20) for i in range(NUM_REQUESTS)]
         yield Round(
             tuple(
-                traffic.ask(prompt, max_tokens=rng.randrange(10, 40), step=i // 3 * 4, logprobs=False)
+                traffic.ask(
+                    prompt, max_tokens=rng.randrange(10, 40), step=i // 3 * 4, logprobs=False
+                )
                 for i, prompt in enumerate(prompts)
             )
         )
