@@ -59,11 +59,13 @@ class Traffic:
         period = self.prompt(7)
         return tuple(period[i % 7] for i in range(min(length, self.longest - self.num_new)))
 
-    def ask(self, prompt: tuple[int, ...], **fields: object) -> Ask:
+    def ask(self, prompt: tuple[int, ...], **fields: Any) -> Ask:
         """No longer than the target lets it be: a text that is cut there is not wrong."""
-        made = Ask(
-            prompt, **{"max_tokens": self.num_new, "logprobs": self.rng.random() < 0.5, **fields}
-        )  # type: ignore[arg-type]
+        usual: dict[str, Any] = {
+            "max_tokens": self.num_new,
+            "logprobs": self.rng.random() < 0.5,
+        }
+        made = Ask(prompt, **{**usual, **fields})
         return replace(made, max_tokens=max(1, min(made.max_tokens, self.limit - len(prompt))))
 
     def mixed(self, count: int) -> list[tuple[int, ...]]:

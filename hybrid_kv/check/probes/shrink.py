@@ -167,9 +167,11 @@ class Shrunk(Shrinker[Rounds]):
 
             self.leave_out(range(-(-longest // size)), keep)
         for cut in (self.failure.unit, 4, 1):
-            self._each(
-                lambda ask, cut=cut: replace(ask, prompt=ask.prompt[:-cut] or ask.prompt[:1])
-            )  # type: ignore[misc]
+
+            def shorten(ask: Ask, cut: int = cut) -> Ask:
+                return replace(ask, prompt=ask.prompt[:-cut] or ask.prompt[:1])
+
+            self._each(shorten)
 
 
 def _startable(rounds: Sequence[Round]) -> Rounds | None:
