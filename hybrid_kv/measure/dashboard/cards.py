@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hybrid_kv.measure.dashboard.charts import Chart, charted
-from hybrid_kv.measure.dashboard.data import each
+from hybrid_kv.measure.dashboard.data import COMPARE, each
 from hybrid_kv.measure.dashboard.draw import coloured
 from hybrid_kv.measure.dashboard.report import Report
 from hybrid_kv.measure.dashboard.series import Series, Step
@@ -23,6 +23,7 @@ from hybrid_kv.measure.dashboard.words import (
     levels_text,
     metric,
     number,
+    percent_change,
     plural,
     short_change,
     title,
@@ -78,7 +79,7 @@ def _card(report: Report, chart: Chart, series: Series, others: Sequence[Series]
         f"{chart.title}: {plural(len(series.rows), 'run')}, {plural(len(series.steps), 'step')}",
         _points(report, series, axis),
         _levels(series, axis),
-        [_mark(report, series, step, axis) for step in series.steps],
+        [*(_mark(report, series, step, axis) for step in series.steps), *_compared_marks(report, series, axis)],
         [Point(axis.x(row), float(row.value), "") for row in each(second.rows)] if second else [],
     )
     links = f' <a href="{asv}#{chart.asv}">asv</a>' if asv and chart.asv else ""
@@ -163,3 +164,28 @@ def _mark(report: Report, series: Series, step: Step, axis: Axis) -> Mark:
     before = series.row_before(step).commit[:7]
     label = f"{change_text(step)} {word}, {levels_text(series.unit, step)}, between {before} and {row.commit[:7]}"
     return Mark(axis.x(row), short_change(step), word, label, report.target(row.commit))
+
+
+def _compared_marks(report: Report, series: Series, axis: Axis) -> list[Mark]:
+    """Return a mark for each recorded comparison with the commit before whose interval excludes "equal".
+
+    `hybrid-kv compare` runs two commits in turns, so it sees less than runs of different days can.
+    """
+    suite, benchmark, _, case, machine = series.key
+    rows = report.results.of(COMPARE, f"{suite}/{benchmark}")
+    rows = rows[(rows["machine"] == machine) & ((rows["ci_low"] > 1) | (rows["ci_high"] < 1))]
+    known = {series.step_row(step).commit for step in series.steps}
+    marks = []
+    for row in each(rows):
+        if row.commit in known or row.commit not in axis.places or not _is_case_of(row.case, case):
+            continue
+        word = "worse" if row.value > 1 else "better"
+        before = row.baseline_commit[:7]
+        label = f"{percent_change(row)} {word}, side by side with {before}"
+        marks.append(Mark(axis.x(row), f"{100 * (row.value - 1):+.2g} %", word, label, report.target(row.commit)))
+    return marks
+
+
+def _is_case_of(compared: str, case: str) -> bool:
+    """Return whether a comparison's case names nothing that the series' case does not name."""
+    return set(compared.split(", ")) <= set(case.split(", "))

@@ -40,6 +40,33 @@ def test_a_step_is_marked_where_it_is_and_leads_to_its_commit(tmp_path: Path) ->
     assert "no step" in found["Memory of a request"]
 
 
+def test_a_comparison_side_by_side_is_marked_where_runs_of_days_show_no_step(tmp_path: Path) -> None:
+    compared = {
+        "suite": "compare",
+        "benchmark": "end_to_end/nemotron",
+        "metric": "cpu_time_ratio",
+        "unit": "time ratio",
+        "baseline_commit": "00009" * 8,
+        "value": 1.033,
+    }
+    same_case = {"mode": "all"}
+    rows = [
+        row(10, same_case, **compared, ci_low=1.016, ci_high=1.051),
+        row(11, same_case, **compared, ci_low=0.99, ci_high=1.051),  # may be equal
+        row(12, {"mode": "none"}, **compared, ci_low=1.016, ci_high=1.051),  # of another case
+        row(13, same_case, **compared, ci_low=1.016, ci_high=1.051, machine="another"),
+    ]
+    runs = history(
+        [100 + run % 2 for run in range(30)],
+        suite="end_to_end",
+        benchmark="nemotron",
+        params={"mode": "all", "subject": "engine"},
+    )
+    card = charts(page_of(results(tmp_path, *runs, *rows), REPOSITORY))["End to end"]
+    marks = re.findall(r'<g class="step (\w+)"><a href="(.*?)" aria-label="(.*?)">', card)
+    assert marks == [("worse", "commits/000100001000.html", "+3.3 % (+1.6 to +5.1) worse, side by side with 0000900")]
+
+
 def test_charts_share_their_commits_in_the_order_of_git(tmp_path: Path) -> None:
     """Measured in another order than made, and one chart on every second commit alone."""
 
