@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -12,43 +13,45 @@ from hybrid_kv.cli.help import Command
 from hybrid_kv.cli.options import (
     MAX_SEED,
     AsJson,
-    JUnitFile,
     Model,
     OutFile,
-    Record,
-    ResultsFolder,
+    RowOutput,
+    dataclass_options,
     engine_options,
     given_options,
     rows_file,
     show,
 )
 
+if TYPE_CHECKING:
+    from hybrid_kv.measure.accuracy.judge import Judgement
+
 app = typer.Typer(
     invoke_without_command=True, help="Answer GSM8K-format questions; compare two runs."
 )
 AnswerFilter = Literal["strict-match", "flexible-extract"]
 Target = Annotated[
-    str | None, typer.Option(help="Another engine, or the URL of a server that has loaded --model.")
+    str | None,
+    typer.Option(help="Another engine, or the URL of a server that has loaded --model."),
 ]
 Gsm8kFolder = Annotated[
     str | None,
     typer.Option(help="Folder with train.jsonl and test.jsonl for gsm8k; default: the hub."),
 ]
+_PACKAGES = ("safetensors", "tokenizers", "transformers", "lm_eval", "datasets", "scipy")
 
 
-@app.callback()
-@engine_options
-def accuracy(
-    context: typer.Context,
-    model: Model = None,
-    target: Target = None,
+@dataclass(frozen=True, kw_only=True)
+class Questions:
+    """The questions of a run; None: the default of a comparison or of a floor."""
+
     task: Annotated[
         str | None, typer.Option(help="gsm8k_synth (generated, offline; the default) or gsm8k.")
-    ] = None,
-    gsm8k_dir: Gsm8kFolder = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Number of questions; default: 250.")
-    ] = None,
+    ] = None
+    gsm8k_dir: Gsm8kFolder = None
+    limit: Annotated[int | None, typer.Option(min=1, help="Number of questions; default: 250.")] = (
+        None
+    )
     seed: Annotated[
         int | None,
         typer.Option(
@@ -56,171 +59,231 @@ def accuracy(
             min=0,
             help="Of the documents (gsm8k_synth) or of the shots (gsm8k); default: 0.",
         ),
-    ] = None,
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gates:
+    """The baseline and the limits that a run is held against."""
+
     against: Annotated[
         str | None,
         typer.Option(
-            help="Compare with this run's --samples file, by its questions: 250 first, all if those do not decide."
+            help="Compare with this run's --samples file, by its questions: 250 first, all if "
+            "those do not decide."
         ),
-    ] = None,
+    ] = None
     check_floor: Annotated[
         bool, typer.Option("--check-floor", help="Fail below the recorded floor.")
-    ] = False,
+    ] = False
     answer_filter: Annotated[
         AnswerFilter,
         typer.Option("--filter", help="What counts as right for --against and --check-floor."),
-    ] = "strict-match",
+    ] = "strict-match"
+    min_acceptance_length: Annotated[
+        float | None,
+        typer.Option(min=1, help="Fail below this number of tokens per step with drafts."),
+    ] = None
+    repro: Annotated[
+        Path,
+        typer.Option(
+            metavar="FOLDER", help="Folder for the questions that --against shows to be lost."
+        ),
+    ] = Path("repro")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """The form in which questions are put, and the length of answers."""
+
     apply_chat_template: Annotated[
         bool,
         typer.Option(
             "--apply-chat-template",
             help="Put the questions as a conversation, by the model's template.",
         ),
-    ] = False,
+    ] = False
     think_end_token: Annotated[
         str | None,
         typer.Option(
-            metavar="TEXT", help="What ends the reasoning, which is not read, such as </think>."
+            metavar="TEXT",
+            help="What ends the reasoning, which is not read, such as </think>.",
         ),
-    ] = None,
+    ] = None
     max_gen_toks: Annotated[
         int | None,
         typer.Option(min=1, help="Most tokens of an answer with its reasoning; default: 256."),
-    ] = None,
-    min_acceptance_length: Annotated[
-        float | None,
-        typer.Option(min=1, help="Fail below this number of tokens per step with drafts."),
-    ] = None,
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswersOutput(RowOutput):
+    """Places of a run's rows, verdicts and answers."""
+
     samples: Annotated[
         str | None,
         typer.Option(help="Write one line per question to this .jsonl or .jsonl.gz file."),
-    ] = None,
-    repro: Annotated[
-        Path,
-        typer.Option(
-            metavar="FOLDER", help="Folder for the questions that --against shows to be lost."
-        ),
-    ] = Path("repro"),
-    as_json: AsJson = False,
-    out: OutFile = None,
-    junit_xml: JUnitFile = None,
-    results: ResultsFolder = None,
-    record: Record = False,
-    **options: Any,
-) -> None:
-    """Answer GSM8K-format questions through lm-eval; append the averages to a CSV, keep every answer."""
-    from dataclasses import replace
+    ] = None
 
+
+@app.callback()
+@engine_options
+@dataclass_options
+def accuracy(
+    context: typer.Context,
+    questions: Questions,
+    gates: Gates,
+    conversation: Conversation,
+    output: AnswersOutput,
+    model: Model = None,
+    target: Target = None,
+    **engine: Any,
+) -> None:
+    """Answer GSM8K-format questions through lm-eval.
+
+    The averages are appended to a CSV; --samples keeps every answer.
+    """
     from hybrid_kv.check.ci import exit_code, published
     from hybrid_kv.config import ConfigError
     from hybrid_kv.errors import require
     from hybrid_kv.files import check_outputs
-    from hybrid_kv.measure.results import append_rows
 
     if context.invoked_subcommand is not None:
-        if given := [*given_options(context).values()]:
-            raise ConfigError(
-                f"{given[0]} belongs to a run; give options after {context.invoked_subcommand!r}"
-            )
+        given = [*given_options(context).values()]
+        if given:
+            place = f"give options after {context.invoked_subcommand!r}"
+            raise ConfigError(f"{given[0]} belongs to a run; {place}")
         return
-    require("safetensors", "tokenizers", "transformers", "lm_eval", "datasets", "scipy")
-    from hybrid_kv.check.guard_model import FOLDERS, embedded
-    from hybrid_kv.cli.plan import report_memory
+    require(*_PACKAGES)
     from hybrid_kv.measure.accuracy.chat import ChatMode
     from hybrid_kv.measure.accuracy.judge import judge
-    from hybrid_kv.measure.accuracy.run import write_samples
 
     if target is not None:
-        options["target"] = target
-    csv = rows_file("accuracy.csv", results, record)
-    check_outputs(samples, out, junit_xml)
-    if (
-        samples is not None
-        and against is not None
-        and Path(samples).resolve() == Path(against).resolve()
-    ):
-        raise ConfigError(f"--samples {samples} would replace the baseline; name another file")
-    if target is None and model is not None and (folder := embedded(model)) not in FOLDERS.values():
-        with suppress(ConfigError):  # errors of the task come first
-            report_memory(str(folder), options)
-    with published("hybrid-kv accuracy", junit_xml) as keep:
+        engine["target"] = target
+    csv = rows_file("accuracy.csv", output.results, output.record)
+    check_outputs(output.samples, output.out, output.junit_xml)
+    _check_baseline(output.samples, gates.against)
+    if target is None and model is not None:
+        _report_memory(model, engine)
+    mode = ChatMode(
+        conversation.apply_chat_template, conversation.think_end_token, conversation.max_gen_toks
+    )
+    with published("hybrid-kv accuracy", output.junit_xml) as keep:
         judged = judge(
             model,
-            task=task,
-            limit=limit,
-            seed=seed,
-            gsm8k_dir=gsm8k_dir,
-            against=against,
-            check_floor=check_floor,
-            answer_filter=answer_filter,
-            repro=repro,
-            mode=ChatMode(apply_chat_template, think_end_token, max_gen_toks),
-            **options,
+            **asdict(questions),
+            against=gates.against,
+            check_floor=gates.check_floor,
+            answer_filter=gates.answer_filter,
+            repro=gates.repro,
+            mode=mode,
+            **engine,
         )
-        judged = replace(judged, min_acceptance_length=min_acceptance_length)
+        judged = replace(judged, min_acceptance_length=gates.min_acceptance_length)
         keep(judged.verdicts)
-    with ExitStack() as done:  # in reverse order, and each one even if another fails
-        done.callback(show, judged.summary(), as_json, out, judged.print)
-        if samples is not None:
-            done.callback(write_samples, judged.result, samples)
-        done.callback(lambda: append_rows(csv, judged.rows()))
+    _keep(judged, csv, output)
     raise typer.Exit(exit_code(judged.verdicts))
+
+
+def _check_baseline(samples: str | None, against: str | None) -> None:
+    """Raise `ConfigError` if answers would be written over those that they are compared with."""
+    from hybrid_kv.config import ConfigError
+
+    if samples is None or against is None:
+        return
+    if Path(samples).resolve() == Path(against).resolve():
+        raise ConfigError(f"--samples {samples} would replace the baseline; name another file")
+
+
+def _report_memory(model: str, engine: dict[str, Any]) -> None:
+    """Print the memory that a checkpoint takes; errors of the task come first."""
+    from hybrid_kv.check.guard_model import FOLDERS, embedded
+    from hybrid_kv.cli.plan import report_memory
+    from hybrid_kv.config import ConfigError
+
+    folder = embedded(model)
+    if folder not in FOLDERS.values():
+        with suppress(ConfigError):
+            report_memory(str(folder), engine)
+
+
+def _keep(judged: Judgement, csv: Path, output: AnswersOutput) -> None:
+    """Append the rows, write the answers and print the summary, each even if another fails."""
+    from hybrid_kv.measure.accuracy.run import write_samples
+    from hybrid_kv.measure.results import append_rows
+
+    def keep_rows() -> None:
+        append_rows(csv, judged.rows())
+
+    with ExitStack() as last_first:
+        last_first.callback(show, judged.summary(), output.as_json, output.out, judged.print)
+        if output.samples is not None:
+            last_first.callback(write_samples, judged.result, output.samples)
+        last_first.callback(keep_rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """The prompts of a comparison of log-probabilities, and its limit."""
+
+    task: Annotated[str, typer.Option(help="Where the prompts are from: gsm8k_synth or gsm8k.")] = (
+        "gsm8k_synth"
+    )
+    gsm8k_dir: Gsm8kFolder = None
+    limit: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 32
+    seed: Annotated[int, typer.Option(max=MAX_SEED, min=0, help="As for a run.")] = 0
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 64
+    max_kl: Annotated[
+        float | None, typer.Option(min=0, help="An absolute limit besides, in nats per token.")
+    ] = None
 
 
 @app.command("divergence", cls=Command)
 @engine_options
+@dataclass_options
 def accuracy_divergence(
+    prompts: Prompts,
+    output: RowOutput,
     model: Model = None,
     target: Target = None,
-    task: Annotated[
-        str, typer.Option(help="Where the prompts are from: gsm8k_synth or gsm8k.")
-    ] = "gsm8k_synth",
-    gsm8k_dir: Gsm8kFolder = None,
-    limit: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 32,
-    seed: Annotated[int, typer.Option(max=MAX_SEED, min=0, help="As for a run.")] = 0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 64,
-    max_kl: Annotated[
-        float | None, typer.Option(min=0, help="An absolute limit besides, in nats per token.")
-    ] = None,
-    as_json: AsJson = False,
-    out: OutFile = None,
-    junit_xml: JUnitFile = None,
-    results: ResultsFolder = None,
-    record: Record = False,
-    **options: Any,
+    **engine: Any,
 ) -> None:
-    """Compare log-probabilities of cached answers with uncached ones; exit code 1 if the cache changes them."""
+    """Compare log-probabilities of cached answers with uncached ones.
+
+    Exit code 1 if the cache changes them.
+    """
     from hybrid_kv.check.ci import exit_code, published
     from hybrid_kv.errors import require
     from hybrid_kv.files import check_outputs
     from hybrid_kv.measure.results import append_rows
 
-    require("safetensors", "tokenizers", "transformers", "lm_eval", "datasets", "scipy")
+    require(*_PACKAGES)
     from hybrid_kv.measure.accuracy.divergence import evaluate
 
-    csv = rows_file("accuracy.csv", results, record)
-    check_outputs(out, junit_xml)
-    with published("hybrid-kv accuracy divergence", junit_xml) as keep:
-        found = evaluate(
+    csv = rows_file("accuracy.csv", output.results, output.record)
+    check_outputs(output.out, output.junit_xml)
+    with published("hybrid-kv accuracy divergence", output.junit_xml) as keep:
+        divergence = evaluate(
             model,
             target,
-            task=task,
-            gsm8k_dir=gsm8k_dir,
-            num_prompts=limit,
-            seed=seed,
-            max_tokens=max_tokens,
-            max_kl=max_kl,
-            **options,
+            task=prompts.task,
+            gsm8k_dir=prompts.gsm8k_dir,
+            num_prompts=prompts.limit,
+            seed=prompts.seed,
+            max_tokens=prompts.max_tokens,
+            max_kl=prompts.max_kl,
+            **engine,
         )
-        keep(found.verdicts)
+        keep(divergence.verdicts)
     try:
-        append_rows(csv, found.rows())
+        append_rows(csv, divergence.rows())
     finally:
-        show(found.summary(), as_json, out, found.print)
-    raise typer.Exit(exit_code(found.verdicts))
+        show(divergence.summary(), output.as_json, output.out, divergence.print)
+    raise typer.Exit(exit_code(divergence.verdicts))
 
 
 @app.command("compare", cls=Command)
+@dataclass_options
 def accuracy_compare(
     baseline: Annotated[
         str, typer.Argument(help="A --samples file, or one of lm-eval, sgl-eval or vLLM.")
@@ -228,16 +291,15 @@ def accuracy_compare(
     candidate: Annotated[
         str, typer.Argument(help="The same questions, answered by the changed version.")
     ],
+    output: RowOutput,
     answer_filter: Annotated[
         AnswerFilter, typer.Option("--filter", help="What counts as right.")
     ] = "strict-match",
-    as_json: AsJson = False,
-    out: OutFile = None,
-    junit_xml: JUnitFile = None,
-    results: ResultsFolder = None,
-    record: Record = False,
 ) -> None:
-    """Compare two runs, paired by question, by McNemar's exact test; exit code 1 if answers were lost."""
+    """Compare two runs, paired by question, by McNemar's exact test.
+
+    Exit code 1 if answers were lost.
+    """
     from hybrid_kv.check.ci import exit_code, published
     from hybrid_kv.errors import require
     from hybrid_kv.files import check_outputs
@@ -246,21 +308,36 @@ def accuracy_compare(
     require("scipy")
     from hybrid_kv.measure.accuracy.unpaired import compare_files
 
-    csv = rows_file("accuracy.csv", results, record)
-    check_outputs(out, junit_xml)
-    with published("hybrid-kv accuracy compare", junit_xml) as keep:
+    csv = rows_file("accuracy.csv", output.results, output.record)
+    check_outputs(output.out, output.junit_xml)
+    with published("hybrid-kv accuracy compare", output.junit_xml) as keep:
         comparison = compare_files(baseline, candidate, answer_filter)
         keep(comparison.verdicts)
     rows = comparison.rows()  # raises for invalid files
     try:
         append_rows(csv, rows)
     finally:
-        show(comparison.summary(), as_json, out, comparison.print)
+        show(comparison.summary(), output.as_json, output.out, comparison.print)
     raise typer.Exit(exit_code(comparison.verdicts))
 
 
+@dataclass(frozen=True, kw_only=True)
+class RecordedRuns:
+    """The rows that floors are computed from, and the file of floors."""
+
+    rows: Annotated[str, typer.Option(help="CSV with the runs.")] = "results/accuracy.csv"
+    model: Annotated[str, typer.Option(help="Name of the model in the rows.")] = "guard_model"
+    task: Annotated[str, typer.Option(help="Name of the task in the rows.")] = "gsm8k_synth"
+    limit: Annotated[int, typer.Option(min=1, help="Questions of each run.")] = 250
+    file: Annotated[Path | None, typer.Option(help="File of floors; default: the package's.")] = (
+        None
+    )
+
+
 @app.command("threshold", cls=Command)
+@dataclass_options
 def accuracy_threshold(
+    recorded: RecordedRuns,
     runs: Annotated[
         list[str] | None,
         typer.Argument(help="With --for: files of ten or more equal runs, as compare reads them."),
@@ -275,23 +352,16 @@ def accuracy_threshold(
             min=1e-6, max=0.5, help="With --for: share of unchanged runs that may be below."
         ),
     ] = 0.01,
-    rows: Annotated[str, typer.Option(help="CSV with the runs.")] = "results/accuracy.csv",
-    model: Annotated[str, typer.Option(help="Name of the model in the rows.")] = "guard_model",
-    task: Annotated[str, typer.Option(help="Name of the task in the rows.")] = "gsm8k_synth",
-    limit: Annotated[int, typer.Option(min=1, help="Questions of each run.")] = 250,
-    file: Annotated[
-        Path | None, typer.Option(help="File of floors; default: the package's.")
-    ] = None,
     as_json: AsJson = False,
     out: OutFile = None,
 ) -> None:
-    """Compute the floors for --check-floor from ten or more runs and write them to a file; or an engine's lines."""
-    from dataclasses import asdict
+    """Compute the floors for --check-floor from ten or more runs and write them to a file.
 
+    With --for, print the lines of an engine's own gate instead.
+    """
     from hybrid_kv.config import ConfigError
     from hybrid_kv.errors import require
     from hybrid_kv.files import check_outputs
-    from hybrid_kv.measure.results import read_rows
 
     require("scipy", "yaml")
     check_outputs(out)
@@ -300,36 +370,38 @@ def accuracy_threshold(
             "--for and files of runs go together: hybrid-kv accuracy threshold --for vllm RUN RUN …"
         )
     if engine is not None and runs:
-        _show_engine_threshold(engine, runs, false_alarms, as_json, out)
-        return
-    from hybrid_kv.measure.accuracy import threshold
-
-    file = file or threshold.FILE
-    frame = read_rows(rows)
-    floors = [
-        threshold.floor_from_rows(frame, model, task, name, limit) for name in threshold.METRICS
-    ]
-    before = [threshold.write_floor(floor, file) for floor in floors]
-
-    def lines() -> None:
-        for floor, old in zip(floors, before, strict=True):
-            was = "" if old is None else f" (was {old.floor:.2%})"
-            spread = f"mean {floor.mean:.2%}, sd {floor.sd:.2%}, {floor.runs} runs"
-            print(f"{floor.filter}: floor {floor.floor:.2%}{was}, {spread}")
-
-    show({"floors": [asdict(floor) for floor in floors]}, as_json, out, lines)
+        summary, lines = _engine_threshold(engine, runs, false_alarms)
+    else:
+        summary, lines = _floors(recorded)
+    show(summary, as_json, out, print, "\n".join(lines))
 
 
-def _show_engine_threshold(
-    engine: str, runs: list[str], false_alarms: float, as_json: bool, out: Path | None
-) -> None:
+def _engine_threshold(
+    engine: str, runs: list[str], false_alarms: float
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the document and the lines of an engine's own gate."""
     from hybrid_kv.measure.accuracy.engine_threshold import ENGINES, threshold_from_files
 
-    made = threshold_from_files(runs, false_alarms)
-    lines = ENGINES[engine](made)
-    show(
-        made.summary() | {"for": engine, "lines": lines},
-        as_json,
-        out,
-        lambda: print("\n".join(lines)),
-    )
+    threshold = threshold_from_files(runs, false_alarms)
+    lines = ENGINES[engine](threshold)
+    return threshold.summary() | {"for": engine, "lines": lines}, lines
+
+
+def _floors(recorded: RecordedRuns) -> tuple[dict[str, Any], list[str]]:
+    """Write the floors; return the document and the lines about them."""
+    from hybrid_kv.measure.accuracy import threshold
+    from hybrid_kv.measure.results import read_rows
+
+    file = recorded.file or threshold.FILE
+    frame = read_rows(recorded.rows)
+    key = recorded.model, recorded.task
+    floors = [
+        threshold.floor_from_rows(frame, *key, name, recorded.limit) for name in threshold.METRICS
+    ]
+    before = [threshold.write_floor(floor, file) for floor in floors]
+    lines = []
+    for floor, old in zip(floors, before, strict=True):
+        was = "" if old is None else f" (was {old.floor:.2%})"
+        spread = f"mean {floor.mean:.2%}, sd {floor.sd:.2%}, {floor.runs} runs"
+        lines.append(f"{floor.filter}: floor {floor.floor:.2%}{was}, {spread}")
+    return {"floors": [asdict(floor) for floor in floors]}, lines

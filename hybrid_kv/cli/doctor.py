@@ -1,4 +1,4 @@
-"""`hybrid-kv doctor`: what to trust on this machine."""
+"""`hybrid-kv doctor`: a look at what this machine can time."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def doctor(
     from hybrid_kv.measure.timing.fitness import examine
 
     check_outputs(out)
-    found = examine(seconds)
-    document = {**asdict(found), "noise": found.noise, "unfit": found.unfit}
-    show(document, as_json, out, lambda: print(*found.lines(), sep="\n"))
-    if found.unfit:
+    fitness = examine(seconds)
+    document = {**asdict(fitness), "noise": fitness.noise, "unfit": fitness.unfit}
+    show(document, as_json, out, print, "\n".join(fitness.lines()))
+    if fitness.unfit:
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""`hybrid-kv families` and `hybrid-kv checkpoint`: what runs, and a small one of it, with random or exact weights."""
+"""`hybrid-kv families` and `hybrid-kv checkpoint`: models that run, and small checkpoints."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from hybrid_kv.cli.options import MAX_SEED, AsJson, OutFile, show
 
 
 def families(as_json: AsJson = False, out: OutFile = None) -> None:
-    """List the model types that run here and what each was checked against, and those that can only be planned."""
+    """List the model types that run here, with their references, and those only planned."""
     import hybrid_kv.models.families  # noqa: F401  (registers them)
     from hybrid_kv.files import check_outputs
     from hybrid_kv.models.registry import overview
 
     check_outputs(out)
-    found = overview()
-    show(found, as_json, out, lambda: _print(found))
+    entries = overview()
+    show(entries, as_json, out, _print, entries)
 
 
-def _print(found: list[dict[str, Any]]) -> None:
+def _print(entries: list[dict[str, Any]]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -30,7 +30,7 @@ def _print(found: list[dict[str, Any]]) -> None:
     table = Table(
         "model_type", "runs", "draft head", "checkpoints", "checked against", box=box.SIMPLE
     )
-    for entry in found:
+    for entry in entries:
         table.add_row(
             entry["model_type"],
             "yes" if entry["runs"] else "planned only",
@@ -66,9 +66,10 @@ def checkpoint(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the weights.")] = 0,
 ) -> None:
-    """Write a checkpoint with random weights and a tokenizer, for tests here and for every other engine.
+    """Write a checkpoint with random weights and a tokenizer.
 
-    Margins between the best two tokens are wide, and states remember: a wrong one shows.
+    It is for tests here and for every other engine. Margins between the best two tokens are wide,
+    and states remember: a wrong one shows.
     """
     from hybrid_kv.config import ConfigError
     from hybrid_kv.errors import require
@@ -98,7 +99,7 @@ def _written(family: str, folder: Path, size: str, seed: int) -> str:
 
 
 def _verify(folder: Path, seed: int) -> int:
-    """Print whether a checkpoint is exact in each way of computing it; returns 1 if it is not."""
+    """Print whether a checkpoint is exact in each way of computing it; return 1 if it is not."""
     from hybrid_kv.models.exact_weights.verify import verify
     from hybrid_kv.models.loader import resolve_folder
 

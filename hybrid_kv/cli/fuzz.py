@@ -121,7 +121,7 @@ def play_swarm(spelling: str, options: FuzzOptions) -> int:
 
         tally = Swarm(first, seconds, options.repro, report, keep).run(_pool(options))
     document = _document(tally, first)
-    show(document, options.as_json, options.out, lambda: _print(tally, first, seeds_file))
+    show(document, options.as_json, options.out, _print, tally, first, seeds_file)
     if tally.findings:
         return 1
     return 0 if tally.seeds else VOID

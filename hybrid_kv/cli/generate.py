@@ -4,32 +4,42 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hybrid_kv.cli.options import AsJson, Model, OutFile, engine_options, show
+from hybrid_kv.cli.options import AsJson, Model, OutFile, dataclass_options, engine_options, show
 
 if TYPE_CHECKING:
     from hybrid_kv.engine.llm import RequestOutput
 
 
-@engine_options
-def generate(
-    prompts: Annotated[
-        list[str] | None, typer.Argument(help="Prompts; without any, one per line of stdin.")
-    ] = None,
-    model: Model = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens per answer at most.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """The choice of tokens, and the end of an answer."""
+
+    max_tokens: Annotated[int, typer.Option(help="Tokens per answer at most.")] = 64
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0
+    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0
     top_p: Annotated[
         float, typer.Option(help="Keep the likeliest tokens up to this probability.")
-    ] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling reproducible.")] = None,
+    ] = 1.0
+    seed: Annotated[int | None, typer.Option(help="Makes sampling reproducible.")] = None
     stop: Annotated[
         list[str] | None, typer.Option(help="End the answer before this text; may be repeated.")
+    ] = None
+
+
+@engine_options
+@dataclass_options
+def generate(
+    sampling: Sampling,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(help="Prompts; without any, one per line of stdin."),
     ] = None,
+    model: Model = None,
     as_json: AsJson = False,
     out: OutFile = None,
     **engine: Any,
@@ -45,13 +55,21 @@ def generate(
     require("safetensors", "tokenizers", "transformers")
     check_outputs(out)
     texts = prompts or _lines_of_stdin()
-    params = SamplingParams(max_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
+    params = SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        seed=sampling.seed,
+        stop=tuple(sampling.stop or ()),
+    )
     folder = embedded(model)
     if folder not in FOLDERS.values():
         report_memory(str(folder), engine)
     llm = LLM(folder, **engine)
     outputs = llm.generate(texts, params, progress=len(texts) > 1)
-    show([_document(output) for output in outputs], as_json, out, lambda: _print_outputs(outputs))
+    documents = [_document(output) for output in outputs]
+    show(documents, as_json, out, _print_outputs, outputs)
     errors = [output.error for output in outputs if output.error is not None]
     if errors:
         raise ConfigError("; ".join(errors))

@@ -199,7 +199,7 @@ def guard_this_engine(amount: Amount, options: GuardOptions, output: Output) -> 
     if not (is_part or options.fail_fast):
         append_rows(rows, [whole_row(size, checks)])
     result = document(checks, seed, asdict(provenance()))
-    show(result, output.as_json, output.out, lambda: print_closing(checks))
+    show(result, output.as_json, output.out, print_closing, checks)
     return exit_code(checks)
 
 

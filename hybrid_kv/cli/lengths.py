@@ -26,27 +26,18 @@ _MOST = 2**31 - 1  # tokens; no model's positions come near
 
 
 def read_lengths(text: str) -> tuple[Ints, Ints]:
-    """Prompt and output tokens of each request, [N] and [N].
+    """Return the prompt and output tokens of each request, [N] and [N].
 
-    `lognormal:prompt=MEAN/P99,output=MEAN/P99` stands for 10,000 requests whose lengths are the quantiles of two
-    lognormal distributions, each shuffled with a fixed seed. All else is a .csv with the columns prompt_tokens and
-    output_tokens, or a .jsonl with these keys on each line.
+    `lognormal:prompt=MEAN/P99,output=MEAN/P99` stands for 10,000 requests whose lengths are the
+    quantiles of two lognormal distributions, each shuffled with a fixed seed. All else is a .csv
+    with the columns prompt_tokens and output_tokens, or a .jsonl with these keys on each line.
 
     Raises:
         ConfigError: neither, or an invalid length.
         OSError: the file cannot be read.
     """
     if text.startswith("lognormal:"):
-        if (match := _LOGNORMAL.fullmatch(text)) is None:
-            raise ConfigError(
-                f"--requests {text[:80]!r} can't be read; write lognormal:prompt=MEAN/P99,output=MEAN/P99 in whole "
-                "tokens, as in lognormal:prompt=1000/8000,output=200/1000"
-            )
-        mean, p99, output_mean, output_p99 = map(int, match.groups())
-        shuffle = np.random.default_rng(0).permutation
-        return shuffle(_quantiles("prompt", mean, p99)), shuffle(
-            _quantiles("output", output_mean, output_p99)
-        )
+        return _drawn_lengths(text)
     file = Path(text)
     if file.suffix not in (".csv", ".jsonl"):
         raise ConfigError(
@@ -70,13 +61,33 @@ def read_lengths(text: str) -> tuple[Ints, Ints]:
     return prompts, outputs
 
 
-def _quantiles(name: str, mean: int, p99: int) -> Ints:
-    """The mean is `exp(m + s^2 / 2)`, the 99th percentile `exp(m + z s)`: so `s^2 / 2 - z s + ln(p99 / mean) = 0`."""
-    z = NormalDist().inv_cdf(0.99)
-    if not (0 < mean <= p99 and (square := z * z - 2 * log(p99 / mean)) >= 0):
+def _drawn_lengths(text: str) -> tuple[Ints, Ints]:
+    """Return the lengths that `lognormal:…` stands for."""
+    match = _LOGNORMAL.fullmatch(text)
+    if match is None:
         raise ConfigError(
-            f"--requests: {name}={mean}/{p99} is not a lognormal distribution: a 99th percentile is 1 to 14.9 times "
-            "the mean; correct them, or give the lengths in a file"
+            f"--requests {text[:80]!r} can't be read; write "
+            "lognormal:prompt=MEAN/P99,output=MEAN/P99 in whole tokens, as in "
+            "lognormal:prompt=1000/8000,output=200/1000"
+        )
+    mean, p99, output_mean, output_p99 = map(int, match.groups())
+    shuffle = np.random.default_rng(0).permutation
+    prompts = shuffle(_quantiles("prompt", mean, p99))
+    return prompts, shuffle(_quantiles("output", output_mean, output_p99))
+
+
+def _quantiles(name: str, mean: int, p99: int) -> Ints:
+    """Return the lengths at equally spaced quantiles of a lognormal distribution.
+
+    Its mean is `exp(m + s^2 / 2)` and its 99th percentile `exp(m + z s)`, which gives s:
+    `s^2 / 2 - z s + ln(p99 / mean) = 0`.
+    """
+    z = NormalDist().inv_cdf(0.99)
+    square = z * z - 2 * log(p99 / mean) if 0 < mean <= p99 else -1.0
+    if square < 0:
+        raise ConfigError(
+            f"--requests: {name}={mean}/{p99} is not a lognormal distribution: a 99th percentile "
+            "is 1 to 14.9 times the mean; correct them, or give the lengths in a file"
         )
     sigma = z - sqrt(square)
     places = [NormalDist().inv_cdf((i + 0.5) / NUM_DRAWN) for i in range(NUM_DRAWN)]
@@ -102,6 +113,7 @@ def _length(file: Path, number: int, row: dict[str, Any], name: str) -> int:
     text = str(value) if isinstance(value, int | str) and not isinstance(value, bool) else ""
     if not re.fullmatch(r"\s*\d{1,10}\s*", text) or not 1 <= int(text) <= _MOST:
         raise ConfigError(
-            f"{file}, request {number}: {name}={str(value)[:40]!r} must be an integer from 1 to {_MOST}"
+            f"{file}, request {number}: {name}={str(value)[:40]!r} must be an integer "
+            f"from 1 to {_MOST}"
         )
     return int(text)

@@ -173,6 +173,25 @@ class Output:
     junit_xml: JUnitFile = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class RowOutput:
+    """Places of a run's rows, verdicts and document.
+
+    Attributes:
+        as_json: print JSON instead of a table.
+        out: file that also gets the JSON.
+        junit_xml: file that gets the verdicts.
+        results: folder whose CSV gets the rows.
+        record: append the rows to the project's own.
+    """
+
+    as_json: AsJson = False
+    out: OutFile = None
+    junit_xml: JUnitFile = None
+    results: ResultsFolder = None
+    record: Record = False
+
+
 def derived_options(*configs: Any, only: Collection[str] = ()) -> Callable[[Command], Command]:
     """Give a command an option for each field of these configurations that has a help text.
 
@@ -331,15 +350,25 @@ def rows_file(name: str, folder: Path | None, record: bool) -> Path:
     return file
 
 
-def show(document: Any, as_json: bool, out: Path | None, table: Callable[[], None]) -> None:
-    """Write the document to `out`, and print it as JSON, or the table, even if that fails."""
+def show(
+    document: Any,
+    as_json: bool,
+    out: Path | None,
+    table: Callable[..., None],
+    *arguments: object,
+) -> None:
+    """Write the document to `out`, and print it as JSON, or the table, even if that fails.
+
+    Args:
+        table: prints the table, given `arguments`.
+    """
     try:
         write_document(document, out)
     finally:
         if as_json:
             print(json.dumps(document, indent=2))
         else:
-            table()
+            table(*arguments)
 
 
 def write_document(document: Any, out: Path | None) -> None:

@@ -35,10 +35,20 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _CAPACITY = ("num_blocks", "total_bytes", "longest_request", "max_concurrency", "token_capacity")
 # Options that change a plan.
 _PLANNED = {
-    "attention_backend", "num_blocks", "max_num_seqs", "block_size", "mamba_block_size", "mamba_cache_mode",
-    "state_scheme", "recompute_ring_len", "num_speculative_tokens", "dtype", "kv_cache_dtype", "mamba_ssm_cache_dtype",
+    "attention_backend",
+    "num_blocks",
+    "max_num_seqs",
+    "block_size",
+    "mamba_block_size",
+    "mamba_cache_mode",
+    "state_scheme",
+    "recompute_ring_len",
+    "num_speculative_tokens",
+    "dtype",
+    "kv_cache_dtype",
+    "mamba_ssm_cache_dtype",
     *(field.name for field in fields(Ranks)),
-}  # fmt: skip
+}
 
 
 @derived_options(
@@ -67,8 +77,8 @@ def plan(
         str | None,
         typer.Option(
             metavar="FILE|DIST",
-            help="How many requests of these lengths fit: a .csv or .jsonl with prompt_tokens and output_tokens, "
-            "or lognormal:prompt=MEAN/P99,output=MEAN/P99.",
+            help="How many requests of these lengths fit: a .csv or .jsonl with prompt_tokens and "
+            "output_tokens, or lognormal:prompt=MEAN/P99,output=MEAN/P99.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -76,8 +86,6 @@ def plan(
     **options: Any,
 ) -> None:
     """Print block sizes, padding, groups and capacity of a model's cache. Nothing is allocated."""
-    from hybrid_kv.cache.backend import get_backend
-    from hybrid_kv.cache.plan import describe
     from hybrid_kv.files import check_outputs
 
     max_num_seqs = options.pop("max_num_seqs", None)
@@ -90,7 +98,8 @@ def plan(
     has_pool = (engine.cache.num_blocks, engine.cache.memory_bytes) != (None, None)
     if requests is not None and not has_pool:
         raise ConfigError(
-            f"--requests {requests}: what fits depends on the pool; add --gpu-memory or --num-blocks"
+            f"--requests {requests}: what fits depends on the pool; "
+            "add --gpu-memory or --num-blocks"
         )
     lengths = None
     if requests is not None:
@@ -98,38 +107,56 @@ def plan(
 
         lengths = read_lengths(requests)
     shape, result = planned(config, engine, max_model_len, max_num_seqs, ranks)
-    document = {
-        "model_type": shape.model_type,
-        "num_hidden_layers": shape.num_hidden_layers,
-        "cached_layers": shape.counts,
-        "platform": platform,
-        "backend": get_backend(engine.attention_backend, platform).name,
-        "mamba_cache_mode": engine.cache.mamba_cache_mode,
-        "state_scheme": engine.cache.state_scheme,
-        "num_speculative_tokens": engine.speculative.num_speculative_tokens,
-        **asdict(ranks),
-        **describe(result),
-        "bytes_per_request": result.blocks_per_request * result.fullest.block_bytes,
-    }
+    document = _document(shape, result, engine, ranks)
     if not has_pool:
         document |= dict.fromkeys(_CAPACITY)
         document["stages"] = [{**stage, "total_bytes": None} for stage in document["stages"]]
     if lengths is not None:
-        document["requests"] = fit = _fit(
-            result, *lengths, engine.speculative.num_speculative_tokens
-        )
-        if fit["num_refused"]:
-            document["notes"].append(
-                f"{fit['num_refused']:,} of {fit['num_given']:,} requests are left out: the engine would reject them, "
-                "because their prompt has --max-model-len tokens or more, or they never fit"
-            )
-    if max_num_seqs is not None and result.max_concurrency < max_num_seqs:
-        document["notes"].append(
-            f"{result.max_concurrency:.2f} requests of {result.max_model_len} tokens fit at once, not {max_num_seqs}; "
-            "lower --max-num-seqs or --max-model-len, or give the cache more memory"
-        )
+        num_drafts = engine.speculative.num_speculative_tokens
+        document["requests"] = _fit(result, *lengths, num_drafts)
+    document["notes"] += _notes(document, result, max_num_seqs)
     document["notes"] += _copies_note(config, engine, shape, ranks)
-    show(document, as_json, out, lambda: _print_plan(document))
+    show(document, as_json, out, _print_plan, document)
+
+
+def _document(
+    shape: ModelShape, plan: CachePlan, engine: EngineConfig, ranks: Ranks
+) -> dict[str, Any]:
+    from hybrid_kv.cache.backend import get_backend
+    from hybrid_kv.cache.plan import describe
+
+    return {
+        "model_type": shape.model_type,
+        "num_hidden_layers": shape.num_hidden_layers,
+        "cached_layers": shape.counts,
+        "platform": engine.platform,
+        "backend": get_backend(engine.attention_backend, engine.platform).name,
+        "mamba_cache_mode": engine.cache.mamba_cache_mode,
+        "state_scheme": engine.cache.state_scheme,
+        "num_speculative_tokens": engine.speculative.num_speculative_tokens,
+        **asdict(ranks),
+        **describe(plan),
+        "bytes_per_request": plan.blocks_per_request * plan.fullest.block_bytes,
+    }
+
+
+def _notes(document: dict[str, Any], plan: CachePlan, max_num_seqs: int | None) -> list[str]:
+    """Return notes on requests that are left out, and on too many at once."""
+    notes = []
+    fit = document.get("requests")
+    if fit is not None and fit["num_refused"]:
+        notes.append(
+            f"{fit['num_refused']:,} of {fit['num_given']:,} requests are left out: the engine "
+            "would reject them, because their prompt has --max-model-len tokens or more, or they "
+            "never fit"
+        )
+    if max_num_seqs is not None and plan.max_concurrency < max_num_seqs:
+        notes.append(
+            f"{plan.max_concurrency:.2f} requests of {plan.max_model_len} tokens fit at once, not "
+            f"{max_num_seqs}; lower --max-num-seqs or --max-model-len, or give the cache more "
+            "memory"
+        )
+    return notes
 
 
 def planned(
@@ -139,9 +166,9 @@ def planned(
     max_num_seqs: int | None = None,
     ranks: Ranks | None = None,
 ) -> tuple[ModelShape, CachePlan]:
-    """What a config.json describes for one rank, and the plan of its cache; nothing is loaded, and torch not imported.
+    """Return the shape that a config.json describes for one rank, and the plan of its cache.
 
-    Without a pool's size the pool is larger than any.
+    Nothing is loaded, and torch not imported. Without a pool's size the pool is larger than any.
 
     Raises:
         ConfigError: it can't be planned.
@@ -152,42 +179,51 @@ def planned(
     from hybrid_kv.cache.spec import with_rollback
     from hybrid_kv.models.shapes import model_shape
 
-    ranks, cache, num_drafts = (
-        ranks or Ranks(),
-        engine.cache,
-        engine.speculative.num_speculative_tokens,
-    )
+    ranks = ranks or Ranks()
+    cache = engine.cache
+    num_drafts = engine.speculative.num_speculative_tokens
     if (cache.num_blocks, cache.memory_bytes) == (None, None):
         cache = replace(cache, memory_bytes=2**62)
-    options: dict[str, Any] = {
-        "cache": cache,
-        "dtype": engine.dtype,
-        "ranks": ranks,
-        "make_dtype": planned_dtype,
-    }
-    shape = model_shape(model, num_speculative_tokens=num_drafts, **options)
+    shape = model_shape(
+        model,
+        num_speculative_tokens=num_drafts,
+        cache=cache,
+        dtype=engine.dtype,
+        ranks=ranks,
+        make_dtype=planned_dtype,
+    )
     model_len = max_model_len or shape.max_position_embeddings
     if model_len is None:
         raise ConfigError(f"{model} names no max_position_embeddings; give --max-model-len")
-    rollback = rollback_spec(cache, num_drafts, False, list(shape.layers.values()))
+    is_async = False
+    rollback = rollback_spec(cache, num_drafts, is_async, list(shape.layers.values()))
     layers = {name: with_rollback(spec, rollback) for name, spec in shape.layers.items()}
     plan = plan_cache(
-        layers, cache, get_backend(engine.attention_backend, engine.platform),
-        BackendContext.for_layers(engine.platform, layers), model_len, shape.mamba_chunk_size,
-        max_num_seqs or engine.scheduler.max_num_seqs, shape.stages(ranks), ranks.decode_context_parallel_size,
-    )  # fmt: skip
+        layers,
+        cache,
+        get_backend(engine.attention_backend, engine.platform),
+        BackendContext.for_layers(engine.platform, layers),
+        model_len,
+        shape.mamba_chunk_size,
+        max_num_seqs or engine.scheduler.max_num_seqs,
+        shape.stages(ranks),
+        ranks.decode_context_parallel_size,
+    )
     return shape, plan
 
 
 def report_memory(model: str, options: dict[str, Any]) -> None:
-    """One line on stderr before a checkpoint is loaded: its weights, and the memory of a request of full length.
+    """Print the bytes of a checkpoint's weights, and the memory of a request of full length.
+
+    The line goes to stderr before the checkpoint is loaded.
 
     Raises:
         ConfigError: config.json cannot be run; then nothing is printed.
     """
     from hybrid_kv.models.loader import check_model, resolve_folder
 
-    config, folder = engine_config(options), resolve_folder(model)
+    config = engine_config(options)
+    folder = resolve_folder(model)
     check_model(folder, config)
     length = config.scheduler.max_model_len
     platform = "cpu" if config.platform == "auto" else config.platform
@@ -195,15 +231,14 @@ def report_memory(model: str, options: dict[str, Any]) -> None:
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     blocks = plan.config.max_blocks_per_request(length)
     dtype = str(shape.dtype).removeprefix("torch.")
-    takes = f"a request of {length:,} tokens takes {blocks:,} blocks, {blocks * plan.config.block_bytes:,} B"
-    print(
-        f"loading {shape.model_type} in {dtype}: {weights:,} B of weights on disk; {takes}",
-        file=sys.stderr,
-    )
+    num_bytes = blocks * plan.config.block_bytes
+    request = f"a request of {length:,} tokens takes {blocks:,} blocks, {num_bytes:,} B"
+    loaded = f"loading {shape.model_type} in {dtype}: {weights:,} B of weights on disk"
+    print(f"{loaded}; {request}", file=sys.stderr)
 
 
 def parse_memory(text: str) -> int:
-    """Bytes in `80GiB` (binary), `80GB` (decimal) or `85899345920`.
+    """Return the bytes of `80GiB` (binary), `80GB` (decimal) or `85899345920`.
 
     Raises:
         ConfigError: anything else.
@@ -218,7 +253,7 @@ def parse_memory(text: str) -> int:
 
 
 def _copies_note(config: str, engine: EngineConfig, shape: ModelShape, ranks: Ranks) -> list[str]:
-    """Where more ranks keep the same K and V than divide their tokens."""
+    """Return a note if more ranks keep the same K and V than divide their tokens."""
     from hybrid_kv.cache.spec import FullAttentionSpec
     from hybrid_kv.models.shapes import model_shape
 
@@ -230,28 +265,29 @@ def _copies_note(config: str, engine: EngineConfig, shape: ModelShape, ranks: Ra
         for name, spec in whole.layers.items()
         if isinstance(spec, FullAttentionSpec)
     )
-    own, of_all = next(sizes, (1, ranks.tensor_parallel_size))
-    copies = ranks.tensor_parallel_size * own // of_all
+    size_of_rank, size_of_all = next(sizes, (1, ranks.tensor_parallel_size))
+    copies = ranks.tensor_parallel_size * size_of_rank // size_of_all
     if copies == ranks.decode_context_parallel_size:
         return []
+    times = copies // ranks.decode_context_parallel_size
     return [
-        f"K and V of each token are kept {copies // ranks.decode_context_parallel_size} times, because there are more "
-        f"tensor parallel GPUs than KV heads; --decode-context-parallel-size {copies} divides the tokens instead"
+        f"K and V of each token are kept {times} times, because there are more tensor parallel "
+        f"GPUs than KV heads; --decode-context-parallel-size {copies} divides the tokens instead"
     ]
 
 
 def _fit(plan: CachePlan, prompts: Ints, outputs: Ints, num_drafts: int) -> dict[str, Any]:
-    """How many requests of these lengths fit at once, in JSON types."""
+    """Return the number of requests of these lengths that fit at once, in JSON types."""
     from hybrid_kv.cache.capacity import capacity
 
-    found = capacity(plan.counted, prompts, outputs, plan.max_model_len, num_drafts)
+    fit = capacity(plan.counted, prompts, outputs, plan.max_model_len, num_drafts)
     return {
         "num_given": len(prompts),
-        "num_refused": found.num_refused,
-        "num_fit": found.num_fit,
-        "most_blocks": round(found.most_blocks, 2),
-        "num_fit_running": round(plan.usable_blocks / found.running_blocks, 2),
-        "running_blocks": round(found.running_blocks, 2),
+        "num_refused": fit.num_refused,
+        "num_fit": fit.num_fit,
+        "most_blocks": round(fit.most_blocks, 2),
+        "num_fit_running": round(plan.usable_blocks / fit.running_blocks, 2),
+        "running_blocks": round(fit.running_blocks, 2),
     }
 
 
@@ -269,16 +305,14 @@ def _print_plan(document: dict[str, Any]) -> None:
         stages = Table("stage", "layers with a cache", "bytes per block", "memory", box=None)
         for number, stage in enumerate(document["stages"]):
             memory = "" if stage["total_bytes"] is None else f"{stage['total_bytes']:,} B"
-            sizes = f"{stage['block_bytes']:,}", memory
-            stages.add_row(str(number), str(len(stage["layers"])), *sizes)
+            num_layers = str(len(stage["layers"]))
+            stages.add_row(str(number), num_layers, f"{stage['block_bytes']:,}", memory)
         console.print("", stages, sep="\n")
-    groups = Table(
-        "groups", "layers each", "kind", "block", "kernel block", "blocks per request", box=None
-    )
+    columns = ("groups", "layers each", "kind", "block", "kernel block", "blocks per request")
+    groups = Table(*columns, box=None)
     keys = ("num_layers", "kind", "block_size", "kernel_block_size", "blocks_per_request")
-    for values, count in Counter(
-        tuple(group[key] for key in keys) for group in document["groups"]
-    ).items():
+    kinds = Counter(tuple(group[key] for key in keys) for group in document["groups"])
+    for values, count in kinds.items():
         groups.add_row(str(count), *map(str, values))
     console.print("", groups, sep="\n")
     for note in document["notes"]:
@@ -286,49 +320,70 @@ def _print_plan(document: dict[str, Any]) -> None:
 
 
 def _summary(plan: dict[str, Any]) -> dict[str, str]:
-    """Lines of the first table."""
+    """Return the lines of the first table."""
     kinds = ", ".join(f"{count} {kind}" for kind, count in plan["cached_layers"].items())
-    tensor, pipeline, context = (plan[field.name] for field in fields(Ranks))
-    pages = sorted({size for group in plan["groups"] for size in group["page_sizes_bytes"]})
+    context = plan["decode_context_parallel_size"]
+    scheme = f"{plan['state_scheme']}, K={plan['num_speculative_tokens']}"
+    block_size = f"{plan['block_size']:,} tokens"
+    if context > 1:
+        block_size += f" on each of {context} GPUs"
     states = plan["mamba_block_size"]
+    padding = f"padded by {plan['mamba_padding_percent']:.2f} %"
     rows = {
         "model": f"{plan['model_type']}, {plan['num_hidden_layers']} layers: {kinds}",
         "platform": f"{plan['platform']}, {plan['backend']}",
-        "Mamba cache mode": f"{plan['mamba_cache_mode']}, {plan['state_scheme']}, K={plan['num_speculative_tokens']}",
-        "GPUs": f"{tensor * pipeline}: {tensor} tensor × {pipeline} pipeline, context {context}; below is one of them",
-        "block size": f"{plan['block_size']:,} tokens"
-        + (f" on each of {context} GPUs" if context > 1 else ""),
+        "Mamba cache mode": f"{plan['mamba_cache_mode']}, {scheme}",
+        **_gpus(plan),
+        "block size": block_size,
         "Mamba block size": "none" if states is None else f"{states:,} tokens",
-        "page": f"{pages[0]:,} B"
-        if len(pages) == 1
-        else f"{pages[0]:,} to {pages[-1]:,} B, each layer its own",
-        "Mamba state": f"{plan['mamba_state_bytes']:,} B, padded by {plan['mamba_padding_percent']:.2f} %",
+        "page": _page(plan),
+        "Mamba state": f"{plan['mamba_state_bytes']:,} B, {padding}",
+        **_capacity(plan),
     }
-    if plan["num_blocks"] is None:
-        tokens, blocks, size = (
-            plan[key] for key in ("max_model_len", "blocks_per_request", "bytes_per_request")
-        )
-        rows["one request"] = (
-            f"{blocks:,} blocks, {size:,} B ({size / 2**30:.2f} GiB) for {tokens:,} tokens"
-        )
-    else:
-        rows |= {
-            "blocks": f"{plan['num_blocks']:,}, one of them the null block",
-            "memory": f"{plan['total_bytes']:,} B ({plan['total_bytes'] / 2**30:.2f} GiB)",
-            "capacity": f"{plan['token_capacity']:,} tokens",
-            "longest request": f"{plan['longest_request']:,} of {plan['max_model_len']:,} tokens",
-            "requests at once": f"{plan['max_concurrency']:,} of {plan['blocks_per_request']:,} blocks each",
-        }
-    if tensor * pipeline == 1:
-        del rows["GPUs"]
-    if (fit := plan.get("requests")) is not None:
+    fit = plan.get("requests")
+    if fit is not None:
         rows["of these lengths"] = (
-            f"{fit['num_fit']:,} of {fit['most_blocks']:,} blocks at most, or {fit['num_fit_running']:,} of "
-            f"{fit['running_blocks']:,} on average"
+            f"{fit['num_fit']:,} of {fit['most_blocks']:,} blocks at most, or "
+            f"{fit['num_fit_running']:,} of {fit['running_blocks']:,} on average"
         )
     if "ring_len" in plan:
-        rows["rings"] = (
-            f"{plan['ring_total_bytes']:,} B: {plan['ring_rows']} rows of {plan['ring_bytes_per_row']:,} B, "
-            f"{plan['ring_len']} tokens in each layer"
-        )
+        row = f"{plan['ring_rows']} rows of {plan['ring_bytes_per_row']:,} B"
+        tokens = f"{plan['ring_len']} tokens in each layer"
+        rows["rings"] = f"{plan['ring_total_bytes']:,} B: {row}, {tokens}"
     return rows
+
+
+def _gpus(plan: dict[str, Any]) -> dict[str, str]:
+    """Return the line about GPUs, if there are several."""
+    tensor = plan["tensor_parallel_size"]
+    pipeline = plan["pipeline_parallel_size"]
+    if tensor * pipeline == 1:
+        return {}
+    context = plan["decode_context_parallel_size"]
+    sizes = f"{tensor} tensor × {pipeline} pipeline, context {context}"
+    return {"GPUs": f"{tensor * pipeline}: {sizes}; below is one of them"}
+
+
+def _page(plan: dict[str, Any]) -> str:
+    pages = sorted({size for group in plan["groups"] for size in group["page_sizes_bytes"]})
+    if len(pages) == 1:
+        return f"{pages[0]:,} B"
+    return f"{pages[0]:,} to {pages[-1]:,} B, each layer its own"
+
+
+def _capacity(plan: dict[str, Any]) -> dict[str, str]:
+    """Return lines about the pool, or about a request where the pool has no size."""
+    blocks = plan["blocks_per_request"]
+    if plan["num_blocks"] is None:
+        size = plan["bytes_per_request"]
+        memory = f"{size:,} B ({size / 2**30:.2f} GiB)"
+        line = f"{blocks:,} blocks, {memory} for {plan['max_model_len']:,} tokens"
+        return {"one request": line}
+    total = plan["total_bytes"]
+    return {
+        "blocks": f"{plan['num_blocks']:,}, one of them the null block",
+        "memory": f"{total:,} B ({total / 2**30:.2f} GiB)",
+        "capacity": f"{plan['token_capacity']:,} tokens",
+        "longest request": f"{plan['longest_request']:,} of {plan['max_model_len']:,} tokens",
+        "requests at once": f"{plan['max_concurrency']:,} of {blocks:,} blocks each",
+    }

@@ -1,4 +1,4 @@
-"""`hybrid-kv red`: what is failing, since which commit and author; or only what began to fail with new rows."""
+"""`hybrid-kv red`: all that is failing, since which commit, or only what is new."""
 
 from __future__ import annotations
 
@@ -43,38 +43,39 @@ def red(
     report = Report(load(results, checkout), checkout)
     if report.results.rows.empty:
         raise VoidError(f"nothing was judged, {results} holds no row")
-    found = new_failures(report.failing, known)
-    if found and markdown is not None:
-        write_whole(markdown, "\n".join(failing_lines(report, found)) + "\n")
+    failures = new_failures(report.failing, known)
+    if failures and markdown is not None:
+        write_whole(markdown, "\n".join(failing_lines(report, failures)) + "\n")
 
     def lines() -> None:
-        for one in found:
-            _print(report, one)
-        print(counted(found) + (", and was not before" if found and before is not None else ""))
+        for failing in failures:
+            _print(report, failing)
+        is_news = bool(failures) and before is not None
+        print(counted(failures) + (", and was not before" if is_news else ""))
 
-    show([_document(report, one) for one in found], as_json, out, lines)
-    if found:
+    show([_document(report, failing) for failing in failures], as_json, out, lines)
+    if failures:
         raise typer.Exit(1)
 
 
-def _print(report: Report, one: Failing) -> None:
+def _print(report: Report, failing: Failing) -> None:
     from hybrid_kv.errors import printable
     from hybrid_kv.measure.dashboard.words import commit_day, title
 
     def commit(row: Any) -> str:
         return f"{row.commit[:10] or 'no commit'}{' + changes' * row.dirty}, {commit_day(row)}"
 
-    info = report.infos.get(one.first.commit)
-    since = commit(one.first) + (f", {info.author}" if info else "")
+    info = report.infos.get(failing.first.commit)
+    since = commit(failing.first) + (f", {info.author}" if info else "")
     for line in (
-        f"{one.text}  {title(one.key)}: {one.value}",
-        f"    since {since}; last passed: {commit(one.passed) if one.passed else 'never'}",
+        f"{failing.text}  {title(failing.key)}: {failing.value}",
+        f"    since {since}; last passed: {commit(failing.passed) if failing.passed else 'never'}",
     ):
         # Authors and params may hold what a terminal obeys.
         print(printable(line))
 
 
-def _document(report: Report, one: Failing) -> dict[str, Any]:
+def _document(report: Report, failing: Failing) -> dict[str, Any]:
     from hybrid_kv.measure.dashboard.data import SERIES
 
     def run(row: Any) -> dict[str, Any]:
@@ -84,13 +85,13 @@ def _document(report: Report, one: Failing) -> dict[str, Any]:
             "author": info.author if info else None
         }
 
-    levels = {"was": one.step.before, "is": one.step.after} if one.step else {}
+    levels = {"was": failing.step.before, "is": failing.step.after} if failing.step else {}
     return {
-        **dict(zip(SERIES, one.key, strict=True)),
-        "word": one.word,
-        "unit": one.newest.unit,
-        "newest": run(one.newest),
-        "since": run(one.first),
-        "last_passed": run(one.passed) if one.passed else None,
+        **dict(zip(SERIES, failing.key, strict=True)),
+        "word": failing.word,
+        "unit": failing.newest.unit,
+        "newest": run(failing.newest),
+        "since": run(failing.first),
+        "last_passed": run(failing.passed) if failing.passed else None,
         **levels,
     }

@@ -31,7 +31,10 @@ def report(
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Draw all results as one page that opens offline, with all rows and a page for each commit beside it."""
+    """Draw all results as one page that opens offline.
+
+    All rows and a page for each commit lie next to it.
+    """
     from hybrid_kv.files import check_outputs, write_whole
     from hybrid_kv.measure.dashboard.commit import write_commits
     from hybrid_kv.measure.dashboard.data import find_files, load
@@ -55,9 +58,9 @@ def report(
     answers = drawn.answers(machine)
     verdict = answers.verdict
     stale = [
-        f"{one.suite} by {one.fresh.distance}: {command_of(one.suite)}"
-        for one in answers.stale
-        if one.fresh
+        f"{suite.suite} by {suite.fresh.distance}: {command_of(suite.suite)}"
+        for suite in answers.stale
+        if suite.fresh
     ]
 
     def lines() -> None:
@@ -68,15 +71,15 @@ def report(
             print(f"stale: {line}")
         print(f"next: {answers.command or 'nothing'}", page, sep="\n")
 
-    found: dict[str, object] = {
+    document: dict[str, object] = {
         "verdict": verdict.word,
         "finding": verdict.text,
         "right": answers.right.text,
     }
-    found |= {
+    document |= {
         "slower": answers.slower.text,
         "next": answers.command,
         "stale": stale,
         "page": str(page),
     }
-    show(found, as_json, None, lines)
+    show(document, as_json, None, lines)

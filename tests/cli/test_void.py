@@ -22,10 +22,12 @@ NOTHING = {
     "accuracy": ["--against empty.jsonl", "--task gsm8k --gsm8k-dir empty", "--limit 0"],
     "accuracy compare": ["empty.jsonl empty.jsonl"],
     "accuracy divergence": ["--limit 1", "--task gsm8k --gsm8k-dir empty"],
+    "check": ["ours -k nothing", "ours --matrix prefix=nothing", "nothing"],
     "checkpoint": ["", "--verify empty"],
     "bisect": ["HEAD HEAD --accuracy", "HEAD HEAD --benchmark nothing", "HEAD HEAD --replay empty.jsonl"],
     "compare": ["-k nothing"],
     "doctor": ["--seconds 0"],
+    "fuzz": ["--hours 0"],
     "guard": [
         "-k nothing",
         "--only mamba_cache_mode=nothing",
@@ -39,6 +41,7 @@ NOTHING = {
     "kernels": ["-k nothing", "--targets nothing", "--peers"],
     "mutants": ["--generated 4 --changed-since NOW", "--id nothing", "--folder empty"],
     "red": ["--results empty", "--results no-row"],
+    "replay": ["empty.jsonl"],
     "results list": ["--check empty", "--check no-row"],
     "study": ["empty.yaml", "no-cell.yaml"],
 }
