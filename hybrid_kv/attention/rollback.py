@@ -287,9 +287,9 @@ class RecomputeSpec(RollbackSpec):
         computed: int,
         block_size: int | None,
     ) -> None:
-        """Follow the rule of `kernels.recompute` for `n_flush` on the host.
+        """Follow the rule of `kernels.recompute.rule` on the host: it depends on lengths alone.
 
-        It depends on lengths alone.
+        `flushed` is `base_pos` there, `start - flushed` is `n_hist`.
         """
         progress.computed = computed
         boundary = None if block_size is None else (progress.flushed // block_size + 1) * block_size

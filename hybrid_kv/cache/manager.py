@@ -5,12 +5,13 @@ tokens of block i; logical block i of a Mamba group in modes `align` and `all` i
 after block i, or, while the request is inside that block, for its running state (see
 `attention.mamba`). A logical block without a block holds the null block.
 
-- Mode `none`: one state and K for drafts, however long the request.
+- Mode `none`: one state, however long the request.
 - Mode `align`: chunks end on block boundaries. Logical blocks before that of the last computed
-  token are freed, those that a chunk jumps over never get a block: a request holds at most 2 + K
-  (scheme `slots`).
-- Mode `all`: a state at every boundary, all kept until the request ends: `ceil(tokens / block_size)
-  + K`.
+  token are freed, those that a chunk jumps over never get a block: a request holds at most 2.
+- Mode `all`: a state at every boundary, all kept until the request ends: `ceil(tokens /
+  block_size)`.
+
+These are the states of scheme `slots`, which holds K more for drafts.
 
 A rollback scheme may write states some tokens late (`StateProgress`): only then is that of a
 logical block published, and are the logical blocks before it freed.
@@ -105,7 +106,7 @@ class KVCacheManager:
                     "prefix caching with Mamba layers needs mamba_cache_mode align or all: "
                     f"mode {mode.name} keeps no state"
                 )
-            # More, and a step could pass two boundaries.
+            # Were blocks shorter, a step could pass two boundaries.
             needed = 1 + spec.num_speculative_tokens
             if mode.gives_back and not spec.rollback.writes_late:
                 needed += num_uncertain_tokens
@@ -365,7 +366,8 @@ class KVCacheManager:
     ) -> NewBlocks:
         """Give each row as many logical blocks more.
 
-        The blocks are for all of them, or for the last one of an align chunk.
+        There are fewer blocks than logical blocks where an align chunk jumps over some: those get
+        the null block, the chunk's last ones the blocks.
         """
         flat = ids if len(ids) == sum(counts) else np.zeros(sum(counts), dtype=np.int32)
         begin = used = 0

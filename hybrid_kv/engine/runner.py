@@ -442,7 +442,8 @@ class ModelRunner:
         """Remember where the next step of each row finds its state.
 
         Args:
-            num_accepted: [num_reqs], tokens gained, the bonus token included.
+            num_accepted: [num_reqs], tokens that each gained, the bonus token included: one more
+                than the accepted drafts that `due_copies` counts.
         """
         spec = self._mamba_spec
         if spec is None:

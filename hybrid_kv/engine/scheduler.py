@@ -361,6 +361,7 @@ class Scheduler:
             num_kept: how many of them the request keeps: none after a stop token. Drafts that were
                 right but are not kept have saved no step: they do not count as accepted.
         """
+        # The last kept token is not in the cache yet: the next step computes it.
         request = item.request
         request.output_token_ids += sampled[:num_kept]
         request.num_verifications += item.num_drafts > 0

@@ -37,7 +37,8 @@ def commit_reference(
     """Take in what the last step had accepted, decide what this one flushes, and move the cursors.
 
     A row without tokens only flushes, and only what a boundary demands: that is how a request that
-    leaves is finalized.
+    leaves is finalized. The returned `n_hist` is that before the flush, the cursors' that after it.
+    A row of padding has the null block for both of its blocks, so no kernel touches its ring.
 
     Args:
         cursors: of the group; written.
