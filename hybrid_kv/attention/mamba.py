@@ -416,8 +416,8 @@ def due_copies(copies: BoundaryCopies, accepted: torch.Tensor) -> BoundaryCopies
     """Return the copies that are due on the device, where the accepted drafts are known.
 
     The state of a rejected one must never reach a block that will be published: the block of its
-    boundary is copied to itself. `accepted` counts drafts, without the bonus token, of each row that
-    samples; decodes come first in the batch and all of them sample.
+    boundary is copied to itself. `accepted` counts drafts, without the bonus token, of each row
+    that samples; decodes come first in the batch and all of them sample.
     """
     is_due = copies.drafts <= accepted[copies.rows]
     current_blocks = torch.where(is_due, copies.current_blocks, copies.logical_blocks)
