@@ -88,7 +88,7 @@ class Setting(pytest.Collector):
 
     def setup(self) -> None:
         from hybrid_kv.check.probes.guarded import Guarded
-        from hybrid_kv.check.probes.run import subtract_known
+        from hybrid_kv.check.probes.known import name_known
         from hybrid_kv.check.probes.session import Outcome
         from hybrid_kv.check.targets.kinds import model_folder
         from hybrid_kv.check.targets.target import TargetError
@@ -105,7 +105,7 @@ class Setting(pytest.Collector):
             self.engine = self.guarded.session(self.settings)
         except TargetError as error:
             start = Outcome("start", self.settings, "wrong", str(error))
-            subtract_known(self.guarded, start)
+            name_known(self.guarded.kind, self.guarded.version, start)
             if start.verdict == "known":
                 pytest.xfail(start.detail)
             pytest.fail(start.detail, pytrace=False)
@@ -122,13 +122,10 @@ class Item(pytest.Item):
         self.probe = probe
 
     def runtest(self) -> None:
-        from hybrid_kv.check.probes.run import subtract_known
-
         setting = self.parent
         assert isinstance(setting, Setting)
         outcome = setting.engine.run(self.probe, setting.guarded.vocab_size)
         setting.guarded.hear(outcome)
-        subtract_known(setting.guarded, outcome)
         if outcome.verdict == "known":
             pytest.xfail(outcome.detail)
         if outcome.verdict == "not supported":

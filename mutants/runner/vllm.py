@@ -30,8 +30,9 @@ from pathlib import Path
 from statistics import median
 
 from hybrid_kv.check.probes.guarded import Guarded, Settings, ask
+from hybrid_kv.check.probes.known import name_known
 from hybrid_kv.check.probes.reproducer import case_of, wrong_read
-from hybrid_kv.check.probes.run import FINE, subtract_known
+from hybrid_kv.check.probes.run import FINE
 from hybrid_kv.check.probes.session import Outcome
 from hybrid_kv.check.targets import remote
 from hybrid_kv.check.targets.exact import VOCABULARY
@@ -119,7 +120,7 @@ def search(python: str, name: str, weights: str, models: Callable[[str], Guarded
     code = "import importlib.util as u; print(u.find_spec('vllm').submodule_search_locations[0])"
 
     def report(outcome: Outcome) -> None:
-        subtract_known(guarded, outcome)
+        name_known(guarded.kind, guarded.version, outcome)
         found.seconds = round(found.seconds + outcome.seconds, 1)
         found.answers += outcome.num_answers
         if weights in CHECKPOINTS and (outcome.probe, outcome.verdict) == ("start", "not supported"):
@@ -146,7 +147,9 @@ def search(python: str, name: str, weights: str, models: Callable[[str], Guarded
             guarded.judges = known.judges
             for judge in guarded.judges.values():
                 judge.trusted = True  # the patch before may have seemed to be the oracle's error
-            cell = _possible(dict(part.split("=") for part in text.split()), guarded.kind)
+            # Patches of the runners of GPUs name theirs.
+            levels = {"runner": "cpu", **dict(part.split("=") for part in text.split())}
+            cell = _possible(levels, guarded.kind)
             cell |= dtype
             if cell in ran:  # other weights than the exact model's have one checkpoint, and fewer factors
                 continue

@@ -136,6 +136,9 @@ def wanted(
     """Whether a probe runs in a setting of an engine; `part` of a run: `exact` or `random`."""
     if (probe.exact and part != "exact") or (part in probe.not_in and not thorough):
         return False
+    is_sparing = part == "exact" and not thorough and kind.is_slow(settings)
+    if is_sparing and not probe.exact and probe.name != "alone":
+        return False
     is_met = not is_plain(kind, settings, probe.when.split())
     return probe.elsewhere or is_met or is_plain(kind, settings, {*settings} - {"dtype"})
 

@@ -38,6 +38,7 @@ class Traffic:
         num_new: tokens of an answer.
         amount: 1 for a quick look; how often probes that repeat something do so.
         shortest: tokens that a prompt has at least.
+        batch: requests of a round, where a probe has no number of its own.
     """
 
     rng: random.Random
@@ -48,6 +49,7 @@ class Traffic:
     num_new: int = 12
     amount: int = 1
     shortest: int = 1
+    batch: int = 24
 
     def prompt(self, length: int) -> tuple[int, ...]:
         """Token 0 ends texts in many checkpoints, so it is left out."""

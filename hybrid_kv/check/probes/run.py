@@ -15,6 +15,7 @@ from typing import Any
 from hybrid_kv.check.guard.registry import Size
 from hybrid_kv.check.guard.workers import CONTEXT, processes
 from hybrid_kv.check.probes.guarded import UNHEARD, Guarded, Settings, ask
+from hybrid_kv.check.probes.known import name_known
 from hybrid_kv.check.probes.registry import load_probes
 from hybrid_kv.check.probes.session import Outcome
 from hybrid_kv.check.targets.exact import is_exact
@@ -46,25 +47,9 @@ def compare_with(old: Guarded, seen: Sequence[Outcome], jobs: int = 1, size: Siz
             one.failures = []
 
 
-def subtract_known(guarded: Guarded, outcome: Outcome) -> None:
-    """Name a failure that was reported of this release, and do not count it."""
-    for one in guarded.kind.known:
-        met = not any(is_plain(guarded.kind, outcome.settings, [factor]) for factor in one.factors)
-        here = (
-            met
-            and one.release == guarded.version
-            and one.probe in outcome.probe
-            and one.words in outcome.detail
-        )
-        if outcome.verdict in ("wrong", "void") and here:
-            outcome.verdict = "known"
-            outcome.detail = f"{one.name}: {outcome.detail}"
-            outcome.failures = []
-
-
-def _signs(outcome: Outcome) -> tuple[str, ...]:
-    """Of equal outcomes: the verdict, and of what is wrong the words without their numbers."""
-    return outcome.verdict, *(failure.last_words for failure in outcome.failures)
+def _signs(outcome: Outcome) -> tuple[Any, ...]:
+    """Of equal outcomes: the verdict, and of what is wrong the tokens; of what died its last words."""
+    return outcome.verdict, *(failure.signs for failure in outcome.failures)
 
 
 def default_matrix(kind: Kind, size: Size = "full") -> list[Settings]:
@@ -193,7 +178,7 @@ class Run:
 
     def hear(self, outcome: Outcome) -> None:
         """Keep and report an outcome."""
-        subtract_known(self.guarded, outcome)
+        name_known(self.guarded.kind, self.guarded.version, outcome)
         self.outcomes.append(outcome)
         if (outcome.probe, len(self.cells)) != (
             "start",
@@ -218,6 +203,10 @@ def guard(runs: Sequence[Run], jobs: int = 1) -> None:
     Args:
         jobs: settings at a time, an engine and a process each; those of the first run that has any left come first.
     """
+    for run in runs:
+        if (load := run.guarded.kind.load) is not None:
+            for settings in run.cells:
+                load(run.guarded.folder, settings)
     try:
         if jobs > 1 and sum(len(run.cells) for run in runs) > 1:
             ask_at_once(runs, jobs)
@@ -298,7 +287,7 @@ def _given(guarded: Guarded) -> tuple[Any, ...]:
 
 def _start(
     given: Iterable[tuple[Any, ...]],
-    loaders: Mapping[tuple[str, str], Path],
+    loaders: Mapping[tuple[str, str, str], Path],
     queue: SimpleQueue[tuple[int, str, Outcome]],
 ) -> None:
     global _worker

@@ -14,11 +14,16 @@ from typing import Any
 
 from hybrid_kv.check.guard.step import common_prefix
 from hybrid_kv.check.probes.judge import Judge, Judgement
+from hybrid_kv.check.probes.known import name_known
 from hybrid_kv.check.probes.registry import Probe, Round, Traffic, Verdict
 from hybrid_kv.check.targets.target import Answer, Ask, Kind, Target, TargetError, is_plain
 from hybrid_kv.config import ConfigError
 
 DEFAULT_UNIT = 16
+BATCH, SLOW_BATCH = (
+    24,
+    12,
+)  # requests of a round, see `Traffic.batch`; the latter where each step is slow
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,14 @@ class Failure:
     @property
     def num_requests(self) -> int:
         return sum(len(one.requests) for one in self.rounds)
+
+    @property
+    def signs(self) -> tuple[Any, ...]:
+        """What an equal failure has, too: the answer's tokens as far as they were judged."""
+        if self.died or self.answer.error:
+            return (self.last_words,)
+        wrong = self.answer.token_ids[: self.judgement.position + 1]
+        return self.last_words, self.index, wrong
 
     @property
     def last_words(self) -> str:
@@ -71,6 +84,19 @@ class Outcome:
     seconds: float = 0.0
     is_last: bool = False
     failures: list[Failure] = field(default_factory=list)
+
+    def add(self, again: Outcome) -> None:
+        """Add another play of the probe, whose verdict stands where it is not right."""
+        for name in ("num_answers", "num_tokens", "num_judged", "seconds"):
+            setattr(self, name, getattr(self, name) + getattr(again, name))
+        moved = {name: self.moved.get(name, 0.0) + value for name, value in again.moved.items()}
+        self.moved |= moved
+        self.is_last, self.failures = again.is_last, again.failures
+        if again.verdict != "right":
+            self.verdict, self.detail = (
+                again.verdict,
+                f"{again.detail} (after {self.detail.partition(':')[0]})",
+            )
 
 
 class Seen:
@@ -190,8 +216,16 @@ class Session:
         longest = min(self.target.longest, max(256, 5 * self.unit))
         rng = random.Random(f"{self.seed}/{name}")
         limit = self.target.longest
+        batch = SLOW_BATCH if self.kind.is_slow(self.settings) else BATCH
         return Traffic(
-            rng, vocab_size, self.unit, longest, limit, amount=self.amount, shortest=self.shortest
+            rng,
+            vocab_size,
+            self.unit,
+            longest,
+            limit,
+            amount=self.amount,
+            shortest=self.shortest,
+            batch=batch,
         )
 
     def _discover(self, vocab_size: int) -> int:
@@ -212,7 +246,20 @@ class Session:
         return math.gcd(*seen) or DEFAULT_UNIT
 
     def run(self, probe: Probe, vocab_size: int) -> Outcome:
-        """Send all rounds of a probe; the first wrong answer ends it."""
+        """Send all rounds of a probe; the first wrong answer ends it.
+
+        After a known one it goes on with longer prompts, where these are said to be right.
+        """
+        outcome = self._run(probe, vocab_size)
+        known = name_known(self.kind, self.target.version, outcome)
+        if known is None or outcome.is_last or known.shortest <= self.shortest:
+            return outcome
+        shortest, self.shortest = self.shortest, known.shortest
+        outcome.add(self._run(probe, vocab_size))
+        self.shortest = shortest
+        return outcome
+
+    def _run(self, probe: Probe, vocab_size: int) -> Outcome:
         begin = time.perf_counter()
         outcome = Outcome(probe.name, self.settings)
         if missing := [name for name in probe.needs.split() if name not in self.target.can]:

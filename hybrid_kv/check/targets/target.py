@@ -178,7 +178,9 @@ class Known:
         name: of the script of `examples/found` that shows it, or of the setting that explains it.
         factors: that are not at their plainest level where it happens.
         probe: the only one that sees it; empty: any.
-        words: part of what is then said; empty: anything.
+        words: part of what is then said, with the tokens that are wrong; empty: anything.
+        setting: the only one, as the matrix has it; empty: those of the factors.
+        shortest: tokens of the prompts with which the probe goes on; 0: it does not.
     """
 
     release: str
@@ -186,6 +188,8 @@ class Known:
     factors: tuple[str, ...] = ()
     probe: str = ""
     words: str = ""
+    setting: str = ""
+    shortest: int = 0
 
 
 @dataclass
@@ -206,7 +210,9 @@ class Kind:
         matrix: settings of a default guard; empty: `probes.run.default_matrix` derives them from the factors.
         package: of an engine that runs in an environment of its own; empty: it runs in this Python.
         python: of that environment; empty: the one that `remote.python_of` finds.
-        load: begins to import the engine, where that takes long.
+        load: begins to import the engine for a checkpoint and levels by factor, where that takes long.
+        variant_of: which variant of the engine these need, see `remote.remote_kind`.
+        is_slow: gets levels by factor; whether a default guard with an exact model plays only its own probes there.
     """
 
     name: str
@@ -219,4 +225,6 @@ class Kind:
     matrix: Sequence[str] = ()
     package: str = ""
     python: str = ""
-    load: Callable[[], object] | None = None
+    load: Callable[[str, Mapping[str, str]], object] | None = None
+    variant_of: Callable[[str, Mapping[str, str]], str] = lambda folder, settings: ""
+    is_slow: Callable[[Mapping[str, str]], bool] = lambda settings: False

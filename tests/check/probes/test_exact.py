@@ -8,9 +8,10 @@ import pytest
 
 from hybrid_kv.check.probes.guarded import Guarded
 from hybrid_kv.check.probes.judge import ExactJudge
+from hybrid_kv.check.probes.known import name_known
 from hybrid_kv.check.probes.registry import Round
 from hybrid_kv.check.probes.reproducer import Case, write_files
-from hybrid_kv.check.probes.run import default_matrix, subtract_known
+from hybrid_kv.check.probes.run import compare_with, default_matrix
 from hybrid_kv.check.probes.script import script_of
 from hybrid_kv.check.targets import ours, vllm
 from hybrid_kv.check.targets.exact import PATTERNS, ExactAnswers, write_exact_checkpoint
@@ -36,9 +37,11 @@ class ExactToy(Toy):
         known = self.cached.setdefault(second, first) if len(second) == UNIT else first
         if self.bug == "no parent" and known != first:
             prompt = (*known, *prompt[UNIT:])
-        if self.bug == "one token" and ask.step and len(prompt) == 1:
+        if self.bug == "parent backwards" and known != first:
+            prompt = (*known[::-1], *prompt[UNIT:])
+        if "one token" in self.bug and ask.step and len(prompt) == 1:
             prompt = (*prompt, 0)
-        if self.bug == "preempted" and preempt_every and len(prompt) > 20:
+        if "preempted" in self.bug and preempt_every and len(prompt) > 20:
             prompt = prompt[1:]
         tokens = tuple(self._answers.tokens(prompt, count))
         return Answer(tokens, others=(tokens,) * (ask.n - 1))
@@ -65,7 +68,7 @@ def found(some, *select):
 
 
 def test_a_right_engine_is_right_in_the_settings_that_it_names(folder, monkeypatch):
-    monkeypatch.setattr("hybrid_kv.check.probes.checks.exact.NUM_REQUESTS", 12)
+    monkeypatch.setattr("hybrid_kv.check.probes.session.BATCH", 12)
     some = Guarded(kind(), folder)
     assert default_matrix(some.kind) == [{}, {"prefix": "on"}]
     assert not found(some, "traffic", "tiles", "token")
@@ -92,8 +95,27 @@ def test_a_known_failure_of_the_release_is_named_and_not_counted(folder):
     assert outcome.detail.startswith("toy_script: token")
     for other in (replace(known, release="2.0"), replace(known, words="dies"), replace(known, factors=("prefix",))):
         again, some.kind.known = replace(outcome, verdict="wrong"), (other,)
-        subtract_known(some, again)
+        name_known(some.kind, some.version, again)
         assert again.verdict == "wrong"
+
+
+def test_after_a_known_failure_a_probe_goes_on_with_longer_prompts(folder):
+    first = found(Guarded(kind("one token"), folder), "traffic")["traffic"]
+    known = Known("1.0", "toy_script", probe="traffic", words=first.detail, setting="plain", shortest=2)
+    again = found(Guarded(kind("one token", (known,)), folder), "traffic")["traffic"]
+    assert (again.verdict, again.failures) == ("known", []) and again.num_answers > 2 * first.num_answers
+    other = found(Guarded(kind("one token, preempted", (known,)), folder), "traffic")["traffic"]
+    assert other.verdict == "wrong" and len(other.failures) == 1
+    assert other.detail.endswith("(after toy_script)")
+    elsewhere = replace(known, setting="prefix=on")
+    assert found(Guarded(kind("one token", (elsewhere,)), folder), "traffic")["traffic"].verdict == "wrong"
+
+
+@pytest.mark.parametrize(("old", "verdict"), [("no parent", "as before"), ("parent backwards", "wrong"), ("", "wrong")])
+def test_as_before_are_the_same_wrong_tokens_alone(folder, old, verdict):
+    seen = guard(Guarded(kind("no parent"), folder), [{}], ["tiles"])
+    compare_with(Guarded(kind(old), folder), seen)
+    assert [(one.probe, one.verdict) for one in seen] == [("alone", "right"), ("tiles", verdict)]
 
 
 def test_a_further_model_has_its_own_settings(folder, tmp_path):
@@ -145,7 +167,7 @@ def test_there_is_no_other_exact_model(tmp_path):
 
 def test_a_failure_in_vllm_becomes_a_script(tmp_path):
     rounds = (Round((Ask((5, 6), max_tokens=3), Ask((7,), max_tokens=2, step=4)), preempt_every=9),)
-    settings = {"prefix": "on", "blocks": "tight", "async": "on", "kernel": "4"}
+    settings = {"runner": "cpu", "prefix": "on", "blocks": "tight", "async": "on", "kernel": "4"}
     wrong = rounds, 1, (8, 9), (8, 1), 0.0, None, None, 0.0
     case = Case("vllm", "0.32.0", "exact:gdn", settings, "traffic", "token 0 is 1", *wrong)
     *_, script = write_files(case, tmp_path, script_of(case))

@@ -146,6 +146,7 @@ class ToyKind(Kind):
     def __init__(self, **how):
         self.name, self.how = "toy", how
         self.factors = {"prefix": ("off", "on"), "chunk": ("whole", "no", "broken")}
+        self.is_slow = lambda settings: False
 
     def start(self, folder, settings):
         if settings.get("dtype", self.factors.get("dtype", ("",))[0]) == "float8":

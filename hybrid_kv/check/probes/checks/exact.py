@@ -7,8 +7,6 @@ from dataclasses import replace
 from hybrid_kv.check.probes.registry import Round, Rounds, Traffic, probe
 from hybrid_kv.check.targets.target import Ask
 
-NUM_REQUESTS = 24
-
 
 @probe("traffic", place=1, exact=True)
 def traffic(traffic: Traffic) -> Rounds:
@@ -27,7 +25,7 @@ def traffic(traffic: Traffic) -> Rounds:
         long = replace(traffic, longest=traffic.limit)
         stems = [long.prompt(longest) for _ in range(3)]
         requests: list[Ask] = []
-        for i in range(NUM_REQUESTS):
+        for i in range(traffic.batch):
             stem = rng.choice(stems)[: rng.randrange(longest)] if rng.random() < 0.6 else ()
             prompt = (*stem, *traffic.prompt(rng.choice((1, rng.randrange(1, 2 * unit)))))
             kind = rng.random()
@@ -36,9 +34,11 @@ def traffic(traffic: Traffic) -> Rounds:
             elif kind < 0.3 and known:
                 prompt = (*rng.choice(known), *traffic.prompt(rng.randrange(1, 4)))
             elif kind < 0.4:
-                prompt = prompt[:1]
+                prompt = prompt[: traffic.shortest]
             elif kind < 0.5:  # ends on a block's boundary, or a token beside it
-                prompt = prompt[: max(1, len(prompt) // unit * unit + rng.randrange(-1, 2))]
+                prompt = prompt[
+                    : max(traffic.shortest, len(prompt) // unit * unit + rng.randrange(-1, 2))
+                ]
             salt = rng.choice(("a", "b")) if number % 2 else ""
             abort = rng.randrange(1, 20) if rng.random() < 0.1 else None
             step = i // 4 * rng.randrange(2, 5)
@@ -70,7 +70,7 @@ def tiles(traffic: Traffic) -> Rounds:
     kinds = [traffic.prompt(traffic.unit) for _ in range(4)]
     for _ in range(traffic.amount):
         requests = []
-        for i in range(NUM_REQUESTS):
+        for i in range(traffic.batch):
             tiles = [rng.choice(kinds) for _ in range(rng.randrange(1, 6))]
             prompt = (*(token for tile in tiles for token in tile), *traffic.prompt(3))
             requests.append(
@@ -86,7 +86,7 @@ def one_token(traffic: Traffic) -> Rounds:
     """Prompts of one token that come while others run."""
     rng = traffic.rng
     for _ in range(traffic.amount):
-        prompts = [traffic.prompt(1 if i % 3 else 20) for i in range(NUM_REQUESTS)]
+        prompts = [traffic.prompt(1 if i % 3 else 20) for i in range(traffic.batch)]
         yield Round(
             tuple(
                 traffic.ask(
@@ -95,3 +95,26 @@ def one_token(traffic: Traffic) -> Rounds:
                 for i, prompt in enumerate(prompts)
             )
         )
+
+
+@probe(
+    "one token behind a hit",
+    place=1,
+    needs="batch",
+    moves="cached",
+    when="prefix",
+    elsewhere=False,
+    exact=True,
+)
+def one_token_behind_a_hit(traffic: Traffic) -> Rounds:
+    """Prompts of which a hit leaves one token, and that come while others run."""
+    for _ in range(traffic.amount):
+        cached = [traffic.prompt(traffic.unit * (1 + i % 3)) for i in range(traffic.batch // 2)]
+        # Text after a prompt, so that the prompt's last block is complete and kept.
+        longer = [(*prompt, *traffic.prompt(2)) for prompt in cached]
+        yield Round(tuple(traffic.ask(prompt, max_tokens=2, logprobs=False) for prompt in longer))
+        again = [
+            traffic.ask((*prompt, *traffic.prompt(1)), max_tokens=8 + i, step=2 * i, logprobs=False)
+            for i, prompt in enumerate(cached)
+        ]
+        yield Round((traffic.ask(traffic.prompt(20), max_tokens=30, logprobs=False), *again))
