@@ -140,8 +140,6 @@ class EngineCheck:
             0 if every supported probe was shown to be right, `VOID` if others were void alone, 1 if
             one was wrong.
         """
-        if self._kind.load is not None:
-            self._kind.load()
         with ExitStack() as stack:
             for name in self._models:
                 folder = stack.enter_context(model_folder(name))
@@ -283,6 +281,10 @@ class EngineCheck:
                 f"{sums['num_answers']:,} answers, {sums['num_tokens']:,} tokens with their prompts"
             )
             print(f"{title}: {amount}; {sums['num_judged']:,} judged right or wrong")
+        known = [outcome for outcome in self._outcomes() if outcome.verdict == "known"]
+        if known:
+            names = dict.fromkeys(outcome.detail.partition(":")[0] for outcome in known)
+            print(f"{len(known)} known: {', '.join(names)} (docs/found.md)")
 
 
 def models_of(

@@ -19,6 +19,7 @@ from hybrid_kv.environment import WORKER_DEFAULTS
 from hybrid_kv.files import read_text
 
 WORKERS = Path(worker.__file__).parent
+GPU = "vllm_gpu"  # a folder of workers
 
 
 def script_of(case: Case) -> str:
@@ -34,12 +35,16 @@ def script_of(case: Case) -> str:
         config = json.loads((Path(folder) / "config.json").read_text())
     settings = dict(case.settings)
     wanted = {"make_tight": ("blocks", "tight"), "allow_async": ("async", "on")}
+    on_gpu = settings.get("runner", "v2") != "cpu"
+    if on_gpu:
+        wanted.pop("allow_async")  # on a GPU it is allowed
     data = {
         "options": worker.arguments(settings) | worker.exact_arguments(settings),
         "kernel_block_size": int(settings.get("kernel", "0").replace("own", "0")),
         "changes": [
             name for name, (factor, level) in wanted.items() if settings.get(factor) == level
         ],
+        "gpu": settings if on_gpu else None,
         "rounds": as_json(case.rounds, whole=True),
         "index": case.index,
         "expected": list(case.expected),
@@ -60,6 +65,7 @@ def script_of(case: Case) -> str:
         (WORKERS / "vllm_case.py").read_text(),
         f"for name, value in {WORKER_DEFAULTS}.items():",
         "    os.environ.setdefault(name, value)",
+        *(_gpu() if on_gpu else ()),
         "declare_vision()",
         *((WORKERS / f"{name}.py").read_text() for name in ("vllm_exact", "vllm_releases")),
         "",
@@ -72,6 +78,24 @@ def script_of(case: Case) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _gpu() -> list[str]:
+    """Return lines that make the folder of the GPU that is not there, and begin to pretend."""
+    files = sorted((WORKERS / GPU).glob("*.py"))
+    return [
+        "# A GPU that is not there, on which vLLM's GPU worker runs as it is.",
+        "GPU = {}",
+        *(f"GPU[{file.stem!r}] = r'''{file.read_text()}'''" for file in files),
+        "os.mkdir(gpu_folder := os.path.join(tempfile.mkdtemp(), " + repr(GPU) + "))",
+        "for name, source in GPU.items():",
+        '    with open(f"{gpu_folder}/{name}.py", "w") as file:',
+        "        file.write(source)",
+        "sys.path.insert(0, os.path.dirname(gpu_folder))",
+        f"import {GPU}",
+        "",
+        f"{GPU}.prepare()",
+    ]
 
 
 if __name__ == "__main__":

@@ -11,10 +11,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, cast
@@ -47,16 +46,32 @@ def python_of(name: str, package: str) -> str:
     return sys.executable
 
 
-def remote_kind(name: str, package: str, factors: Mapping[str, Sequence[str]], **about: Any) -> Kind:
-    """An engine in the environment that `python_of` finds; `about` has the other attributes of `Kind`."""
+def only_one(folder: str, settings: Mapping[str, str]) -> str:
+    """The variant of an engine that has no others."""
+    return ""
+
+
+def remote_kind(
+    name: str,
+    package: str,
+    factors: Mapping[str, Sequence[str]],
+    variant_of: Callable[[str, Mapping[str, str]], str] = only_one,
+    **about: Any,
+) -> Kind:
+    """An engine in the environment that `python_of` finds; `about` has the other attributes of `Kind`.
+
+    Args:
+        variant_of: gets the folder of a checkpoint and levels by factor, and says which of the engine's variants runs
+            them: each has a process that imports it.
+    """
 
     def start(folder: str, settings: Mapping[str, str]) -> Remote:
-        return Remote(name, python_of(name, package), folder, settings)
+        return Remote(name, python_of(name, package), folder, settings, variant_of(folder, settings))
 
-    def begin() -> Path:
-        return load(name, python_of(name, package))
+    def begin(folder: str, settings: Mapping[str, str]) -> Path:
+        return load(name, python_of(name, package), variant_of(folder, settings))
 
-    return Kind(name, factors, start, package=package, load=begin, **about)
+    return Kind(name, factors, start, package=package, load=begin, variant_of=variant_of, **about)
 
 
 def build_of(kind: Kind, python: str) -> Kind:
@@ -72,7 +87,13 @@ def build_of(kind: Kind, python: str) -> Kind:
         raise ConfigError(f"{python}: {error.strerror}; give the Python of an environment") from None
     if not has_it:
         raise ConfigError(f"{python} has no {kind.package}; give the Python of an environment with it")
-    start, begin = partial(Remote, kind.name, python), partial(load, kind.name, python)
+
+    def start(folder: str, settings: Mapping[str, str]) -> Remote:
+        return Remote(kind.name, python, folder, settings, kind.variant_of(folder, settings))
+
+    def begin(folder: str, settings: Mapping[str, str]) -> Path:
+        return load(kind.name, python, kind.variant_of(folder, settings))
+
     return replace(kind, start=start, load=begin, python=python)
 
 
@@ -80,17 +101,19 @@ class Loader:
     """A process that imports an engine once and forks for each of its targets.
 
     Args:
+        variant: of the engine, as its worker calls it.
         early: import what does not belong to the engine before a target is started, and the engine only then.
     """
 
-    def __init__(self, name: str, python: str, early: bool = False) -> None:
+    def __init__(self, name: str, python: str, variant: str = "", early: bool = False) -> None:
         self._scratch = tempfile.TemporaryDirectory()  # a fork leaves its temporary files behind
         self.folder = Path(self._scratch.name)
         with socket.socket(socket.AF_UNIX) as listener, (self.folder / LOG).open("w") as log:
             listener.bind(str(self.folder / SOCKET))
             listener.listen()
+            words = [variant] * bool(variant) + ["early"] * early
             self.process = subprocess.Popen(
-                [python, str(WORKERS / f"{name}.py"), str(listener.fileno()), *(["early"] if early else [])],
+                [python, str(WORKERS / f"{name}.py"), str(listener.fileno()), *words],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -111,7 +134,7 @@ class Loader:
 
 _loaders: dict[tuple[Any, ...], Loader] = {}  # by what they were started with
 _one_at_a_time = Lock()
-_shared: dict[tuple[str, str], Path] = {}  # folders of another process's loaders, by name and Python
+_shared: dict[tuple[str, str, str], Path] = {}  # folders of another process's loaders: name, Python, variant
 
 
 @atexit.register
@@ -122,50 +145,55 @@ def end_loaders() -> None:
 
 
 def renew_loader(name: str, python: str) -> None:
-    """End all engines, which may have changed, and import what has not."""
+    """End all engines, which may have changed, and import what has not, in the variants that ran."""
+    variants = {key[2] for key in _loaders if key[:2] == (name, python)} or {""}
     end_loaders()
-    _loaders[_key(name, python)] = Loader(name, python, early=True)
+    for variant in variants:
+        _loaders[_key(name, python, variant)] = Loader(name, python, variant, early=True)
 
 
-def load(name: str, python: str) -> Path:
+def load(name: str, python: str, variant: str = "") -> Path:
     """Begin to import an engine, unless a process has; its folder."""
-    if (name, python) in _shared:
-        return _shared[name, python]
-    key = _key(name, python)
+    if (name, python, variant) in _shared:
+        return _shared[name, python, variant]
+    key = _key(name, python, variant)
     with _one_at_a_time:
         if key not in _loaders or _loaders[key].process.poll() is not None:
             if key in _loaders:
                 _loaders.pop(key).kill()
-            _loaders[key] = Loader(name, python)
+            _loaders[key] = Loader(name, python, variant)
         return _loaders[key].folder
 
 
-def shared_loaders() -> dict[tuple[str, str], Path]:
+def shared_loaders() -> dict[tuple[str, str, str], Path]:
     """What another process gives to `share_loaders`, to start targets without imports of its own."""
-    return {(name, python): loader.folder for (name, python, *_), loader in _loaders.items()}
+    return {(name, python, variant): loader.folder for (name, python, variant, *_), loader in _loaders.items()}
 
 
-def share_loaders(shared: Mapping[tuple[str, str], Path]) -> None:
+def share_loaders(shared: Mapping[tuple[str, str, str], Path]) -> None:
     """Let the loaders of another process start the targets of this one."""
     _shared.update(shared)
 
 
-def _key(name: str, python: str) -> tuple[Any, ...]:
-    return name, python, WORKERS, tuple(sorted(environment.child_environment().items()))
+def _key(name: str, python: str, variant: str) -> tuple[Any, ...]:
+    return name, python, variant, WORKERS, tuple(sorted(environment.child_environment().items()))
 
 
 class Remote:
     """See `targets.target.Target`.
+
+    Args:
+        variant: of the engine, as its worker calls it.
 
     Raises:
         ConfigError: the engine does not know a setting or the model.
         TargetError: it does not start.
     """
 
-    def __init__(self, name: str, python: str, folder: str, settings: Mapping[str, str]) -> None:
+    def __init__(self, name: str, python: str, folder: str, settings: Mapping[str, str], variant: str = "") -> None:
         self.name = name
         self.settings: Mapping[str, str] = dict(settings)
-        loader, self._is_asked = load(name, python), False
+        loader, self._is_asked = load(name, python, variant), False
         self._pid, self.version, self._log, self._loader_log = 0, "", loader / uuid4().hex, loader / LOG
         self._connection: socket.socket | None = socket.socket(socket.AF_UNIX)
         self._lines = self._connection.makefile("r")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from hybrid_kv.check.targets.exact import is_exact
 from hybrid_kv.check.targets.remote import remote_kind
 from hybrid_kv.check.targets.target import Inside, Known
 
@@ -19,10 +22,13 @@ _FACTORS = {
     "spec": ("none", "ngram3", "mtp3", "mtp1"),
     "async": ("off", "on"),
 }
-# The exact model inside it costs seconds a setting, most of them for the start.
+# The exact model inside it, on a GPU that is not there: as vLLM is served.
 _INSIDE = Inside(
     {
-        "prefix": ("off", "on"),
+        "runner": ("v2", "v1", "cpu"),  # a model runner of GPUs, on one that is not there, or that of CPUs
+        "graph": ("off", "decode", "full", "broken"),
+        "copies": ("late", "early"),  # what a copy to the host brings: the latest that it may, or the earliest
+        "prefix": ("off", "on", "align", "all"),
         "chunk": ("whole", "24", "40"),
         "blocks": ("ample", "tight"),
         "retain": ("last", "all"),
@@ -34,20 +40,16 @@ _INSIDE = Inside(
         "sanitize": ("off", "on"),  # at about half of the speed; not beside async
     },
     (
-        "chunk=24",
-        "prefix=on blocks=tight",
-        "async=on",
-        "prefix=on",
-        "prefix=on chunk=40 blocks=tight",
-        "prefix=on chunk=40 async=on",
-        "prefix=on retain=all chunk=40",
-        "prefix=on block=32",
-        "prefix=on kernel=4",
-        "prefix=on match=8",
-        "spec=mtp3 async=on",
-        "spec=ngram3",
-        "spec=ngram3 chunk=40 blocks=tight",
-        "prefix=on spec=ngram3",
+        "runner=v2 graph=decode spec=mtp3 prefix=align",
+        "runner=v2 kernel=4 prefix=align chunk=40",
+        "runner=v2 prefix=on blocks=tight",
+        "runner=v2 spec=ngram3 async=on copies=early",
+        "runner=v2 graph=full async=on",
+        "runner=v1 graph=decode spec=mtp3 prefix=align",
+        "runner=v1 kernel=4 prefix=align chunk=40",
+        "runner=v1 prefix=on blocks=tight",
+        "runner=v1 spec=ngram3 async=on copies=early",
+        "runner=v1 graph=full async=on",
     ),
     is_central=True,
 )
@@ -63,5 +65,17 @@ _KNOWN = (
     # A state is kept at a prompt's end, but with `retain=all`.
     Known("0.32.0", "retain=last", ("prefix",), probe="together across a boundary", words="cached stayed 0"),
 )
+
+
+def _variant_of(folder: str, settings: Mapping[str, str]) -> str:
+    """`gpu` for the runners of GPUs, which the exact model alone can have: kernels of layers need a real one."""
+    return "" if settings.get("runner", "v2") == "cpu" or not is_exact(folder) else "gpu"
+
+
+def _is_slow(settings: Mapping[str, str]) -> bool:
+    """Whether Triton's interpreter runs the kernels of an exact model."""
+    return settings.get("runner", "v2") != "cpu"
+
+
 # Its kernels for CPUs refuse the widths of a tiny checkpoint.
-KIND = remote_kind("vllm", "vllm", _FACTORS, size="small", inside=_INSIDE, known=_KNOWN)
+KIND = remote_kind("vllm", "vllm", _FACTORS, _variant_of, size="small", inside=_INSIDE, known=_KNOWN, is_slow=_is_slow)

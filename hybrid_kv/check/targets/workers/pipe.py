@@ -2,9 +2,9 @@
 
 On a connection there is a JSON object a line: `{"log": …}` in, a file for what the engine prints, and
 `{"pid": …, "version": …}` out; then `{"op": …, …}` in and `{"result": …}` or `{"error": …}` out, until the other side
-closes. The listening socket is the descriptor argv[1]; the process ends when its standard input does. With the argument
-`early`, what an engine imports from other packages is imported at once, and its own modules with the first connection:
-they may change until then.
+closes. The listening socket is the descriptor argv[1]; the process ends when its standard input does. Further arguments
+are for the engine, which may have variants. With the argument `early`, what an engine imports from other packages is
+imported at once, and its own modules with the first connection: they may change until then.
 """
 
 import gc
@@ -93,8 +93,10 @@ def _say(connection: socket.socket, reply: dict[str, Any]) -> None:
 
 
 def sibling(name: str) -> Any:
-    """Another file of this folder, which cannot be in the path: in it, an engine's package is its worker."""
-    spec = importlib.util.spec_from_file_location(name, f"{os.path.dirname(__file__)}/{name}.py")
+    """Another file or folder of this folder, which cannot be in the path: in it, an engine's package is its worker."""
+    path = f"{os.path.dirname(__file__)}/{name}"
+    file, inside = (f"{path}/__init__.py", [path]) if os.path.isdir(path) else (f"{path}.py", None)
+    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=inside)
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -17,7 +17,8 @@ EXACT_BLOCK, EXACT_BLOCKS = 16, 2**10  # tokens of a block, and how many there a
 ROOM = 640  # tokens of the one request that a tight pool holds for sure, where eight may run
 PLAIN = {
     "prefix": "off", "spec": "none", "chunk": "whole", "blocks": "ample", "block": "own", "match": "block",
-    "retain": "last", "async": "off", "kernel": "own", "sanitize": "off",
+    "retain": "last", "async": "off", "kernel": "own", "sanitize": "off", "runner": "v2", "graph": "off",
+    "copies": "late",
 }  # fmt: skip
 NUMBERS = {"chunk": "max_num_batched_tokens", "block": "block_size", "match": "prefix_match_unit"}
 CAN = ["cached", "logprobs", "score", "reset", "preempt", "salt", "seed", "n", "abort", "batch", "steps"]
@@ -51,6 +52,8 @@ def arguments(settings: dict[str, str]) -> dict[str, Any]:
                 pass
             case ("blocks", "tight", "") | ("sanitize", "on", "") | ("kernel", "", _):
                 pass  # no arguments: see below, and `Engine`
+            case (("runner" | "graph" | "copies"), _, _):
+                pass  # those of `vllm_gpu.choose`
             case "prefix", "on", "":
                 found["enable_prefix_caching"] = True
             case "prefix", mode, "":
@@ -88,16 +91,26 @@ class Engine:
 
     late = "vllm", "numba", "llvmlite"  # where the last two are, `load` cannot replace kernels
     _sanitizer: Any = None
+    _gpu: Any = None  # the folder `vllm_gpu`, where the runners of a GPU are
     _renew: Callable[[Any], None] | None = None  # of the exact model
+
+    def __init__(self, variant: str) -> None:
+        self._on_gpu = variant == "gpu"
 
     def load(self) -> None:
         """What every start imports, and does once in a process: 9 of its 12 s."""
+        if self._on_gpu:
+            self._gpu = pipe.sibling("vllm_gpu")
+            self._gpu.prepare()
         self._case = pipe.sibling("vllm_case")
         self._case.declare_vision()
         import vllm.v1.engine.llm_engine
         import vllm.v1.worker.gpu_model_runner  # the one for CPUs is made of it
         from vllm.platforms import current_platform
 
+        if self._gpu is not None:
+            self._gpu.finish()
+            return
         if replace := getattr(current_platform, "register_triton_kernel_overrides", None):
             replace()  # looks through all modules, and fails at llvmlite's
             type(current_platform).register_triton_kernel_overrides = lambda *_: None
@@ -114,7 +127,7 @@ class Engine:
             if "exact" in json.load(file):
                 self._exact(folder, settings, options)
         try:
-            self._start(folder, options, settings.get("blocks") == "tight")
+            self._start(folder, options, settings)
         except self._case.refusals(AssertionError, NotImplementedError) as error:
             if not str(error):  # an assertion without words refuses nothing: it is a bug
                 raise
@@ -124,21 +137,20 @@ class Engine:
         can = [name for name in CAN if name not in ("logprobs", "score") or self._renew is None]
         return {"can": can, "longest": options["max_model_len"]}
 
-    def _start(self, folder: str, options: dict[str, Any], tight: bool) -> None:
+    def _start(self, folder: str, options: dict[str, Any], settings: dict[str, str]) -> None:
         import vllm
         from vllm.model_executor.models import registry
         from vllm.v1.engine.llm_engine import LLMEngine
 
         registry._run_in_subprocess = lambda function: function()  # another process lacks those operators
-        if tight:
+        if settings.get("blocks") == "tight":
             self._case.make_tight()
         if sum(one.stat().st_size for one in os.scandir(folder)) < SMALL_MODEL:
             options["kv_cache_memory_bytes"] = SMALL_POOL
         if missing := options.keys() - vllm.EngineArgs.__dataclass_fields__.keys():
             raise ValueError(f"vLLM {vllm.__version__} has no {', '.join(sorted(missing))}")
-        engine_arguments = vllm.EngineArgs(
-            folder, enforce_eager=True, skip_tokenizer_init=True, disable_log_stats=False, **options
-        )
+        options = {"enforce_eager": True, "skip_tokenizer_init": True, "disable_log_stats": False, **options}
+        engine_arguments = vllm.EngineArgs(folder, **options)
         self._llm = LLMEngine.from_engine_args(engine_arguments)
         if self._renew is not None:
             self._renew(self._llm)
@@ -152,6 +164,8 @@ class Engine:
         for name, value in taken.items():
             if options[name] != value:
                 raise ValueError(f"vLLM took {name}={options[name]} and made it {value}")
+        if self._gpu is not None:
+            self._gpu.check(config, settings)
         # What a model cannot do may show in its first steps only.
         self.ask([{"prompt": [1, 2, 3], "max_tokens": 3, "salt": "start"}], 0)
         self._sent = 0  # what comes now counts from 0, as the sanitizer says it
@@ -165,7 +179,9 @@ class Engine:
         module.register()
         self._renew = module.renew
         module.kernel_block_size = int(settings["kernel"]) if settings.get("kernel", "own") != "own" else 0
-        if settings.get("async") == "on":
+        if self._gpu is not None:
+            self._gpu.choose(settings, options, module)
+        elif settings.get("async") == "on":
             self._case.allow_async()
         module.add_head(options, folder)
         options |= exact_arguments(settings)
@@ -179,7 +195,7 @@ class Engine:
         for metric in self._llm.get_metrics():
             if metric.name in COUNTERS:
                 found[COUNTERS[metric.name]] += metric.value
-        return found
+        return found if self._gpu is None else found | self._gpu.counters()
 
     def wrong_read(self) -> str:
         """The first thing that the sanitizer saw; empty: nothing."""
@@ -196,4 +212,4 @@ if __name__ == "__main__":
     import pipe
 
     sys.path.pop(0)  # this folder: in it, `vllm` is this file
-    pipe.serve(Engine())
+    pipe.serve(Engine("gpu" if "gpu" in sys.argv else "cpu"))

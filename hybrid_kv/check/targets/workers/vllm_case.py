@@ -43,6 +43,10 @@ def engine(case: dict[str, Any], model: Any) -> Any:
     with open(f"{folder}/config.json", "w") as file:
         json.dump(case["config"], file)
     options = {"enforce_eager": True, "skip_tokenizer_init": True, **case["options"]}
+    if case.get("gpu") is not None:
+        gpu = sys.modules["vllm_gpu"]
+        gpu.finish()
+        gpu.choose(case["gpu"], options, model)
     model.add_head(options, folder)
     llm = LLMEngine.from_engine_args(vllm.EngineArgs(folder, **options))
     model.renew(llm)

@@ -152,10 +152,15 @@ class Attention(Layer, AttentionLayerBase):
         return FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=self.head_size, dtype=torch.int32)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, width] to the same."""
+        """[num_tokens, width] to the same; tokens without slots are padding."""
         m = self.metadata()
         if m is None:
             return x
+        padding = max(0, len(x) - len(m.slot_mapping))
+        return functional.pad(self.attend(x[: len(x) - padding], positions, m), (0, 0, 0, padding))
+
+    def attend(self, x: torch.Tensor, positions: torch.Tensor, m: Any) -> torch.Tensor:
+        """Write what these tokens [num_tokens, width] are, and read what they may see, by the metadata."""
         n, width = x.shape
         cache, marks = self.kv_cache[:, 0].split([2 * width, 2 * (self.head_size - width)], -1)  # [blocks, size, …]
         size = cache.shape[1]

@@ -1,0 +1,45 @@
+"""Slots of the host that kernels read in place, and a report of the one that is rewritten too early.
+
+vLLM hands each step's numbers to kernels in slots that it uses in turn. The host may write a slot again once it has
+waited for the last kernel that got it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .copies import TooEarlyError, address, place_of_call
+from .streams import HOST, Stream, current
+
+_readers: dict[int, tuple[Stream, int]] = {}  # by a slot's address: how far the stream of its last reader must be
+_slots: set[int] = set()
+
+
+def note_readers(arguments: Any) -> None:
+    """Keep which slots are among a launch's arguments."""
+    stream, given = current(), 0
+    for one in arguments:
+        if isinstance(one, torch.Tensor) and (slot := address(one)) in _slots:
+            given = given or stream.give()
+            _readers[slot] = stream, given
+
+
+def hand_out(slot: torch.Tensor) -> None:
+    """Raise `TooEarlyError` unless the host may write a slot; called before it does."""
+    begin = address(slot)
+    _slots.add(begin)
+    if (reader := _readers.pop(begin, None)) is not None and not HOST.has_waited(*reader):
+        raise TooEarlyError(f"a slot of {place_of_call()} is rewritten, and a kernel that got it may still run")
+
+
+def install(buffers: Any) -> None:
+    """Let `vllm.v1.worker.gpu.buffer_utils` ask before it writes a slot."""
+    write = buffers.UvaBufferPool.copy_to_uva
+
+    def ask_and_write(pool: Any, values: Any) -> Any:
+        hand_out(pool._uva_bufs[(pool._curr + 1) % pool.max_concurrency].cpu)
+        return write(pool, values)
+
+    buffers.UvaBufferPool.copy_to_uva = ask_and_write
