@@ -17,6 +17,7 @@ from hybrid_kv.files import write_whole
 from hybrid_kv.measure.results import Row, append_rows, read_rows
 
 FILE = "rows.csv"
+ON_CPU = "cpu"  # the runner of rows that name none
 # The first of these verdicts that a setting's probes have; each with the word of the page, and the
 # verdict of the row.
 WORST = {
@@ -31,12 +32,23 @@ WORST = {
 
 @dataclass(frozen=True)
 class Published:
-    """A run of an engine, as its rows name it."""
+    """A run of an engine, as its rows name it.
+
+    Attributes:
+        runner: the plainest level of the factor `runner`, where the engine has it.
+    """
 
     engine: str
     version: str
     model: str
     seed: int
+    runner: str = ""
+
+    def place(self, outcome: Outcome) -> tuple[str, str]:
+        """Return the runner of an outcome, and its setting without that."""
+        settings = {**outcome.settings}
+        runner = settings.pop("runner", self.runner)
+        return runner, text_of(settings)
 
 
 def publish(folder: Path, run: Published, outcomes: Sequence[Outcome]) -> None:
@@ -48,16 +60,17 @@ def publish(folder: Path, run: Published, outcomes: Sequence[Outcome]) -> None:
         HybridKVError: the folder cannot be written, or holds rows of another schema.
     """
     rows = []
-    for setting in dict.fromkeys(text_of(outcome.settings) for outcome in outcomes):
-        same = [outcome for outcome in outcomes if text_of(outcome.settings) == setting]
-        rows += _rows(run, setting, same)
+    for place in dict.fromkeys(run.place(outcome) for outcome in outcomes):
+        same = [outcome for outcome in outcomes if run.place(outcome) == place]
+        rows += _rows(run, place, same)
     append_rows(folder / FILE, rows)
     name = re.sub(r"[^\w.]+", "-", run.engine)  # of a server it is an address
     write_whole(folder / f"{name}.md", page(folder / FILE, run.engine))
 
 
-def _rows(run: Published, setting: str, outcomes: Sequence[Outcome]) -> list[Row]:
-    """Return the rows of a setting: wrong probes, and tokens."""
+def _rows(run: Published, place: tuple[str, str], outcomes: Sequence[Outcome]) -> list[Row]:
+    """Return the rows of a runner's setting: wrong probes, and tokens."""
+    runner, setting = place
     worst = next(
         (outcome for word in WORST for outcome in outcomes if outcome.verdict == word), outcomes[0]
     )
@@ -68,6 +81,7 @@ def _rows(run: Published, setting: str, outcomes: Sequence[Outcome]) -> list[Row
         "setting": setting,
         "seed": run.seed,
         "word": word,
+        **({"runner": runner} if runner else {}),
         "said": "" if word == "right" else plain(f"{worst.probe}: {worst.detail}"),
     }
     values = {
@@ -101,11 +115,11 @@ class _ModelTable:
 
     def add(self, params: dict[str, Any], tokens: float) -> None:
         """Add a row."""
-        version = params["version"]
+        version = _column(params)
         cell = params["setting"], version
         self.words[cell] = params["word"]
         # Without the version, so that releases can have the same reason.
-        self.reasons[cell] = params["said"].replace(f" {version}", "")
+        self.reasons[cell] = params["said"].replace(f" {params['version']}", "")
         self.tokens[version] += int(tokens)
         self.seeds.add(params["seed"])
 
@@ -151,14 +165,23 @@ def page(file: Path, engine: str) -> str:
     for text, value in zip(frame["params"], frame["value"], strict=True):
         params = json.loads(text)
         tables.setdefault(params["model"], _ModelTable()).add(params, value)
-    lines = [
-        f"# {engine}: setting by release\n",
-        f"{frame['n'].sum():,} answers, {int(frame['value'].sum()):,} tokens with their prompts.",
-    ]
+    amount = f"{frame['n'].sum():,} answers, {int(frame['value'].sum()):,} tokens"
+    lines = [f"# {engine}: setting by release\n", f"{amount} with their prompts."]
+    if any(" " in version for table in tables.values() for _, version in table.words):
+        lines.append("A release without a runner is its runner for CPUs.")
     for model, table in tables.items():
         lines += table.lines(model)
     return "\n".join(lines) + "\n"
 
 
-def _number(version: str) -> list[int]:
-    return [int(digits) for digits in version.split(".") if digits.isdecimal()]
+def _column(params: dict[str, Any]) -> str:
+    """Return a release, with its runner if that is one of GPUs."""
+    runner = params.get("runner", ON_CPU)
+    return params["version"] if runner == ON_CPU else f"{params['version']} {runner}"
+
+
+def _number(column: str) -> list[int]:
+    version, _, runner = column.partition(" ")
+    # The newest runner comes first.
+    newest = -int(runner[1:]) if runner[1:].isdecimal() else 0
+    return [*(int(digits) for digits in version.split(".") if digits.isdecimal()), newest]

@@ -220,7 +220,8 @@ class EngineCheck:
             compare_with(old, model_run.outcomes, at_once, model_run.size)
             self._write()
         if self._subject.publish is not None:
-            subject = Published(self._kind.name, guarded.version, model_run.model, seed)
+            runner = guarded.kind.factors.get("runner", ("",))[0]
+            subject = Published(self._kind.name, guarded.version, model_run.model, seed, runner)
             publish(self._subject.publish, subject, model_run.outcomes)
         reducer = Reducer(
             model_run, self._engine, SHRINK_SECONDS[self._size], self._output.repro, at_once

@@ -58,7 +58,7 @@ class Found:
     Attributes:
         seconds: of probes in the settings so far, without imports and starts.
         answers: that came meanwhile.
-        wrong_read: what the sanitizer saw first; "not async" where it cannot run.
+        wrong_read: what the sanitizer saw first; "not async" and "not on a GPU" where it cannot run.
     """
 
     name: str
@@ -172,6 +172,8 @@ def _possible(cell: Mapping[str, str], kind: Kind) -> Settings:
 def _wrong_read(guarded: Guarded, outcome: Outcome) -> str:
     if not outcome.failures or guarded.vocab_size != VOCABULARY:
         return ""
+    if outcome.settings.get("runner") != "cpu":
+        return "not on a GPU"
     if outcome.settings.get("async") == "on":
         return "not async"
     case = case_of(outcome.failures[-1], "vllm", guarded.version, "exact", 0.0)

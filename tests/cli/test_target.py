@@ -12,8 +12,9 @@ import pytest
 
 from hybrid_kv.check.probes import guarded
 from hybrid_kv.check.probes.session import Outcome, Session
-from hybrid_kv.check.targets.target import Inside
+from hybrid_kv.check.targets.target import Inside, Known
 from hybrid_kv.cli import target
+from hybrid_kv.cli.publish import Published, publish
 from hybrid_kv.measure.results import read_rows
 from tests.check.probes.toy import ToyKind, ToyOracle
 from tests.cli.run import raising, refused, run
@@ -218,6 +219,23 @@ def test_a_folder_of_pages_has_the_newest_verdict_of_each_release(capsys, tmp_pa
     assert [*rows["verdict"]] == ["pass", "pass", "fail", "fail", "pass", "pass", "pass", "pass"]
     assert f"{rows['n'][::2].sum()} answers" in page
     assert f"| tokens | {int(rows['value'][rows['metric'] == 'tokens'].sum()):,} |\n\nSeeds 0." in page
+
+
+def test_a_page_has_a_column_for_each_runner_of_a_release(tmp_path):
+    settings = ({}, {"runner": "v1"}, {"runner": "cpu", "prefix": "on"}, {"runner": "v2", "prefix": "on"})
+    publish(tmp_path, Published("toy", "1.0", "exact", 0, "v2"), [Outcome("alone", one) for one in settings])
+    publish(tmp_path, Published("toy", "1.0", "exact", 0), [Outcome("alone", {}, "void")])  # rows without a runner
+    page = (tmp_path / "toy.md").read_text()
+    assert "| setting | 1.0 v2 | 1.0 v1 | 1.0 |" in page and "its runner for CPUs" in page
+    assert "| `plain` | right | right | void |" in page and "| `prefix=on` | right | – | right |" in page
+
+
+def test_what_is_known_is_counted_and_named(toy, capsys):
+    toy.known = (Known("1.0", "toy_script", probe="repeat", setting="prefix=on"),)
+    toy.how = {"bug": "hit"}
+    code, out, _ = run(capsys, *QUICK, "--target", "toy")
+    assert code == 0 and "prefix=on: 1 right, 1 known" in out
+    assert out.splitlines()[-1] == "1 known: toy_script (docs/found.md)"
 
 
 def test_rows_of_another_schema_are_refused_before_any_probe(capsys, tmp_path):

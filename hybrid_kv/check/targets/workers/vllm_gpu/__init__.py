@@ -87,7 +87,12 @@ def choose(settings: dict[str, str], options: dict[str, Any], model: Any) -> Non
     Args:
         settings: levels by factor: `runner`, `graph`, `copies`.
         model: the module of the exact model.
+
+    Raises:
+        ValueError: a level is for the runner of CPUs alone.
     """
+    if settings.get("sanitize", "off") != "off":
+        raise ValueError("sanitize=on follows the rows of runner=cpu alone")
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = RUNNERS[settings.get("runner", "v2")]
     import_module(f"{__name__}.copies").choose_order(settings.get("copies", "late"))
     options["kernel_config"] = {"enable_jit_warmup": False}
