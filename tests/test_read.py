@@ -70,8 +70,8 @@ def test_the_first_reading_is_as_long_as_the_page_says() -> None:
 
 
 def test_each_answer_names_code_that_is_there() -> None:
-    questions, _, answers = PAGE.partition("## Ten questions")[2].partition("<details")
-    numbers = [str(n) for n in range(1, 11)]
+    questions, _, answers = PAGE.partition("## Eleven questions")[2].partition("<details")
+    numbers = [str(n) for n in range(1, 12)]
     assert re.findall(r"^(\d+)\. ", questions, re.MULTILINE) == numbers
     each = re.split(r"^\d+\. ", answers.partition("</details>")[0], flags=re.MULTILINE)[1:]
     assert len(each) == len(numbers)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from hybrid_kv.attention.common import CommonAttentionMetadata
@@ -38,6 +39,9 @@ from hybrid_kv.kernels.paged_attention import (
     slot_cells,
     store_kv,
     token_index,
+    window_index,
+    window_mask,
+    window_positions,
     write_kv,
 )
 
@@ -58,6 +62,8 @@ class Compute(Protocol):
         self, query: torch.Tensor, caches: Caches, segment: AttentionPart, scale: float
     ) -> torch.Tensor:
         """Attend causally from a part's queries to the tokens of their rows, up to the query's own.
+
+        Where the part has a window, only the last tokens of it are seen, the query's own included.
 
         Args:
             query: [num_tokens, num_heads, head_size], of the part.
@@ -118,7 +124,7 @@ class TritonCompute(_Stores):
     ) -> torch.Tensor:
         where = segment.block_table, segment.query_start_loc, segment.seq_lens
         return paged_attention_varlen(
-            query, *caches, *where, segment.rows.max_len, scale, grid or 0
+            query, *caches, *where, segment.rows.max_len, scale, grid or 0, segment.window or 0
         )
 
 
@@ -137,15 +143,20 @@ class FlashAttentionCompute(_Stores):
     def attend(
         self, query: torch.Tensor, caches: Caches, segment: AttentionPart, scale: float
     ) -> torch.Tensor:
+        # Longest rows, as far as the host knows them; a window says nothing of their length.
+        longest = segment.num_keys
+        if segment.window is not None:
+            longest = segment.block_table.shape[1] * caches[0].shape[1]
         out: torch.Tensor = self._attend(
             query,
             *caches,
             max_seqlen_q=segment.rows.max_len,
             cu_seqlens_q=segment.query_start_loc,
             seqused_k=segment.seq_lens,
-            max_seqlen_k=segment.num_keys,
+            max_seqlen_k=longest,
             softmax_scale=scale,
             causal=True,
+            window_size=(segment.tokens_before, 0),
             block_table=segment.block_table,
         )
         return out
@@ -191,6 +202,7 @@ class FlashInferCompute(_Stores):
             page_size=page_size,
             causal=True,
             sm_scale=scale,
+            window_left=segment.tokens_before,
             q_data_type=query.dtype,
             kv_data_type=key_cache.dtype,
         )
@@ -255,8 +267,9 @@ class AttentionPart:
     rows: Ragged
     positions: torch.Tensor  # [num_rows, max_len] int64; padding repeats the row's last
     block_table: torch.Tensor  # [num_rows, used kernel blocks] int32
-    num_keys: int  # tokens of the longest row after this step
+    num_keys: int  # most tokens that the queries of a row see
     compute: Compute = TORCH
+    window: int | None = None  # of a group whose queries see that many tokens each
     # What layers of one geometry share.
     plans: dict[Any, Any] = field(default_factory=dict, compare=False)
 
@@ -264,6 +277,17 @@ class AttentionPart:
     def last(self) -> torch.Tensor:
         """[num_rows] int64, position of each row's last token."""
         return self.positions[:, -1]
+
+    @cached_property
+    def first(self) -> torch.Tensor:
+        """[num_rows] int64, position of the first token that the queries of each row see."""
+        assert self.window is not None
+        return (self.positions[:, 0] - self.window + 1).clamp(min=0)
+
+    @property
+    def tokens_before(self) -> int:
+        """How many tokens before its own a query sees; -1: all of them."""
+        return -1 if self.window is None else self.window - 1
 
     @cached_property
     def seq_lens(self) -> torch.Tensor:
@@ -276,26 +300,34 @@ class AttentionPart:
         return self.rows.starts.int()
 
     def token_index(self, cache: torch.Tensor, grid: int | None = None) -> torch.Tensor:
-        """Return the places of the first `num_keys` tokens of each row.
+        """Return the places of the `num_keys` tokens of each row that its queries see.
 
-        See `kernels.paged_attention.token_index`.
+        See `kernels.paged_attention.token_index` and `window_index`.
         """
         key = *cache.stride()[:2], cache.shape[1], grid
         if key not in self.plans:
-            self.plans[key] = token_index(cache, self.block_table, self.last, self.num_keys, grid)
+            table = self.block_table
+            if self.window is None:
+                self.plans[key] = token_index(cache, table, self.last, self.num_keys, grid)
+            else:
+                assert grid is None, "a draft head with a grid has no window"
+                self.plans[key] = window_index(cache, table, self.first, self.last, self.num_keys)
         planned: torch.Tensor = self.plans[key]
         return planned
 
     def mask(
         self, per_kv_head: int, dtype: torch.dtype, grid: int | None = None
     ) -> torch.Tensor | None:
-        """Return `kernels.paged_attention.attention_mask`.
+        """Return `kernels.paged_attention.attention_mask` or `window_mask`.
 
         It is None for a lone query, which sees every key up to its own.
         """
         if grid is None and self.positions.numel() == 1:
             return None
         key = per_kv_head, dtype, grid
+        if key not in self.plans and self.window is not None:
+            keys = window_positions(self.first, self.num_keys)
+            self.plans[key] = window_mask(self.positions, keys, self.window, per_kv_head, dtype)
         if key not in self.plans:
             self.plans[key] = attention_mask(
                 self.positions, self.num_keys, per_kv_head, dtype, grid
@@ -328,6 +360,7 @@ def build_paged_attention_metadata(
     slots: torch.Tensor,
     kernel_block_size: int,
     compute: Compute = TORCH,
+    window: int | None = None,
 ) -> PagedAttentionMetadata:
     """Split the step into decodes and prefills.
 
@@ -335,8 +368,10 @@ def build_paged_attention_metadata(
         block_table: [num_reqs_padded, width] int32, kernel blocks.
         slots: [num_tokens_padded] int64.
         compute: of the group's backend.
+        window: tokens that a query of the group sees; None: all before it.
     """
     totals = common.num_computed_tokens + common.query_lens
+    seen = totals if window is None else np.minimum(totals, common.query_lens + window - 1)
     used = cdiv(int(totals.max()), kernel_block_size)
     parts = []
     split = common.num_decodes
@@ -348,6 +383,8 @@ def build_paged_attention_metadata(
         num_tokens = int(common.query_lens[first:last].sum())
         positions = rows.padded(common.positions[start : start + num_tokens])
         table = block_table[first:last, :used]
-        num_keys = int(totals[first:last].max())
-        parts.append(AttentionPart(start, num_tokens, rows, positions, table, num_keys, compute))
+        num_keys = int(seen[first:last].max())
+        parts.append(
+            AttentionPart(start, num_tokens, rows, positions, table, num_keys, compute, window)
+        )
     return PagedAttentionMetadata(SlotMapping(slots), tuple(parts), common.positions)

@@ -15,7 +15,7 @@ from math import lcm
 import numpy as np
 import numpy.typing as npt
 
-from hybrid_kv.cache.spec import KVCacheConfig, KVCacheSpec, MambaSpec
+from hybrid_kv.cache.spec import KVCacheConfig, KVCacheSpec, MambaSpec, SlidingWindowSpec
 from hybrid_kv.config import ConfigError
 from hybrid_kv.kernels.common.integers import cdiv
 
@@ -117,8 +117,13 @@ def block_steps(config: KVCacheConfig, prompts: Ints, outputs: Ints, num_drafts:
 def _held_in_prefill(spec: KVCacheSpec, num_tokens: int, unit: int) -> int:
     """Return the blocks held in the last chunk of a prompt.
 
-    It begins at the last boundary that a hit of the same prompt could reach.
+    It begins at the last boundary that a hit of the same prompt could reach. A prompt is taken to
+    be one chunk for a sliding window as far as a step may be so long.
     """
+    if isinstance(spec, SlidingWindowSpec):
+        step = spec.max_step_tokens or num_tokens
+        start = (num_tokens - 1) // step * step
+        return cdiv(num_tokens, spec.block_size) - spec.first_needed(start)
     if not isinstance(spec, MambaSpec):
         return cdiv(num_tokens, spec.block_size)
     mode = spec.mode
@@ -151,6 +156,10 @@ def _held_in_decodes(spec: KVCacheSpec, prompts: Ints, decodes: Ints, num_drafts
         total += (
             spec.num_speculative_blocks * decodes - given_back[last - 1] + given_back[prompts - 1]
         )
+    elif isinstance(spec, SlidingWindowSpec):
+        begins = np.maximum(lengths - spec.sliding_window + 1, 0)
+        given_back = np.cumsum(begins // spec.block_size)
+        total += given_back[prompts - 1] - given_back[last - 1]
     return total
 
 

@@ -11,7 +11,8 @@ after block i, or, while the request is inside that block, for its running state
 - Mode `all`: a state at every boundary, all kept until the request ends: `ceil(tokens /
   block_size)`.
 
-These are the states of scheme `slots`, which holds K more for drafts.
+These are the states of scheme `slots`, which holds K more for drafts. Of a sliding window the
+logical blocks wholly before the window of the next token are freed, in every mode.
 
 A rollback scheme may write states some tokens late (`StateProgress`): only then is that of a
 logical block published, and are the logical blocks before it freed.
@@ -19,8 +20,9 @@ logical block published, and are the logical blocks before it freed.
 A block is *published* under the hash of all tokens up to its end once it holds exactly their K/V or
 the state after them: after the step that computed them, never when it is scheduled (vllm!56525),
 and only as far as tokens are known (accepted). A *hit* is the longest prefix that every group can
-restore: attention needs all of its blocks, Mamba only the state at the end. The last token of a
-request is never taken from the cache: its logits are needed.
+restore: attention needs all of its blocks, a sliding window those of the `window - 1` tokens before
+the end, Mamba only the state at the end. The last token of a request is never taken from the cache:
+its logits are needed.
 """
 
 from __future__ import annotations
@@ -118,9 +120,7 @@ class KVCacheManager:
                 )
         self.hit_granularity = lcm(*(spec.block_size for spec in self._specs))
         self._groups = [LogicalBlockRules(spec) for spec in self._specs]
-        self._giving_back = [
-            i for i, g in enumerate(self._groups) if g.mode is not None and g.mode.gives_back
-        ]
+        self._giving_back = [i for i, group in enumerate(self._groups) if group.gives_back]
         # All groups of states have one mode, and one block size.
         self._states = next((spec for spec in self._specs if isinstance(spec, MambaSpec)), None)
         self._nothing = NewBlocks(NO_IDS, array("i", [0] * len(self._specs)))
@@ -185,7 +185,9 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return NO_HIT
         offload = self.offload if use_offload else None
-        return longest_hit(self._specs, self.hit_granularity, self.pool, offload, hashes, token_ids)
+        return longest_hit(
+            self._groups, self.hit_granularity, self.pool, offload, hashes, token_ids
+        )
 
     def shared_tokens(
         self,
@@ -247,7 +249,7 @@ class KVCacheManager:
         if rows is None:
             return self._start(request_id, end, ahead, is_decode, hit)
         if self._giving_back:
-            self._give_back(request_id, rows, num_seen_tokens)
+            self._give_back(request_id, rows, num_computed_tokens, num_seen_tokens)
         if is_decode and ahead <= self._covered.get(request_id, 0):
             return self._nothing
         counts, needed = self._count_missing(rows, end, ahead, is_decode)
@@ -305,8 +307,9 @@ class KVCacheManager:
     def adopt(self, request_id: str, num_computed_tokens: int) -> NewBlocks | None:
         """Make room for a decode of a request whose first tokens were computed elsewhere.
 
-        Of states there is one, after the last of them: logical blocks before it stay null, and are
-        never published.
+        Of states there is one, after the last of them, of a sliding window what the next token
+        reads: logical blocks before that stay null, and are never published. Neither is a block
+        that the window begins in: its first tokens stay away.
 
         Returns:
             All logical blocks, for the caller to fill; None if the pool is too full.
@@ -316,6 +319,10 @@ class KVCacheManager:
             if group.mode is not None:
                 row.published = group.mode.current_block(num_computed_tokens - 1, group.block_size)
                 row.extend(np.zeros(row.published, dtype=np.int32))
+            elif group.window is not None:
+                begin = max(0, num_computed_tokens - group.window.sliding_window + 1)
+                row.published = cdiv(begin, group.block_size)
+                row.extend(np.zeros(begin // group.block_size, dtype=np.int32))
         end = num_computed_tokens + 1
         counts, needed = self._count_missing(rows, end, self._with_lookahead(end), is_decode=True)
         ids = self.pool.allocate(needed)
@@ -382,17 +389,22 @@ class KVCacheManager:
             begin += count
         return NewBlocks(flat, array("i", counts))
 
-    def _give_back(self, request_id: str, rows: Sequence[RequestBlocks], num_seen: int) -> None:
-        """Free the blocks that a state which has seen `num_seen` tokens makes needless.
+    def _give_back(
+        self, request_id: str, rows: Sequence[RequestBlocks], num_computed: int, num_seen: int
+    ) -> None:
+        """Free the blocks that no step from here on reads.
 
-        All go at once: the pool's cost is per call.
+        The arguments are those of `LogicalBlockRules.first_needed`. All go at once: the pool's cost
+        is per call.
         """
         depths: dict[int, int] = {}
         for index in self._giving_back:
             group = self._groups[index]
             row = rows[index]
-            assert group.mode is not None
-            first = group.mode.first_needed(num_seen, group.block_size)
+            first = group.first_needed(num_computed, num_seen)
+            if group.window is not None and self.enable_prefix_caching:
+                # What a step in flight completes is published when it has been accounted for.
+                first = min(first, row.published)
             if first > row.first:
                 for block, block_idx in row.give_back(first).items():
                     depths[block] = (block_idx + 1) * group.block_size

@@ -31,6 +31,7 @@ from hybrid_kv.cache.spec import (
     KVCacheSpec,
     MambaSpec,
     group_layers,
+    window_of,
     with_block_size,
 )
 from hybrid_kv.config import CacheConfig, ConfigError
@@ -62,25 +63,32 @@ class BlockSizes:
 
 
 def _attention_token_bytes(layers: dict[str, KVCacheSpec]) -> int:
-    """Bytes per token of the widest attention layers.
+    """Bytes per token of the widest attention layers, those with a sliding window left out.
+
+    Only where all have one do these count: a drafter's window must not change the blocks of others.
 
     Beside Mamba layers narrower ones have more tokens in a page of the same bytes; without, smaller
     pages.
     """
-    sizes = {
-        with_block_size(s, 1).page_size_bytes
-        for s in layers.values()
-        if isinstance(s, FullAttentionSpec)
-    }
+    attention = [spec for spec in layers.values() if isinstance(spec, FullAttentionSpec)]
+    full = [spec for spec in attention if window_of(spec) is None]
+    sizes = {with_block_size(spec, 1).page_size_bytes for spec in full or attention}
     widest = max(sizes, default=0)
-    has_states = any(isinstance(spec, MambaSpec) for spec in layers.values())
-    if has_states and any(widest % size for size in sizes):
+    if share_pages(layers) and any(widest % size for size in sizes):
         raise ConfigError(
             f"attention layers with {sorted(sizes)} bytes per token cannot share one pool with "
             "Mamba layers: no "
             "multiple fits the other"
         )
     return widest
+
+
+def share_pages(layers: dict[str, KVCacheSpec]) -> bool:
+    """Return whether layers of several kinds share the blocks, so that all pages are of one size.
+
+    Attention layers that see as far as each other are one kind.
+    """
+    return len({(isinstance(spec, MambaSpec), window_of(spec)) for spec in layers.values()}) > 1
 
 
 def update_block_size_for_backend(
@@ -189,10 +197,14 @@ def apply_block_sizes(
 ) -> dict[str, KVCacheSpec]:
     """Return the layers with the decided block sizes and the padded Mamba page.
 
-    Attention layers alone share their blocks with no state: they all have the same block size,
-    whatever that takes.
+    Attention layers of one kind share their blocks with no other: they all have the same block
+    size, whatever that takes.
+
+    Raises:
+        ConfigError: a token of a sliding window does not divide the page that the others have.
     """
     result: dict[str, KVCacheSpec] = {}
+    is_shared = share_pages(layers)
     for name, spec in layers.items():
         if isinstance(spec, MambaSpec):
             assert sizes.mamba_block_size is not None
@@ -202,10 +214,15 @@ def apply_block_sizes(
                 page_size_padded=sizes.page_size_bytes,
                 mamba_cache_mode=mode,
             )
-        elif sizes.mamba_block_size is None:
+        elif not is_shared:
             result[name] = with_block_size(spec, sizes.block_size)
         else:
             token_bytes = with_block_size(spec, 1).page_size_bytes
+            if sizes.page_size_bytes % token_bytes:
+                raise ConfigError(
+                    f"layer {name} (sliding window) has {token_bytes} bytes per token, of which no "
+                    f"multiple is a page of {sizes.page_size_bytes} B; choose another block_size"
+                )
             result[name] = with_block_size(spec, sizes.page_size_bytes // token_bytes)
     return result
 
@@ -467,11 +484,19 @@ def _describe_rows(plan: CachePlan) -> dict[str, Any]:
     }
 
 
+def _kind(spec: KVCacheSpec) -> str:
+    """Return the kind of a group in a word or two."""
+    if isinstance(spec, MambaSpec):
+        return spec.mamba_type
+    window = window_of(spec)
+    return "attention" if window is None else f"window {window}"
+
+
 def describe(plan: CachePlan) -> dict[str, Any]:
     """Return the plan in JSON types."""
     groups = [
         {
-            "kind": group.spec.mamba_type if isinstance(group.spec, MambaSpec) else "attention",
+            "kind": _kind(group.layer_specs[0]),
             "num_layers": len(group.layer_names),
             "layers": list(group.layer_names),
             "block_size": group.spec.block_size,

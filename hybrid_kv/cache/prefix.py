@@ -12,59 +12,58 @@ from hybrid_kv.cache.block_hash import BlockHashes
 from hybrid_kv.cache.block_pool import BlockIds, BlockKey, BlockPool
 from hybrid_kv.cache.offload import KVOffload, Page
 from hybrid_kv.cache.request_blocks import LogicalBlockRules, PrefixHit, RequestBlocks
-from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
 
 # Of a request: its hashes, and the tokens that they are of.
 Text = tuple[BlockHashes, Sequence[int]]
 
 
 def longest_hit(
-    specs: Sequence[KVCacheSpec],
+    groups: Sequence[LogicalBlockRules],
     unit: int,
     pool: BlockPool,
     offload: KVOffload | None,
     hashes: BlockHashes,
     token_ids: Sequence[int],
 ) -> PrefixHit:
-    """Return the longest prefix: attention needs all its blocks, Mamba only the state at its end.
+    """Return the longest prefix that every group can restore (`LogicalBlockRules.longest`).
 
-    The last token is always computed.
+    A prefix that a group cannot restore is no reason that it can restore a shorter one: what lets a
+    group agree to a length says nothing of the others. So each in turn shortens the prefix to the
+    longest that it can restore, until all agree. The last token is always computed.
 
     Args:
-        specs: of each group.
         unit: tokens; every hit is a multiple of it.
         offload: where blocks may be besides the pool.
     """
     limit = len(token_ids) - 1
-    chains = [hashes.chain(spec.block_size, token_ids, limit) for spec in specs]
+    chains = [hashes.chain(group.block_size, token_ids, limit) for group in groups]
 
-    def has(group: int, block_idx: int) -> bool:
-        key = (group, chains[group][block_idx])
-        return pool.lookup(key) is not None or (offload is not None and offload.contains(key))
+    def longest(index: int, tokens: int) -> int:
+        """Return the longest prefix of at most `tokens` tokens that a group can restore."""
+        group = groups[index]
+        chain = chains[index]
 
-    ends: list[int] = []
+        def has(block_idx: int) -> bool:
+            key = index, chain[block_idx]
+            return pool.lookup(key) is not None or (offload is not None and offload.contains(key))
 
-    def lacks(tokens: int) -> int | None:
-        """Return the first group that cannot restore a prefix of `tokens` tokens."""
-        logical_blocks = [tokens // spec.block_size - 1 for spec in specs]
-        lost = (
-            group
-            for group, block_idx in enumerate(logical_blocks)
-            if ends[group] < tokens or not has(group, block_idx)
-        )
-        return next(lost, None)
+        return group.longest(tokens // group.block_size, has) * group.block_size
 
-    for group, spec in enumerate(specs):
-        candidates = range(limit // spec.block_size)
-        if isinstance(spec, MambaSpec):
-            num_blocks = next((i + 1 for i in reversed(candidates) if has(group, i)), 0)
-        else:
-            num_blocks = next((i for i in candidates if not has(group, i)), len(candidates))
-        ends.append(num_blocks * spec.block_size)
+    indices = range(len(groups))
+    ends = [longest(index, limit) for index in indices]
+    # Of attention all shorter prefixes can be restored, too.
+    unsure = [index for index in indices if groups[index].num_tail_blocks is not None]
     tokens = min(ends) // unit * unit
-    while tokens and lacks(tokens) is not None:
-        tokens -= unit
-    vetoed_by = lacks(tokens + unit) if max(ends) >= tokens + unit else None
+    agreed = False
+    while not agreed:
+        shorter = min((longest(index, tokens) for index in unsure), default=tokens)
+        agreed = shorter == tokens
+        tokens = shorter // unit * unit
+    longer = tokens + unit
+    vetoed_by = None
+    if max(ends) >= longer:
+        vetoes = (i for i in indices if ends[i] < longer or longest(i, longer) < longer)
+        vetoed_by = next(vetoes, None)
     return PrefixHit(tokens, tuple(ends), vetoed_by, tuple(chains))
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds, BlockKey
-from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec, StateProgress
+from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec, SlidingWindowSpec, StateProgress
 
 NO_IDS: BlockIds = np.empty(0, dtype=np.int32)
 
@@ -86,21 +86,61 @@ class LogicalBlockRules:
     A decode step reads them for every request and group.
     """
 
-    __slots__ = ("block_size", "drafts", "mode")
+    __slots__ = ("block_size", "drafts", "mode", "num_tail_blocks", "window")
 
     def __init__(self, spec: KVCacheSpec) -> None:
         self.block_size = spec.block_size
         # None: attention, a block for every logical block
         self.mode = spec.mode if isinstance(spec, MambaSpec) else None
         self.drafts = spec.num_speculative_blocks if isinstance(spec, MambaSpec) else 0
+        self.window = spec if isinstance(spec, SlidingWindowSpec) else None
+        # Those before its end from which a prefix is restored; None: all of them.
+        self.num_tail_blocks: int | None = None
+        if self.mode is not None:
+            self.num_tail_blocks = 1
+        elif self.window is not None:
+            self.num_tail_blocks = self.window.num_tail_blocks
+
+    @property
+    def gives_back(self) -> bool:
+        """True if logical blocks are freed while the request runs."""
+        return self.window is not None if self.mode is None else self.mode.gives_back
+
+    def first_needed(self, num_computed: int, num_seen: int) -> int:
+        """Return the first logical block that is kept; those before it are freed.
+
+        Args:
+            num_computed: tokens that are confirmed.
+            num_seen: of them, those that the state to go on from has seen.
+        """
+        if self.mode is not None:
+            return self.mode.first_needed(num_seen, self.block_size)
+        return 0 if self.window is None else self.window.first_needed(num_computed)
 
     def restored(self, num_blocks: int) -> range:
         """Return the logical blocks that a prefix of `num_blocks` blocks is restored from.
 
-        All of attention, the last state of Mamba.
+        All of attention, the last ones of a sliding window, the last state of Mamba.
         """
-        every = range(num_blocks)
-        return every if self.mode is None else every[-1:]
+        if self.num_tail_blocks is None:
+            return range(num_blocks)
+        return range(max(0, num_blocks - self.num_tail_blocks), num_blocks)
+
+    def longest(self, num_blocks: int, has: Callable[[int], bool]) -> int:
+        """Return the most blocks, up to `num_blocks`, of a prefix that can be restored.
+
+        Args:
+            has: whether a logical block can be found.
+        """
+        if self.num_tail_blocks is None:
+            return next((i for i in range(num_blocks) if not has(i)), num_blocks)
+        # A prefix that would need a lost block ends before it instead.
+        while True:
+            tail = reversed(self.restored(num_blocks))
+            lost = next((block_idx for block_idx in tail if not has(block_idx)), None)
+            if lost is None:
+                return num_blocks
+            num_blocks = lost
 
     def num_complete(self, progress: StateProgress) -> int:
         """Return how many logical blocks hold all that they stand for."""

@@ -85,6 +85,52 @@ class MLAAttentionSpec(FullAttentionSpec):
 
 
 @dataclass(frozen=True)
+class SlidingWindowSpec(FullAttentionSpec):
+    """K and V of the last tokens alone: a query at position p reads from `p - sliding_window + 1`.
+
+    A request gives back the blocks that end before the window of its next query, so it never holds
+    more than the window and a step take, however long it is.
+
+    Attributes:
+        sliding_window: tokens, the query's own included.
+        max_step_tokens: the most tokens that a request's block tables may be ahead of those that
+            are accounted for: a step's, twice that with asynchronous scheduling, and what a draft
+            head writes ahead. None: unknown, so that it may hold all of its tokens.
+    """
+
+    sliding_window: int
+    max_step_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.sliding_window < 1:
+            raise ConfigError(f"sliding_window={self.sliding_window} must be an integer >= 1")
+
+    @property
+    def num_tail_blocks(self) -> int:
+        """Blocks before the end of a prefix from which it is restored: those that a query reads."""
+        return cdiv(self.sliding_window - 1, self.block_size)
+
+    def first_needed(self, num_computed_tokens: int) -> int:
+        """Return the first block that a query after so many tokens reads."""
+        return max(0, num_computed_tokens - self.sliding_window + 1) // self.block_size
+
+    def max_blocks_per_request(self, max_model_len: int) -> int:
+        """Return how many blocks of a span of tokens a request holds at most.
+
+        A span of n tokens that begins anywhere touches `ceil((n - 1) / block_size) + 1` blocks.
+        """
+        every = super().max_blocks_per_request(max_model_len)
+        if self.max_step_tokens is None:
+            return every
+        span = self.sliding_window - 1 + self.max_step_tokens
+        return min(every, cdiv(span - 1, self.block_size) + 1)
+
+    def block_table_width(self, max_model_len: int) -> int:
+        """Return the width of a row: it is indexed by position, so freed blocks keep theirs."""
+        return super().max_blocks_per_request(max_model_len)
+
+
+@dataclass(frozen=True)
 class StatePart:
     """One tensor of a layer's state in a block, or of one token's inputs to its recurrence.
 
@@ -342,7 +388,7 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
     specs: tuple[tuple[str, KVCacheSpec], ...]
 
     def __post_init__(self) -> None:
-        kinds = {type(spec) for _, spec in self.specs}
+        kinds = {(type(spec), window_of(spec)) for _, spec in self.specs}
         sizes = {spec.block_size for _, spec in self.specs}
         if len(kinds) != 1 or sizes != {self.block_size}:
             raise ConfigError(
@@ -473,9 +519,9 @@ def group_layers(specs: dict[str, KVCacheSpec]) -> tuple[KVCacheGroupSpec, ...]:
     if not specs:
         raise ConfigError("the model has no layer that keeps anything in the cache")
     if len({spec.page_size_bytes for spec in specs.values()}) > 1:
-        kinds = {(type(spec), spec.block_size) for spec in specs.values()}
+        kinds = {(type(spec), window_of(spec), spec.block_size) for spec in specs.values()}
         if len(kinds) == 1:
-            ((_, block_size),) = kinds
+            ((_, _, block_size),) = kinds
             return (
                 KVCacheGroupSpec(
                     tuple(specs), UniformTypeKVCacheSpecs(block_size, tuple(specs.items()))
@@ -495,6 +541,18 @@ def group_layers(specs: dict[str, KVCacheSpec]) -> tuple[KVCacheGroupSpec, ...]:
         num_groups = cdiv(len(names), length)
         groups += [KVCacheGroupSpec(tuple(names[i::num_groups]), spec) for i in range(num_groups)]
     return tuple(groups)
+
+
+def window_of(spec: KVCacheSpec) -> int | None:
+    """Return how many tokens a query of a layer sees; None if all before it."""
+    return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
+
+
+def with_max_step_tokens(spec: KVCacheSpec, max_step_tokens: int) -> KVCacheSpec:
+    """Return the spec with what bounds the blocks of a sliding window; others are unchanged."""
+    if not isinstance(spec, SlidingWindowSpec):
+        return spec
+    return replace(spec, max_step_tokens=max_step_tokens)
 
 
 def with_block_size(spec: KVCacheSpec, block_size: int) -> KVCacheSpec:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from math import gcd
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +27,14 @@ from hybrid_kv.cache.plan import (
     plan_cache,
     update_block_size_for_backend,
 )
-from hybrid_kv.cache.spec import KVCacheConfig, KVCacheSpec, group_layers, with_rollback
+from hybrid_kv.cache.spec import (
+    KVCacheConfig,
+    KVCacheSpec,
+    group_layers,
+    window_of,
+    with_max_step_tokens,
+    with_rollback,
+)
 from hybrid_kv.config import CacheConfig, ConfigError, EngineConfig, SchedulerConfig
 from hybrid_kv.engine.host_memory import keep_freed_memory
 from hybrid_kv.engine.runner import DraftSource, ModelRunner, Proposer
@@ -119,7 +127,13 @@ def _layers(target: Model, drafts: DraftSource, config: EngineConfig) -> dict[st
         config.async_scheduling,
         list(layers.values()),
     )
-    return {name: with_rollback(spec, rollback) for name, spec in layers.items()}
+    max_step_tokens = config.scheduler.max_num_batched_tokens * (1 + config.async_scheduling)
+    if drafts.head is not None:
+        max_step_tokens += config.speculative.num_speculative_tokens
+    return {
+        name: with_max_step_tokens(with_rollback(spec, rollback), max_step_tokens)
+        for name, spec in layers.items()
+    }
 
 
 def _manager(
@@ -271,8 +285,18 @@ def _plan(
         cache = replace(cache, num_blocks=_default_num_blocks(layers, config, arguments, device))
     plan = plan_cache(layers, cache, *arguments, config.scheduler.max_num_seqs)
     if _has_offload(cache):
-        check_offloadable(plan.config, plan.sizes.block_size)
+        check_offloadable(plan.config, _hash_block_size(plan))
     return plan
+
+
+def _hash_block_size(plan: CachePlan) -> int:
+    """Return the tokens that the blocks of all groups are multiples of.
+
+    Those of a window with wide tokens are smaller than those of the other groups.
+    """
+    specs = [group.layer_specs[0] for group in plan.config.groups]
+    windows = [spec.block_size for spec in specs if window_of(spec) is not None]
+    return gcd(plan.sizes.block_size, *windows)
 
 
 def _check_memory(plan: CachePlan, limits: SchedulerConfig, device: torch.device) -> None:
@@ -341,7 +365,7 @@ def _offload(
     offload = KVOffload(
         plan.config,
         runner.raw_buffers,
-        plan.sizes.block_size,
+        _hash_block_size(plan),
         host_bytes=cache.kv_offload_bytes,
         folder=cache.kv_offload_folder,
         folder_bytes=cache.kv_offload_folder_bytes,

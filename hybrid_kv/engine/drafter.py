@@ -22,6 +22,7 @@ import torch
 from hybrid_kv.attention.paged import AttentionPart, Compute, PagedAttentionMetadata, SlotMapping
 from hybrid_kv.cache.backend import AttentionGroup
 from hybrid_kv.cache.block_table import BlockTables
+from hybrid_kv.cache.spec import window_of
 from hybrid_kv.kernels.common.ragged import Ragged
 from hybrid_kv.kernels.common.upload import Staged
 from hybrid_kv.kernels.slot_mapping import PAD_SLOT
@@ -145,13 +146,21 @@ class MTPDrafter:
         queries = Ragged(torch.ones(num_readers, dtype=torch.int64), hidden.device)
         table = self.block_tables.input_tables[self.group.group_id][step.readers]
 
+        window = window_of(self.group.spec)
         out = self.head.normed(hidden[: len(next_ids)])
         drafts = list[torch.Tensor]()
         for i in range(self.num_passes):
             place = places[i] if i else places[0][wanted]
             num_keys = min(step.longest + i, self.max_model_len)
             segment = AttentionPart(
-                0, num_readers, queries, place.unsqueeze(1), table, num_keys, self.compute
+                0,
+                num_readers,
+                queries,
+                place.unsqueeze(1),
+                table,
+                num_keys if window is None else min(num_keys, window),
+                self.compute,
+                window,
             )
             metadata = PagedAttentionMetadata(SlotMapping(slots[i]), (segment,), places[i])
             context = ForwardContext(dict.fromkeys(self.head.layer_specs, metadata), self.views)

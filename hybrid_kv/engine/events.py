@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 
 from hybrid_kv.cache.block_hash import BlockHashes
 from hybrid_kv.cache.block_pool import BlockKey
-from hybrid_kv.cache.spec import MambaSpec
+from hybrid_kv.cache.request_blocks import LogicalBlockRules
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.observe import EngineObserver
 
@@ -37,11 +37,12 @@ from hybrid_kv.observe import EngineObserver
 class Group:
     """Blocks of `block_size` tokens.
 
-    `is_state`: each one restores all tokens before its end, not its own alone.
+    `num_tail_blocks`: from so many blocks before its end a prefix is restored: a state's own, those
+    of a sliding window. None: all blocks are needed.
     """
 
     block_size: int
-    is_state: bool
+    num_tail_blocks: int | None = None
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,8 @@ class EventLog(EngineObserver):
     """Hears from now on what an engine publishes and loses; the first events are a snapshot."""
 
     def __init__(self, llm: LLM) -> None:
-        specs = [group.layer_specs[0] for group in llm.manager.config.groups]
-        self.groups = tuple(Group(spec.block_size, isinstance(spec, MambaSpec)) for spec in specs)
+        rules = [LogicalBlockRules(group.layer_specs[0]) for group in llm.manager.config.groups]
+        self.groups = tuple(Group(group.block_size, group.num_tail_blocks) for group in rules)
         self.hit_granularity = llm.manager.hit_granularity
         self._pool = llm.manager.pool
         self._name = secrets.token_hex(8)
@@ -161,7 +162,6 @@ class KnownCache:
     def _has(self, index: int, chain: Sequence[bytes], end: int) -> bool:
         """Return whether a group can restore so many tokens."""
         group = self.groups[index]
-        blocks = chain[: end // group.block_size]
-        return all(
-            (index, block) in self.keys for block in (blocks[-1:] if group.is_state else blocks)
-        )
+        count = end // group.block_size
+        tail = count if group.num_tail_blocks is None else min(group.num_tail_blocks, count)
+        return all((index, block) in self.keys for block in chain[count - tail : count])

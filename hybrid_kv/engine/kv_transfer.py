@@ -4,10 +4,11 @@
     request = decode.receive_request(kv_transfer)
 
 Contract. What goes over is what the model has made of the request's tokens, in the layers' own
-terms: of an attention layer K and V (or the latent) of every computed token, of a Mamba layer the
-window and the states after the last one. No block, logical block, page or kernel block goes over:
-where these lie is each engine's own affair. So the two may differ in block size, kernel block size,
-cache mode, number of blocks, drafts and asynchronous scheduling.
+terms: of an attention layer K and V (or the latent) of every computed token, with a sliding window
+of those that the next token sees, of a Mamba layer the window and the states after the last one. No
+block, logical block, page or kernel block goes over: where these lie is each engine's own affair.
+So the two may differ in block size, kernel block size, cache mode, number of blocks, drafts and
+asynchronous scheduling.
 
 - The state is read where the next step would read it (`StateCursor`,
   `Rollback.source_logical_blocks`): with drafts that is not the request's last block (asc!11262),
@@ -34,7 +35,7 @@ import torch
 
 from hybrid_kv.cache.backend import AttentionGroup
 from hybrid_kv.cache.request_blocks import NewBlocks
-from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec, layer_specs
+from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec, layer_specs, window_of
 from hybrid_kv.config import ConfigError
 from hybrid_kv.engine.runner import ModelRunner
 from hybrid_kv.kernels.slot_mapping import slot_mapping
@@ -53,8 +54,8 @@ class KVTransfer:
         weights: identifies the model that computed it (`engine.build.weights_identity`).
         output_token_ids: at least one; all tokens but the last of these are computed.
         layers: by name, on the host. Attention: K and V [num_tokens, num_kv_heads, head_size], or
-            latents [num_tokens, head_size]. Mamba: of each part a window [kernel - 1, …] or a
-            state.
+            latents [num_tokens, head_size]; with a sliding window of the last tokens alone. Mamba:
+            of each part a window [kernel - 1, …] or a state.
     """
 
     weights: str
@@ -100,12 +101,8 @@ def pack(request: Request, runner: ModelRunner, weights: str) -> KVTransfer:
                 for view, rows in zip(views, _window_rows(spec), strict=True)
             )
         else:
-            places = _places(
-                logical_blocks,
-                _num_slots(name, request.num_computed_tokens, runner),
-                spec,
-                views[0],
-            )
+            kept = _kept_tokens(name, spec, request.num_computed_tokens, runner)
+            places = _places(logical_blocks, kept, spec, views[0])
             parts = (view[places] for view in views)
         layers[name] = tuple(tensor.to("cpu", copy=True) for tensor in parts)
     return KVTransfer(
@@ -161,7 +158,8 @@ def unpack(
             for view, tensor, rows in zip(views, parts, _window_rows(spec), strict=True):
                 view[block, slice(rows)] = tensor.to(view.device)
         else:
-            places = _places(logical_blocks, _num_slots(name, num_tokens, runner), spec, views[0])
+            kept = _kept_tokens(name, spec, num_tokens, runner)
+            places = _places(logical_blocks, kept, spec, views[0])
             for view, tensor in zip(views, parts, strict=True):
                 view[places] = tensor.to(view.device)
     for observer in runner.observers:
@@ -177,16 +175,23 @@ def _layers(runner: ModelRunner) -> Iterator[tuple[AttentionGroup, str, KVCacheS
             yield group, name, spec
 
 
-def _num_slots(name: str, num_computed_tokens: int, runner: ModelRunner) -> int:
-    """Return the written slots of a layer; a draft head is one token ahead of the target."""
-    return num_computed_tokens + (name not in runner.model.layer_specs)
+def _kept_tokens(
+    name: str, spec: KVCacheSpec, num_computed_tokens: int, runner: ModelRunner
+) -> range:
+    """Return the positions whose slots a layer has written and may read again.
+
+    A draft head is one token ahead of the target.
+    """
+    window = window_of(spec)
+    begin = 0 if window is None else max(0, num_computed_tokens - window + 1)
+    return range(begin, num_computed_tokens + (name not in runner.model.layer_specs))
 
 
 def _places(
-    logical_blocks: torch.Tensor, count: int, spec: KVCacheSpec, view: torch.Tensor
+    logical_blocks: torch.Tensor, kept: range, spec: KVCacheSpec, view: torch.Tensor
 ) -> Tensors:
-    """Kernel block and offset of a request's first `count` tokens."""
-    positions = torch.arange(count, device=logical_blocks.device)
+    """Kernel block and offset of a request's tokens at these positions."""
+    positions = torch.arange(kept.start, kept.stop, device=logical_blocks.device)
     slots = slot_mapping(
         logical_blocks[None], torch.zeros_like(positions), positions, spec.block_size
     )

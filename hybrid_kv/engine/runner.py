@@ -30,7 +30,7 @@ from hybrid_kv.cache.backend import (
 from hybrid_kv.cache.block_table import BlockTables, LaunchedBlockTables
 from hybrid_kv.cache.layout import allocate_raw_buffers, allocate_row_memory, bind_views
 from hybrid_kv.cache.plan import CachePlan
-from hybrid_kv.cache.spec import MambaSpec, layer_specs
+from hybrid_kv.cache.spec import MambaSpec, layer_specs, window_of
 from hybrid_kv.config import EngineConfig, SchedulerConfig
 from hybrid_kv.engine.drafter import Drafting, MTPDrafter
 from hybrid_kv.engine.state_cursor import StateCursor
@@ -614,6 +614,7 @@ class ModelRunner:
                     slots[group_id],
                     group.kernel_block_size,
                     self._computes[group_id],
+                    window_of(layer_specs(group.layer_names, group.spec)[0]),
                 )
             )
             metadata.update(dict.fromkeys(group.layer_names, group_metadata))

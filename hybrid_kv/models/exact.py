@@ -33,6 +33,7 @@ from hybrid_kv.cache.spec import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowSpec,
     SlotsSpec,
     StatePart,
 )
@@ -52,7 +53,11 @@ PARTS: dict[str, tuple[int, int]] = {"M": (1, 1), "W": (1, 0), "T": (1, 2), "V":
 # layers apart.
 KV_HEADS = {"*": 1, "+": 2, "#": 3}
 LATENT = "L"  # attention with one vector per token, K next to V
-ATTENTION = (*KV_HEADS, LATENT)
+# Attention with a sliding window: tokens that a query sees, and K/V heads. Next to the blocks of
+# the guard one is shorter than most of them, one longer than many; the third is as a drafter's,
+# whose tokens are wider than those of `*`.
+WINDOWS: dict[str, tuple[int, int]] = {"~": (6, 1), "=": (19, 1), "-": (6, 2)}
+ATTENTION = (*KV_HEADS, LATENT, *WINDOWS)
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,8 @@ class ExactConfig:
 
     The letters of `PARTS` are layers with states, those of `KV_HEADS` attention with one, two or
     three times the bytes per token: next to states that makes blocks of other sizes share the pool,
-    alone pages of other sizes share a table. `LATENT` has the bytes of `*` in one part.
+    alone pages of other sizes share a table. `LATENT` has the bytes of `*` in one part. Those of
+    `WINDOWS` see the last tokens alone.
     """
 
     pattern: str = "M*MM*"
@@ -276,13 +282,20 @@ class ExactMamba:
 
 
 class ExactAttention:
-    """Attention `o_i = sum_{j <= i} (q_i + k_j)^2 * v_j * weight_j`.
+    """Attention `o_i = sum_{i - window < j <= i} (q_i + k_j)^2 * v_j * weight_j`.
 
-    `k_j` is marked by the position of token j.
+    `k_j` is marked by the position of token j. Without a window the sum is over all j <= i.
     """
 
-    def __init__(self, name: str, config: ExactConfig, generator: np.random.Generator) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: ExactConfig,
+        generator: np.random.Generator,
+        window: int | None = None,
+    ) -> None:
         self.name = name
+        self.window = window
         self.qkv = _draw(generator, 3, config.width)
         self.write_mark = _draw(generator, config.width)
         self.read_mark = _draw(generator, config.width)
@@ -321,7 +334,8 @@ class ExactAttention:
         weighted = value * self.weights(key.shape[1]) % PRIME
         score = (query[:, :, None] + key[:, None]) % PRIME
         mixed = score * score % PRIME * weighted[:, None] % PRIME
-        visible = np.arange(key.shape[1]) <= positions[..., None]
+        behind = positions[..., None] - np.arange(key.shape[1])
+        visible = behind >= 0 if self.window is None else (behind >= 0) & (behind < self.window)
         # A product of matrices: with few values after it, numpy's sum over an axis takes six times
         # as long.
         return (visible[..., None, :] @ mixed)[..., 0, :] % PRIME
@@ -390,7 +404,9 @@ class ExactModel:
         self.layers: list[ExactMamba | ExactAttention] = [
             ExactMamba(f"layers.{i}", config, generator, *PARTS[letter])
             if letter in PARTS
-            else ExactAttention(f"layers.{i}", config, generator)
+            else ExactAttention(
+                f"layers.{i}", config, generator, WINDOWS[letter][0] if letter in WINDOWS else None
+            )
             for i, letter in enumerate(config.pattern)
         ]
         specs: dict[str, KVCacheSpec] = {
@@ -403,6 +419,10 @@ class ExactModel:
                 for letter, heads in KV_HEADS.items()
             },
             LATENT: MLAAttentionSpec(1, head_size=2 * config.width, dtype=torch.int32),
+            **{
+                letter: SlidingWindowSpec(1, heads, config.width, torch.int32, window)
+                for letter, (window, heads) in WINDOWS.items()
+            },
         }
         self.layer_specs = {f"layers.{i}": specs[letter] for i, letter in enumerate(config.pattern)}
 
@@ -458,6 +478,10 @@ def _greedy(logits: Residues, position: int) -> int:
     return int(np.argmax(logits))
 
 
+# Of one token, key and value of each channel.
+_Terms = list[tuple[int, int]]
+
+
 class ExactOracle:
     """An oracle that runs a request alone: no batch, no cache, no paging, no chunk.
 
@@ -468,7 +492,8 @@ class ExactOracle:
         self.config = model.config
         self._embedding: list[list[int]] = model.embedding.tolist()
         self._layers = [
-            {k: _plain(v) for k, v in vars(layer).items() if k != "name"} for layer in model.layers
+            {k: _plain(v) for k, v in vars(layer).items() if k not in ("name", "window")}
+            for layer in model.layers
         ]
         self._logit_map = model.logit_map
 
@@ -492,6 +517,7 @@ class ExactOracle:
         ]
         states = [[_zeros(config.state_size, config.width) for _ in range(n)] for _, n in counts]
         sums = [[[0] * config.width for _ in range(3)] for _ in config.pattern]
+        seen: list[list[_Terms]] = [[] for _ in config.pattern]
         output: list[int] = []
         tokens = list(prompt)
         position = 0
@@ -501,7 +527,9 @@ class ExactOracle:
                 if letter in PARTS:
                     y = self._mamba(self._layers[i], x, windows[i], states[i])
                 else:
-                    y = self._attention(self._layers[i], x, position, sums[i])
+                    if letter in WINDOWS:
+                        self._forget(sums[i], seen[i], WINDOWS[letter][0])
+                    y = self._attention(self._layers[i], x, position, sums[i], seen[i])
                 x = [(x[channel] * 3 + y[channel]) % PRIME for channel in channels]
             position += 1
             if position == len(tokens) and len(output) < max_tokens:
@@ -547,14 +575,30 @@ class ExactOracle:
         return result
 
     @staticmethod
+    def _forget(sums: list[list[int]], seen: list[_Terms], window: int) -> None:
+        """Take out of the sums what the next token does not see."""
+        if len(seen) < window:
+            return
+        for i, (key, value) in enumerate(seen.pop(0)):
+            for power in range(3):
+                sums[power][i] = (sums[power][i] - key**power * value) % PRIME
+
+    @staticmethod
     def _attention(
-        weights: dict[str, Any], x: list[int], position: int, sums: list[list[int]]
+        weights: dict[str, Any],
+        x: list[int],
+        position: int,
+        sums: list[list[int]],
+        seen: list[_Terms],
     ) -> list[int]:
         result = []
+        terms: _Terms = []
+        seen.append(terms)
         for i, (to_query, to_key, to_value) in enumerate(zip(*weights["qkv"], strict=True)):
             query = x[i] * to_query
             key = x[i] * to_key + ((position + 1) * weights["write_mark"][i]) ** 2
             value = x[i] * to_value * ((position + 1) * weights["read_mark"][i]) ** 2
+            terms.append((key, value))
             # (q + k)^2 v = q^2 v + 2 q k v + k^2 v, so that three sums stand for all earlier
             # tokens.
             for power in range(3):

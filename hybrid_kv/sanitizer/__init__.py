@@ -11,6 +11,8 @@ hashes are trusted, and the first broken rule is named before the model runs:
   the request has; `layer-metadata`: a layer gets other metadata than its group.
 - `read-slot`, `read-window`, `read-state`: what is read is not the request's prefix; `read-unheld`:
   the block belongs to another request.
+- `window-start`: a row of a sliding window is read from before its window, or from after its start.
+  A block that was given back and is still in it is `read-unheld`.
 - `initial-state`: a row at position 0 reads a state, or a later one does not.
 - `write-shared`, `write-unheld`, `write-twice`, `write-padding`: a block is written that others may
   read, that is not the request's, that another token of the step writes, or that no token owns.

@@ -13,7 +13,7 @@ from hybrid_kv.attention.mamba import BoundaryCopies
 from hybrid_kv.attention.rollback import RollbackStep
 from hybrid_kv.cache.backend import AttentionGroup
 from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds, BlockKey, BlockPool
-from hybrid_kv.cache.spec import MambaSpec
+from hybrid_kv.cache.spec import MambaSpec, window_of
 from hybrid_kv.config import SchedulerConfig
 from hybrid_kv.observe import EngineObserver
 from hybrid_kv.request import Request, ScheduledRequest
@@ -293,7 +293,10 @@ class Sanitizer(EngineObserver):
                 shadow.state[block] = shadow.cells[block, 0] = entries[-1]
             else:
                 size = shadow.block_size
-                shadow.slots[row[positions // size] * size + positions % size] = entries
+                window = window_of(spec)
+                kept = positions[0 if window is None else max(0, computed - window + 1) :]
+                slots = row[kept // size] * size + kept % size
+                shadow.slots[slots] = entries[kept]
 
     def _restore(self, owner: Owner) -> None:
         """Take loaded blocks for the tokens that they should hold, unless their bytes are known."""

@@ -7,6 +7,7 @@ import torch
 
 from hybrid_kv.attention.paged import PagedAttentionMetadata
 from hybrid_kv.cache.block_pool import NULL_BLOCK
+from hybrid_kv.cache.spec import window_of
 from hybrid_kv.sanitizer.ledger import Ledger
 from hybrid_kv.sanitizer.shadow import HASH, Array, Shadow, TrackedStep, to_numpy
 
@@ -50,14 +51,42 @@ def check_attention(
         ledger.fail("pad-row", "a padding row of the block table has live blocks", None, shadow)
     rows = step.seen_rows
     positions = step.seen_positions
+    expected = step.seen
+    window = window_of(shadow.group.spec)
+    if window is not None:
+        first = _check_window(ledger, shadow, metadata, window, step)
+        in_window = positions >= first[rows]
+        rows, positions, expected = rows[in_window], positions[in_window], expected[in_window]
     slots = table[rows, positions // kernel_size] * kernel_size + positions % kernel_size
     blocks = slots // size
     ledger.check_range(shadow, rows, blocks)
     template = "position {} is read from slot {}, which holds {}"
     seen = entries[slots]
     ledger.check_reads(
-        "read-slot", shadow, rows, blocks, seen, step.seen, template, positions, slots, seen
+        "read-slot", shadow, rows, blocks, seen, expected, template, positions, slots, seen
     )
+
+
+def _check_window(
+    ledger: Ledger,
+    shadow: Shadow,
+    metadata: PagedAttentionMetadata,
+    window: int,
+    step: TrackedStep,
+) -> Array:
+    """Check where each row begins to read; return that position of each row of the batch."""
+    parts = metadata.parts
+    starts = [
+        np.zeros(len(segment.positions), dtype=np.int64)
+        if segment.window is None
+        else to_numpy(segment.first)
+        for segment in parts
+    ]
+    first = np.concatenate(starts)[: len(step.owners)]
+    due = np.maximum(step.computed - window + 1, 0)
+    template = "it is read from position {} on, its window begins at {}"
+    ledger.require(first == due, "window-start", shadow, step.all_rows, None, template, first, due)
+    return first
 
 
 def check_drafts(

@@ -92,14 +92,27 @@ def test_padding_rows_are_decodes_at_position_zero():
 
 
 def attend(
-    compute, query, key_cache, value_cache, block_table, query_start_loc, seq_lens, max_query_len, scale, grid=0
+    compute,
+    query,
+    key_cache,
+    value_cache,
+    block_table,
+    query_start_loc,
+    seq_lens,
+    max_query_len,
+    scale,
+    grid=0,
+    window=0,
 ):
     """What a compute makes of the rows that run anything, given what a kernel takes; NaN for tokens of no row."""
     running = query_start_loc.diff().nonzero()[:, 0]
     lengths, totals = query_start_loc.diff()[running].long(), seq_lens[running].tolist()
     positions = torch.cat([torch.arange(end - n, end) for n, end in zip(lengths.tolist(), totals, strict=True)])
     rows = Ragged(lengths, torch.device("cpu"))
-    part = AttentionPart(0, len(positions), rows, rows.padded(positions), block_table[running], max(totals))
+    seen = [min(end, n + window - 1) if window else end for n, end in zip(lengths.tolist(), totals, strict=True)]
+    part = AttentionPart(
+        0, len(positions), rows, rows.padded(positions), block_table[running], max(seen), window=window or None
+    )
     hidden = {"grid": grid} if grid else {}
     out = torch.full_like(query, torch.nan, memory_format=torch.contiguous_format)
     for _ in range(2):  # the second layer finds what the first has planned
@@ -123,6 +136,9 @@ STEPS = {
     "alone": ONE,
     "drafts": ONE.but(rows=((3, 9, False), (1, 4, False), (2, 2, False)), per_kv=1),
     "prefills": ONE.but(rows=((9, 0, False), (1, 6, False), (4, 3, False)), block_size=16),
+    "windows": ONE.but(rows=((1, 12, False), (1, 3, False), (1, 7, False)), window=4, stale=1),
+    "a window alone": ONE.but(window=3, block_size=2),
+    "drafts in a window": ONE.but(rows=((3, 9, False), (1, 4, False), (2, 2, False)), window=5, block_size=2),
     "multi-head": ONE.but(rows=((1, 2, False), (1, 2, False)), kv_heads=3, per_kv=1),
 }
 steps = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
@@ -131,7 +147,7 @@ DECODES = st.lists(st.tuples(st.just(1), st.integers(0, 20), st.booleans()), min
 CASES = shapes(
     MIXED, rows=(st.lists(ROW, min_size=1, max_size=3) | DECODES).map(tuple), kv_heads=[1, 2, 3], per_kv=[1, 2, 3, 5],
     head_size=[1, 3, 16, 20], block_size=[1, 2, 5, 16], gap=GAPS, is_swapped=[False, True], dtype=[*Torch.share],
-    grid=[0, 0, 1, 3, 8],
+    grid=[0, 0, 1, 3, 8], window=[0, 0, 1, 2, 6, 19],
 )  # fmt: skip
 _, test_torch_equals_the_definition = equality(Torch, CASES, *STEPS.values())
 
@@ -147,6 +163,10 @@ def problem(step):
     return made[0]
 
 
+def check_window(step):
+    check(Attention(step), partial(attend, paged.TRITON))
+
+
 def check_triton(step):
     check(Attention(step), partial(attend, paged.TRITON))
     file = ConfigFile({"hidden_size": 8, "num_attention_heads": step.kv_heads * step.per_kv}, "config.json")
@@ -158,6 +178,11 @@ def check_triton(step):
         layer.attend(query, caches, replace(part, compute=compute, plans={})) for compute in (paged.TRITON, paged.TORCH)
     ]
     assert 0 < float((outputs[0] - outputs[1]).abs().max()) <= 1e-5 * float(outputs[1].abs().max()), "not one kernel's"
+
+
+@pytest.mark.parametrize("name", ["windows", "drafts in a window"])
+def test_triton_in_a_window(name):
+    interpreted(check_window, STEPS[name])
 
 
 @pytest.mark.parametrize("name", ["drafts", "prefills"])
@@ -193,8 +218,9 @@ def test_layers_of_one_geometry_share_what_is_computed(step):
     part, query, (key_cache, value_cache) = problem(step)
     made = part.token_index(key_cache), part.mask(step.per_kv, query.dtype)
     assert part.token_index(value_cache) is made[0] and part.mask(step.per_kv, query.dtype) is made[1]
-    assert part.token_index(key_cache, grid=3) is not made[0]
-    assert part.mask(step.per_kv, query.dtype, grid=3) is not made[1]
+    if part.window is None:
+        assert part.token_index(key_cache, grid=3) is not made[0]
+        assert part.mask(step.per_kv, query.dtype, grid=3) is not made[1]
     other = torch.zeros(len(key_cache), 3, *key_cache.shape[1:]).unbind(1)[0]
     assert part.token_index(other) is not made[0]
     slots = paged.SlotMapping(torch.arange(6))
@@ -208,14 +234,14 @@ def test_other_heads_and_dtypes_have_a_mask_of_their_own():
     assert [mask.dtype for mask in masks] == [torch.float32, torch.float32, torch.float64]
 
 
-def by_definition(query, key_cache, value_cache, block_table, starts, lens, scale):
+def by_definition(query, key_cache, value_cache, block_table, starts, lens, scale, before):
     """Attention of flat rows, each over its own blocks."""
     out = torch.empty_like(query)
     for span, total, blocks in zip(starts.unfold(0, 2, 1).tolist(), lens.tolist(), block_table.long(), strict=True):
         place, own = torch.arange(total), slice(*span)
         at = blocks[place // key_cache.shape[1]], place % key_cache.shape[1]
         ends = range(total - (span[1] - span[0]), total)
-        out[own] = attention(query[own], key_cache[at], value_cache[at], ends, scale)
+        out[own] = attention(query[own], key_cache[at], value_cache[at], ends, scale, window=before + 1)
     return out
 
 
@@ -246,7 +272,8 @@ def flash_attn_varlen_func(
     assert q.is_contiguous() and k.stride(-1) == v.stride(-1) == 1 and k.shape == v.shape
     assert q.shape[0] == int(cu_seqlens_q[-1]) and len(cu_seqlens_q) == len(seqused_k) + 1 == len(block_table) + 1
     assert max_seqlen_q == int(cu_seqlens_q.diff().max()) and max_seqlen_k >= int(seqused_k.max())
-    return by_definition(q, k, v, block_table, cu_seqlens_q, seqused_k, softmax_scale)
+    assert window_size[1] == 0
+    return by_definition(q, k, v, block_table, cu_seqlens_q, seqused_k, softmax_scale, window_size[0])
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
@@ -293,13 +320,13 @@ class BatchPrefillWithPagedKVCacheWrapper:
         self.table = torch.zeros(len(pages), int(pages.max()), dtype=torch.int32)
         for row, ids in enumerate(paged_kv_indices.split(pages.tolist())):
             self.table[row, : len(ids)] = ids
-        self.starts, self.scale = qo_indptr, sm_scale
+        self.starts, self.scale, self.window_left = qo_indptr, sm_scale, window_left
         self.lens = (pages - 1) * page_size + paged_kv_last_page_len
 
     def run(self, q, paged_kv_cache):
         k, v = paged_kv_cache
         assert (*q.shape[1:2], *k.shape[2:], k.shape[1]) == self.heads and q.shape[0] == int(self.starts[-1])
-        return by_definition(q, k, v, self.table, self.starts, self.lens, self.scale)
+        return by_definition(q, k, v, self.table, self.starts, self.lens, self.scale, self.window_left)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ def test_a_router_predicts_what_the_engine_restores() -> None:
     log = EventLog(llm)
     known = KnownCache(log.groups, log.hit_granularity)
     known.apply(log.take())
-    assert {group.is_state for group in log.groups} == {True, False}
+    assert {group.num_tail_blocks for group in log.groups} == {1, None}
     assert known.predict(PROMPT) == send(llm, PROMPT) == 32
     assert known.predict(PROMPT[:32]) == 16, "the last token is always computed"
     assert known.predict(PROMPT, "other") == known.predict([1, *PROMPT]) == 0
@@ -58,7 +58,7 @@ def test_what_is_evicted_or_reset_is_unknown_again() -> None:
 
 
 def test_a_state_is_found_at_its_end_and_attention_only_whole() -> None:
-    known = KnownCache((Group(8, False), Group(16, True)), 16)
+    known = KnownCache((Group(8), Group(16, 1)), 16)
     hashes = _chains(PROMPT, 8), _chains(PROMPT, 16)
     attention = {(0, block) for block in hashes[0][:4]}
     known.apply(CacheEvents(0, frozenset({*attention, (1, hashes[1][1])}), is_snapshot=True))
@@ -90,7 +90,7 @@ def test_a_router_that_missed_events_predicts_too_little_until_the_next_snapshot
 
 def test_events_that_come_late_say_nothing() -> None:
     """What they stored may have been removed by later ones."""
-    known, key = KnownCache((Group(8, False),), 8), (0, _chains(PROMPT, 8)[0])
+    known, key = KnownCache((Group(8),), 8), (0, _chains(PROMPT, 8)[0])
     known.apply(CacheEvents(0, frozenset(), is_snapshot=True))
     known.apply(CacheEvents(2, frozenset(), frozenset({key})))
     known.apply(CacheEvents(1, frozenset({key})))

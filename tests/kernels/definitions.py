@@ -143,7 +143,7 @@ def gated_rms_norm(x: Floats, gate: Floats, weight: Floats, groups: int, eps: fl
 
 
 def attention(
-    query: Floats, key: Floats, value: Floats, positions: Sequence[int], scale: float, grid: int = 0
+    query: Floats, key: Floats, value: Floats, positions: Sequence[int], scale: float, grid: int = 0, window: int = 0
 ) -> Floats:
     """Causal attention (Vaswani et al., 2017, arXiv 1706.03762) with heads that share K and V (arXiv 2305.13245).
 
@@ -151,6 +151,7 @@ def attention(
         query: [len, heads, size] at `positions`.
         key: [num_keys, kv_heads, size]; value: [num_keys, kv_heads, value_size].
         grid: tokens at multiples of it are hidden; 0: none are.
+        window: tokens that a query sees, its own included; 0: all up to its own.
 
     Returns:
         [len, heads, value_size]; zeros for a query that sees no token.
@@ -158,7 +159,8 @@ def attention(
     heads, kv_heads = query.shape[1], key.shape[1]
     out = np.zeros((len(query), heads, value.shape[2]))
     for t, position in enumerate(positions):
-        seen = [place for place in range(position + 1) if not grid or place % grid]
+        first = max(0, position + 1 - window) if window else 0
+        seen = [place for place in range(first, position + 1) if not grid or place % grid]
         for head in range(heads if seen else 0):
             shared = head * kv_heads // heads
             out[t, head] = softmax(key[seen, shared] @ query[t, head] * scale) @ value[seen, shared]

@@ -234,8 +234,8 @@ def write_elsewhere(plain):
     return commit
 
 
-def give_back_more(self, request_id, rows, num_seen):
-    return self, request_id, rows, num_seen + 8
+def give_back_more(self, request_id, rows, num_computed, num_seen):
+    return self, request_id, rows, num_computed, num_seen + 8
 
 
 def publish_inside(plain):

@@ -12,5 +12,8 @@ from hybrid_kv.kernels.paged_attention.reference import (
     sees_nothing,
     slot_cells,
     token_index,
+    window_index,
+    window_mask,
+    window_positions,
     write_kv,
 )

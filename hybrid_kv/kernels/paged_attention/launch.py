@@ -113,6 +113,7 @@ def _attention(
     HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     GRID: tl.constexpr,
+    WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -128,8 +129,12 @@ def _attention(
     # The last tile has the longest way to go and is started first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     table = block_table + row.to(tl.int64) * table_stride
-    # Padding stands on the null block, whose content is undefined.
-    if (tile * BLOCK_M < length * PER_KV) & (tl.load(table) != 0):
+    # Padding stands on the null block, whose content is undefined. So do blocks before a window:
+    # only the last one tells.
+    newest = 0
+    if WINDOW:
+        newest = (tl.load(seq_lens + row).to(tl.int32) - 1) // BLOCK_SIZE
+    if (tile * BLOCK_M < length * PER_KV) & (tl.load(table + newest) != 0):
         pair = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         token = pair // PER_KV
         head = kv_head * PER_KV + pair % PER_KV
@@ -150,7 +155,11 @@ def _attention(
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         # No query of the tile sees further than its last one.
         stop = tl.minimum(total, total - length + (tile * BLOCK_M + BLOCK_M - 1) // PER_KV + 1)
-        for first in range(0, stop, BLOCK_N):
+        # And none sees tokens before the window of its first one.
+        lowest = 0
+        if WINDOW:
+            lowest = tl.maximum(total - length + tile * BLOCK_M // PER_KV - WINDOW + 1, 0)
+        for first in range(lowest, stop, BLOCK_N):
             n = first + tl.arange(0, BLOCK_N)
             known = n < stop
             if GRID:
@@ -171,6 +180,8 @@ def _attention(
             # "ieee", or float32 would be cut to tf32.
             scores = tl.dot(q, k, input_precision="ieee")
             seen = known[None, :] & (n[None, :] <= position[:, None])
+            if WINDOW:
+                seen &= n[None, :] > position[:, None] - WINDOW
             # `scale` includes log2(e), the base of the exponentials being 2.
             scores = tl.where(seen, scores * scale, float("-inf"))
             new = tl.maximum(best, tl.max(scores, 1))
@@ -197,6 +208,7 @@ def paged_attention_varlen(
     max_query_len: int,
     scale: float,
     grid: int = 0,
+    window: int = 0,
 ) -> torch.Tensor:
     """Attend causally from each row's queries to the row's blocks.
 
@@ -204,7 +216,7 @@ def paged_attention_varlen(
 
     The tokens of row r are `query_start_loc[r] … query_start_loc[r + 1] - 1`, the last ones of its
     `seq_lens[r]`, whose K and V are all in the cache. Rows whose first block is the null block 0
-    are padding.
+    are padding; with a window, whose last one is.
 
     Args:
         query: [num_tokens, num_heads, head_size] float32, bfloat16 or float16, tokens at any
@@ -218,6 +230,8 @@ def paged_attention_varlen(
         max_query_len: of all rows; a larger number costs programs without work.
         grid: keys at its multiples are hidden (`models.mtp`); a query that sees no key gets zeros.
             0: there is no grid.
+        window: tokens that a query sees, its own included; blocks wholly before the window of a
+            row's first query are not read. 0: all.
 
     Returns:
         [num_tokens, num_heads, head_size], contiguous. Rows of padding and tokens of no row are not
@@ -232,8 +246,10 @@ def paged_attention_varlen(
     blocks, block_size, kv_heads = key_cache.shape[:3]
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"{kv_heads} heads of K do not divide {heads} heads of the query")
-    if max_query_len < 1 or grid < 0:
-        raise ValueError(f"max_query_len={max_query_len} must be >= 1 and grid={grid} >= 0")
+    if max_query_len < 1 or grid < 0 or window < 0:
+        raise ValueError(
+            f"max_query_len={max_query_len} must be >= 1, grid={grid} and window={window} >= 0"
+        )
     check("query", query, (tokens, heads, size), FLOATS, device, free=1)
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         check(name, cache, (blocks, block_size, kv_heads, size), (query.dtype,), device, free=2)
@@ -256,6 +272,7 @@ def paged_attention_varlen(
         HEAD_SIZE=size,
         BLOCK_SIZE=block_size,
         GRID=grid,
+        WINDOW=window,
         BLOCK_M=block_m,
         BLOCK_N=BLOCK_N,
         BLOCK_D=max(16, next_power_of_2(size)),

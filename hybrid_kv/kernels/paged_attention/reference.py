@@ -124,6 +124,60 @@ def attention_mask(
     return mask.view(len(positions), 1, -1, num_keys)
 
 
+def window_index(
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    first: torch.Tensor,
+    last: torch.Tensor,
+    num_keys: int,
+) -> torch.Tensor:
+    """Return the places of each row's `num_keys` tokens from `first` on, as `token_index`.
+
+    Blocks before those of `first` are not looked up: they may be another request's by now.
+
+    Args:
+        first, last: [num_rows] int64, positions of the first token that the row's queries see, and
+            of its last one.
+    """
+    _, per_block, per_token = spacing(cache)
+    read = torch.minimum(window_positions(first, num_keys), last.unsqueeze(1))
+    block_idx = read // cache.shape[1]
+    blocks = block_table.gather(1, block_idx).long()
+    return (blocks * per_block + (read - block_idx * cache.shape[1]) * per_token).flatten()
+
+
+def window_positions(first: torch.Tensor, num_keys: int) -> torch.Tensor:
+    """Return [num_rows, num_keys] int64, the positions of each row's keys from `first` on."""
+    return first.unsqueeze(1) + _multiples(num_keys, 1, first.device)
+
+
+def window_mask(
+    positions: torch.Tensor,
+    keys: torch.Tensor,
+    window: int,
+    per_kv_head: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return the mask of `attend_tokens` for queries that see the last `window` tokens each.
+
+    Its shape is that of `attention_mask`.
+
+    Args:
+        positions: [num_rows, len] int64, of the queries.
+        keys: [num_rows, num_keys] int64, `window_positions`.
+        per_kv_head: query heads that share a K and V.
+        dtype: of the queries.
+    """
+    behind = positions.unsqueeze(-1) - keys.unsqueeze(1)
+    hidden = (behind < 0) | (behind >= window)
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=keys.device).masked_fill_(
+        hidden, -torch.inf
+    )
+    if 1 < positions.shape[1] <= FOLDED_QUERIES:
+        mask = mask.repeat_interleave(per_kv_head, dim=1)
+    return mask.unsqueeze(1)
+
+
 # What every step reads, for a few sizes. Each small operation on a CPU takes as long as the copy of
 # 30 KB.
 

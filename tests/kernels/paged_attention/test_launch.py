@@ -51,9 +51,9 @@ from tests.kernels.interpreter import interpreted
 TOLERANCE, TILED, FLOAT16_WEIGHTS = 5e-6, 1e-5, 2.0**-10
 
 
-def attention(query, key, value, positions, scale, grid=0):
+def attention(query, key, value, positions, scale, grid=0, window=0):
     operands = (part.cpu().double().numpy() for part in (query, key, value))
-    return torch.from_numpy(definitions.attention(*operands, positions, scale, grid))
+    return torch.from_numpy(definitions.attention(*operands, positions, scale, grid, window))
 
 
 def test_behind_a_rows_last_token_that_token_is_read_again():
@@ -109,6 +109,7 @@ class Attention(Operation):
 
     def __init__(self, shape, device="cpu"):
         self.shape, g = shape, torch.Generator().manual_seed(shape.seed)
+        self.window = 0 if shape.grid else shape.window  # never both
         size, heads = shape.head_size, shape.kv_heads * shape.per_kv
         # A row of padding is one token on the null block; one that has nothing to run has no tokens either.
         self.lengths = [1 if padding else new for new, _, padding in shape.rows]
@@ -125,7 +126,10 @@ class Attention(Operation):
             self.stored.append(torch.randn(2, total, shape.kv_heads, size, generator=g).to(shape.dtype))
             table[row, :used] = 0 if padding else ids[row, :used]
             if not padding:
-                place = torch.arange(total)
+                # What no query sees of a window has been given back: its blocks are null, or another row's.
+                seen = max(0, total - self.lengths[row] - self.window + 1) if self.window else 0
+                table[row, : seen // shape.block_size] = (blocks - 1) * (shape.stale > 0)
+                place = torch.arange(seen, total)
                 if shape.grid:  # hidden tokens have no slot, but that a step stores its last one wherever it lies
                     place = place[(place % shape.grid != 0) | (place == total - 1)]
                 at = table[row, place // shape.block_size].to(device), (place % shape.block_size).to(device)
@@ -142,6 +146,7 @@ class Attention(Operation):
         self.arguments |= {name: part.to(device, shape.index_dtype) for name, part in indices.items()}
         self.arguments |= {"max_query_len": max(1, *self.lengths), "scale": size**-0.5}
         self.arguments |= {"grid": shape.grid} if shape.grid else {}
+        self.arguments |= {"window": self.window} if self.window else {}
 
     @classmethod
     def patches(cls, shape):
@@ -155,23 +160,25 @@ class Attention(Operation):
             span, first = slice(first, first + length), first + length
             if not padding and length:
                 ends = range(total - length, total)
-                y = attention(self.arguments["query"][span], key, value, ends, self.arguments["scale"], shape.grid)
+                y = attention(
+                    self.arguments["query"][span], key, value, ends, self.arguments["scale"], shape.grid, self.window
+                )
                 yield Expected("y", span, y, share, max(1.0, float(value.abs().max())), shape.dtype)
 
 
 MIXED = Shape(
     rows=((1, 0, False), (4, 37, False), (1, 0, True), (0, 5, False), (23, 10, False)),
     kv_heads=2, per_kv=3, head_size=16, block_size=5, gap=3, is_swapped=False, dtype=torch.float32,
-    index_dtype=torch.int32, grid=0, stale=1, max_rows=16, block_n=16, seed=0,
+    index_dtype=torch.int32, grid=0, window=0, stale=1, max_rows=16, block_n=16, seed=0,
 )  # fmt: skip
 ROW = st.tuples(st.integers(0, 6), st.integers(0, 20), st.sampled_from([False, False, True]))
 CASES = shapes(
     MIXED, rows=st.lists(ROW, min_size=1, max_size=3).map(tuple), kv_heads=[1, 2, 3], per_kv=[1, 2, 3, 5],
     head_size=[1, 3, 16, 20], block_size=[1, 2, 5, 16], gap=GAPS, is_swapped=[False, True], dtype=FLOATS,
-    index_dtype=INTS, grid=[0, 0, 1, 3, 8], stale=[0, 1, 2],
+    index_dtype=INTS, grid=[0, 0, 1, 3, 8], window=[0, 0, 1, 2, 6, 19], stale=[0, 1, 2],
 )  # fmt: skip
 test_equals_the_definition, _ = equality(
-    Attention, CASES, MIXED, MIXED.but(grid=4, dtype=torch.float16),
+    Attention, CASES, MIXED, MIXED.but(grid=4, dtype=torch.float16), MIXED.but(window=7),
     MIXED.but(per_kv=5, max_rows=32, dtype=torch.bfloat16, is_swapped=True, index_dtype=torch.int64),
 )  # fmt: skip
 
