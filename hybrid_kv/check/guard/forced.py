@@ -386,6 +386,13 @@ FORCED: dict[str, Callable[[Draw], Scenario]] = {
         K=d.number(3, 8), prompts=d.prompts(5, 9), answers=[20, 30], modes=STATES, drafts="lapses",
         async_scheduling=d.coin(), **LATE,
     ),
+    "window_given_back, window_hit": lambda d: d.scenario(
+        d.prompts(33) * 2, [12, 6], waves=(1, 1), modes=STATES, layers="M~*", async_scheduling=d.coin()
+    ),
+    "window_crossed": lambda d: d.scenario(
+        d.prompts(9, 20, 30), [30] * 3, layers=d.one_of("M~*", "M=+"), K=d.number(3, 8), drafts="mixed",
+        async_scheduling=d.coin(), block_size=2 * BLOCK,
+    ),
     "shared_base": lambda d: d.scenario(
         d.prompts(2 * BLOCK + 1) * 3, [2, 6, 6], waves=(1, 2), modes=STATES, K=d.number(0, 3), **LATE
     ),

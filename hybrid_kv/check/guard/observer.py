@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hybrid_kv.attention.mamba import MambaMetadata
 from hybrid_kv.attention.rollback import RollbackStep
 from hybrid_kv.cache.block_pool import BlockIds
-from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
+from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec, window_of
 from hybrid_kv.check.guard.drafts import Drafts
 from hybrid_kv.check.guard.kept import Kept
 from hybrid_kv.check.guard.patterns import Patterns
@@ -104,7 +104,7 @@ class Observer(EngineObserver):
         is_async = llm.config.async_scheduling
         specs = [group.spec for group in llm.plan.config.groups]
         planned = [spec.max_blocks_per_request(longest) for spec in specs]
-        due = [_most_blocks(spec, longest, is_async) for spec in specs]
+        due = [_most_blocks(spec, longest, is_async, _num_ahead(llm)) for spec in specs]
         if self._knows_mode and planned != due:
             raise RuleError(
                 "blocks-planned", f"{planned} blocks are planned for a request; {due} are due"
@@ -466,7 +466,8 @@ class Observer(EngineObserver):
                 end + self._llm.manager.num_lookahead_tokens,
                 self._llm.config.scheduler.max_model_len,
             )
-            due = track.most[group] = max(track.most[group], cdiv(ahead, size))
+            track.most[group] = max(track.most[group], cdiv(ahead, size))
+            due = track.most[group] - self._given_back(track, item, group, spec)
         ids = self._llm.manager.block_ids(request.request_id)[group]
         if len(ids) != due and (self._knows_mode or not isinstance(spec, MambaSpec)):
             raise RuleError(
@@ -480,6 +481,19 @@ class Observer(EngineObserver):
                 f"request {request.request_id} holds {len(ids)} blocks of {type(spec).__name__}, {most} are planned",
             )
         self.patterns.count_blocks(request.request_id, ids.tolist())
+
+    def _given_back(
+        self, track: Track, item: ScheduledRequest, group: int, spec: KVCacheSpec
+    ) -> int:
+        """How many blocks no query from this step on sees; a block that a step in flight completes is kept until then."""
+        window, begin, size = window_of(spec), item.num_computed_tokens, spec.block_size
+        if window is None:
+            return 0
+        last = begin - window  # the last token that this step's first query does not see
+        due = max(0, last + 1) // size
+        if self._llm.manager.enable_prefix_caching:
+            due = min(due, (begin if item.overwrite else track.computed) // size)
+        return due
 
     def _check_padding(self, batch: Sequence[ScheduledRequest], metadata: dict[str, Any]) -> None:
         """A step of decodes alone has as many rows as the next captured size says, each other one its requests'."""
@@ -567,7 +581,7 @@ class Observer(EngineObserver):
             min(llm.config.scheduler.max_model_len, longest) - 1
         )  # the last one is never cached
         due = sum(
-            _most_blocks(group.spec, tokens, llm.config.async_scheduling)
+            _most_blocks(group.spec, tokens, llm.config.async_scheduling, _num_ahead(llm))
             for group in llm.plan.config.groups
         )
         return due > llm.manager.pool.num_blocks - 1
@@ -628,9 +642,23 @@ class Observer(EngineObserver):
             self.cell = cell
 
 
-def _most_blocks(spec: KVCacheSpec, num_tokens: int, is_async: bool) -> int:
-    """How many a request holds at most, in a group, until it has so many tokens."""
+def _num_ahead(llm: LLM) -> int:
+    """How many tokens may be scheduled or written behind those of a request that are known to be computed."""
+    steps = 2 if llm.config.async_scheduling else 1
+    return steps * llm.config.scheduler.max_num_batched_tokens + llm.manager.num_lookahead_tokens
+
+
+def _most_blocks(spec: KVCacheSpec, num_tokens: int, is_async: bool, num_ahead: int) -> int:
+    """How many a request holds at most, in a group, until it has so many tokens.
+
+    Args:
+        num_ahead: tokens that may be scheduled behind those that are known to be computed.
+    """
     logical_blocks = cdiv(num_tokens, spec.block_size)
+    if (window := window_of(spec)) is not None:
+        # From anywhere in a block on: what its first query sees, and the steps that may be in flight.
+        span = window - 1 + num_ahead
+        return min(logical_blocks, 1 + cdiv(span - 1, spec.block_size))
     if not isinstance(spec, MambaSpec):
         return logical_blocks
     held = {

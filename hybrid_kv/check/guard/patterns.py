@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from hybrid_kv.cache.modes import MODES
-from hybrid_kv.cache.spec import MambaSpec
+from hybrid_kv.cache.spec import MambaSpec, window_of
 from hybrid_kv.check.guard.scenario import COMMON, Scenario, answer_book, has_attention, num_states
 from hybrid_kv.check.guard.step import Prefix, Ran, Track
 from hybrid_kv.engine.llm import LLM, RequestOutput
@@ -125,6 +125,9 @@ REQUIRED = {
     "flushed_at_preemption": "… was preempted",
     "flushed_at_abort": "… was aborted",
     "hit_on_flushed": "a prefix restored from a state that was written a step late",
+    "window_given_back": "a block before a sliding window that its request freed, and ran on",
+    "window_hit": "a prefix restored from the blocks of a sliding window, which begins after it does",
+    "window_crossed": "a verify step whose drafts see one block of a sliding window less than its first token",
     "shared_base": "a history behind a state that other requests may read",
     "window_ahead": "a window that rejected drafts left in a logical block behind all that the next step reaches",
 }
@@ -242,6 +245,7 @@ class Patterns:
         self._count_left_out(step)
         self._count_admissions([ran for ran in step if ran.item.overwrite])
         for index, ran in enumerate(step):
+            self._count_windows(ran)
             self._count_prompt(ran, [other for other in step if other is not ran])
             if ran.tokens and not ran.is_prefill:
                 self._count_drafts(ran, K)
@@ -333,6 +337,19 @@ class Patterns:
         seen["stop_inside_drafts"] += ran.end < item.num_computed_tokens + accepted
         whole = self._llm.config.scheduler.max_model_len
         seen["max_model_len_with_drafts"] += drafts > 0 and end + 1 == whole == track.end
+
+    def _count_windows(self, ran: Ran) -> None:
+        """The patterns of sliding windows in one row of a step."""
+        item = ran.item
+        begin = item.num_computed_tokens
+        last = begin + item.num_tokens - 1
+        for spec in {group.spec for group in self._llm.plan.config.groups}:
+            if (window := window_of(spec)) is None:
+                continue
+            blocks = [max(0, end - window + 1) // spec.block_size for end in (begin, last)]
+            self.seen["window_given_back"] += blocks[0] > 0 and not item.overwrite
+            self.seen["window_hit"] += blocks[0] > 0 and item.overwrite
+            self.seen["window_crossed"] += item.num_drafts > 0 and blocks[0] < blocks[1]
 
     def _count_admissions(self, admitted: Sequence[Ran]) -> None:
         """The patterns of requests that start, or start again."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from math import lcm
 
 from hybrid_kv.attention.rollback import RecomputeSpec
-from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
+from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec, window_of
 from hybrid_kv.check.guard.step import Prefix, Ran, Track
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.kernels.common.integers import cdiv
@@ -36,20 +36,26 @@ def longest_hit(
 ) -> int:
     """The longest prefix of the first `num_tokens` tokens that can be restored, the last token excluded.
 
-    Of it there are all K and V, and the states at its end; `is_there` gets a spec's number and the end of a block.
+    Of it there are all K and V, those of a sliding window as far as the next token sees them, and the states at its
+    end; `is_there` gets a spec's number and the end of a block.
     """
     unit = lcm(*(spec.block_size for spec in specs))
     best = 0
     for end in range(unit, num_tokens, unit):
-        has_states = True
+        is_whole = True
         for number, spec in enumerate(specs):
-            is_states = isinstance(spec, MambaSpec)
-            first = end if is_states else end - unit + spec.block_size
-            if not all(is_there(number, part) for part in range(first, end + 1, spec.block_size)):
-                if not is_states:
+            size, window = spec.block_size, window_of(spec)
+            is_full = not isinstance(spec, MambaSpec) and window is None
+            first = end if isinstance(spec, MambaSpec) else end - unit + size
+            if window is not None:
+                first = (
+                    max(0, end - window + 1) // size * size + size
+                )  # the end of the block that the window begins in
+            if not all(is_there(number, part) for part in range(first, end + 1, size)):
+                if is_full:
                     return best
-                has_states = False
-        best = end if has_states else best
+                is_whole = False
+        best = end if is_whole else best
     return best
 
 

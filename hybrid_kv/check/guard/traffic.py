@@ -49,8 +49,23 @@ from hybrid_kv.kernels.recompute import shortest_ring_len
 from hybrid_kv.models.exact import PARTS
 from hybrid_kv.sampling import SamplingParams
 
-# "*#+": layers of one group whose pages differ. "L": latents.
-_LAYERS = ("M*", "M*MM*", "**M", "MMM*M", "*M", "**", "MM", "M+*M", "*#+", "ML")
+# "*#+": layers of one group whose pages differ. "L": latents. "~", "=": sliding windows; next to "+" in larger blocks.
+_LAYERS = (
+    "M*",
+    "M*MM*",
+    "**M",
+    "MMM*M",
+    "*M",
+    "**",
+    "MM",
+    "M+*M",
+    "*#+",
+    "ML",
+    "M~*",
+    "M=+",
+    "=~*",
+    "~",
+)
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     # `attention`: prefix caching without Mamba layers.

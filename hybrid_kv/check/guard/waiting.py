@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from hybrid_kv.cache.request_blocks import NO_IDS
-from hybrid_kv.cache.spec import MambaSpec
+from hybrid_kv.cache.spec import MambaSpec, window_of
 from hybrid_kv.check.guard.kept import Device
 from hybrid_kv.check.guard.published import Published
 from hybrid_kv.check.guard.step import RuleError, Track, common_prefix, is_prefill
@@ -150,6 +150,7 @@ class Waiting:
             for group, spec in enumerate(self._specs)
             if not isinstance(spec, MambaSpec)
             for end in range(spec.block_size, num_known + 1, spec.block_size)
+            if end > num_known - (window_of(spec) or num_known + 1) + 1
         )
         found = [block for name in names if (block := self._device.found(name)) is not None]
         return int(np.count_nonzero(pool.ref_count[found]))

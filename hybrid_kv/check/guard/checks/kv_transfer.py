@@ -12,7 +12,7 @@ import numpy as np
 
 from hybrid_kv.cache.block_hash import BlockHashes
 from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds
-from hybrid_kv.cache.spec import MambaSpec, MLAAttentionSpec
+from hybrid_kv.cache.spec import MambaSpec, MLAAttentionSpec, window_of
 from hybrid_kv.check.guard.exactness import Alone, DraftRecorder, K
 from hybrid_kv.check.guard.play import play_seeds
 from hybrid_kv.check.guard.poison import poison, poison_free_blocks
@@ -37,7 +37,7 @@ from hybrid_kv.request import Request
 from hybrid_kv.sampling import SamplingParams
 
 # Among them latents, a window alone, and three and five parts of a state.
-LAYERS = ("M*", "*M", "M*M", "M", "*", "T*", "*V", "ML", "W*")
+LAYERS = ("M*", "*M", "M*M", "M", "*", "T*", "*V", "ML", "W*", "M~*", "=M+")
 MAX_MODEL_LEN = 96
 NUM_REQUESTS = 6
 NUM_AGAIN = 2
@@ -77,6 +77,10 @@ class Arriving(EngineObserver):
                 blocks = (
                     blocks - behind if spec.mode.keeps_states else 1
                 ) + spec.num_speculative_blocks
+            if (window := window_of(spec)) is not None:
+                blocks -= (
+                    max(0, n + 1 - window) // spec.block_size
+                )  # all of whose tokens nobody sees any more
             due.append(blocks)
         if held != due:
             raise RuleError(

@@ -22,7 +22,7 @@ from hybrid_kv.engine.llm import LLM
 from hybrid_kv.models.exact import ExactConfig
 from hybrid_kv.sampling import SamplingParams
 
-LAYERS = ("M*", "*M", "M*M", "M", "*")
+LAYERS = ("M*", "*M", "M*M", "M", "*", "M~*", "=*")
 MAX_MODEL_LEN = 96
 ROUNDS = 14
 SEEN = (
