@@ -1,1 +1,1 @@
-"""What measures, keeps and draws: accuracy, times, predictions, studies, rows and the report."""
+"""Measuring, keeping and drawing: accuracy, times, predictions, studies, rows, the report."""

@@ -1,1 +1,1 @@
-"""What a change does to the answers: lm-eval tasks, the embedded guard model, floors and paired comparisons."""
+"""The effect of a change on answers: lm-eval tasks, floors and paired comparisons."""

@@ -1,4 +1,4 @@
-"""`python -m hybrid_kv.measure.accuracy …`: `lm_eval …` that knows the model hybrid_kv and this package's tasks."""
+"""`python -m hybrid_kv.measure.accuracy …`: `lm_eval …` with our model and tasks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ def main() -> None:
 
     import hybrid_kv.measure.accuracy.lm_eval_model  # noqa: F401 - registers the model
 
-    if len(sys.argv) > 2 and not any(argument.startswith("--include_path") for argument in sys.argv):
+    if len(sys.argv) > 2 and not any(
+        argument.startswith("--include_path") for argument in sys.argv
+    ):
         sys.argv += ["--include_path", str(Path(__file__).parent / "tasks")]
     cli_evaluate()
 

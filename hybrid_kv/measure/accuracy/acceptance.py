@@ -1,7 +1,8 @@
-"""Acceptance length: the tokens that a step with drafts gives, one and those of its drafts that were right.
+"""Acceptance length: the tokens of a step with drafts, one and the drafts that were right.
 
-A fall is a loss of speed, and often the first sign of a wrong state. A rise proves nothing: a verifier that accepts
-wrong drafts raises it, too, and then the answers have other tokens. So it is judged both ways, never as a gain.
+A fall is a loss of speed, and often the first sign of a wrong state. A rise proves nothing: a
+verifier that accepts wrong drafts raises it, too, and then the answers have other tokens. So it is
+judged both ways, never as a gain.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ PASSED = {"ok": "pass", "failed": "fail", "void": "void"}  # as a row has it
 
 @dataclass(frozen=True)
 class Drafts:
-    """What became of drafts. `num_verifications` counts the steps of a request that verified some."""
+    """Counts of drafts.
+
+    `num_verifications` counts the steps of a request that verified some.
+    """
 
     num_verifications: int
     num_accepted: int
@@ -63,13 +67,17 @@ class AcceptanceChange:
     def _totals(self) -> npt.NDArray[np.float64]:
         """[2, num_questions, 2]: verifications and accepted drafts."""
         runs = (self.baseline, self.candidate)
-        return np.array([[(one.num_verifications, one.num_accepted) for one in run] for run in runs], dtype=np.float64)
+        return np.array(
+            [[(one.num_verifications, one.num_accepted) for one in run] for run in runs],
+            dtype=np.float64,
+        )
 
     @cached_property
     def p_values(self) -> tuple[float, float]:
-        """Of a fall and of a rise: how often runs that swap the answers to a question at random differ as much.
+        """Chances of such a fall and of such a rise if each question's answers swap at random.
 
-        Without a difference between the engines each question could as well have been answered by the other one.
+        Without a difference between the engines each question could as well have been answered by
+        the other one.
         """
         swapped = np.random.default_rng(0).random((DRAWS, len(self.baseline))) < 0.5
         change = self._totals[1] - self._totals[0]  # [num_questions, 2]
@@ -85,24 +93,32 @@ class AcceptanceChange:
 
     @property
     def verdict(self) -> Verdict:
-        """Failed where it fell; void where it rose and answers changed, which a broken verifier does."""
+        """The verdict: failed after a fall, void after a rise with changed answers.
+
+        A broken verifier raises the acceptance length and changes answers.
+        """
         before, after = self.lengths
         fall, rise = self.p_values
         change = f"{before:.3f} before, {after:.3f} now"
         if fall <= ALPHA:
             return Verdict(NAME, "failed", f"{NAME} fell: {change}, p = {fall:.2g}")
         if rise <= ALPHA and self.num_changed_answers != 0:
-            count = "an unknown number of" if self.num_changed_answers is None else str(self.num_changed_answers)
+            count = (
+                "an unknown number of"
+                if self.num_changed_answers is None
+                else str(self.num_changed_answers)
+            )
             return Verdict(
                 NAME,
                 "void",
-                f"{NAME} rose, which is no gain by itself: {change}, p = {rise:.2g}, and {count} answers have other "
-                "tokens, as after a verifier that accepts wrong drafts; hybrid-kv accuracy divergence tells",
+                f"{NAME} rose, which is no gain by itself: {change}, p = {rise:.2g}, and {count} "
+                "answers have other tokens, as after a verifier that accepts wrong drafts; "
+                "hybrid-kv accuracy divergence tells",
             )
         return Verdict(NAME, "ok", f"{NAME}: {change}")
 
     def rows(self, task: str, params: dict[str, Any], baseline_commit: str) -> list[Row]:
-        """The change as a row of the results file."""
+        """Return the change as a row of the results file."""
         before, after = self.lengths
         change = Row(
             "accuracy",
@@ -119,15 +135,24 @@ class AcceptanceChange:
 
 
 def mark(rows: Sequence[Row], verdict: Verdict) -> list[Row]:
-    """The rows of a run, with a floor's verdict on its acceptance length."""
-    return [replace(row, verdict=PASSED[verdict.word]) if row.metric == METRIC else row for row in rows]
+    """Return the rows of a run, with a floor's verdict on its acceptance length."""
+    return [
+        replace(row, verdict=PASSED[verdict.word]) if row.metric == METRIC else row for row in rows
+    ]
 
 
 def floor_verdict(drafts: Drafts, minimum: float) -> Verdict:
     """Return whether a run is at or above a floor; void where nothing was drafted."""
     length = drafts.acceptance_length
     if length is None:
-        return Verdict(NAME, "void", f"{NAME}: nothing was drafted, so the floor of {minimum:g} was not checked")
+        return Verdict(
+            NAME,
+            "void",
+            f"{NAME}: nothing was drafted, so the floor of {minimum:g} was not checked",
+        )
     word, relation = ("ok", ">=") if length >= minimum else ("failed", "<")
-    message = f"{NAME} {length:.3f} {relation} floor {minimum:g} ({drafts.num_verifications:,} steps with drafts)"
+    message = (
+        f"{NAME} {length:.3f} {relation} floor {minimum:g} ({drafts.num_verifications:,} steps "
+        "with drafts)"
+    )
     return Verdict(NAME, word, message)  # type: ignore[arg-type]

@@ -26,7 +26,9 @@ HASHES = {
 
 @dataclass(frozen=True)
 class Answer:
-    """One question of one run. `invalid`: no answer was found in the text; then it is not correct either.
+    """An answer to a question in a run.
+
+    `invalid`: no answer was found in the text; then it is not correct either.
 
     Attributes:
         hashes: lm-eval's of document, prompt and target; empty ones are not known.
@@ -45,7 +47,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Protocol:
-    """How questions were put; None where a file does not say. `endpoint` is completions or chat."""
+    """The form in which questions were put; None where a file does not say.
+
+    `endpoint` is completions or chat.
+    """
 
     endpoint: str | None = None
     num_shots: int | None = None
@@ -56,10 +61,13 @@ class Protocol:
         shots = "" if self.num_shots is None else f"{self.num_shots} shots"
         tokens = "" if self.max_tokens is None else f"at most {self.max_tokens:,} tokens"
         thinking = {None: "", True: "thinking", False: "not thinking"}[self.thinking]
-        return ", ".join(known for known in (self.endpoint, shots, tokens, thinking) if known) or "nothing is known"
+        return (
+            ", ".join(known for known in (self.endpoint, shots, tokens, thinking) if known)
+            or "nothing is known"
+        )
 
     def differs_from(self, other: Protocol) -> bool:
-        """Whether something is known of both, and not the same."""
+        """Return whether a field is known of both, and not the same."""
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return any(None not in pair and pair[0] != pair[1] for pair in pairs)
 
@@ -68,11 +76,18 @@ UNKNOWN = Protocol()
 
 
 def thinks(settings: Mapping[str, Any]) -> bool | None:
-    """Whether a request asks for reasoning, by its `reasoning_effort` and `chat_template_kwargs`; None: unsaid."""
+    """Return whether a request wants reasoning; None if it does not say.
+
+    `reasoning_effort` and `chat_template_kwargs` say so.
+    """
     effort, variables = settings.get("reasoning_effort"), settings.get("chat_template_kwargs")
     if effort is not None:
         return bool(effort != "none")
-    named = [value for name, value in variables.items() if "thinking" in name] if isinstance(variables, dict) else []
+    named = (
+        [value for name, value in variables.items() if "thinking" in name]
+        if isinstance(variables, dict)
+        else []
+    )
     return bool(named[0]) if named else None
 
 
@@ -93,7 +108,9 @@ class Totals:
 
 @dataclass(frozen=True)
 class Answers:
-    """A run: its answers by doc_id. `digest` distinguishes files of one name; `commit` is empty where unknown.
+    """A run: its answers by doc_id.
+
+    `digest` distinguishes files of the same name; `commit` is empty where unknown.
 
     Attributes:
         chosen: its questions are those that another run lost, see `judge.write_lost`.
@@ -112,7 +129,9 @@ class Answers:
 
     def only(self, questions: Sequence[int]) -> Answers:
         """Return this run, cut to these questions."""
-        return replace(self, by_doc={doc_id: self.by_doc[doc_id] for doc_id in questions}, chosen=True)
+        return replace(
+            self, by_doc={doc_id: self.by_doc[doc_id] for doc_id in questions}, chosen=True
+        )
 
     def first(self, questions: int) -> Answers:
         """Return this run, cut to its first questions."""
@@ -137,7 +156,7 @@ class Answers:
 
 
 def read_text(file: str | Path) -> str:
-    """The lines of such a file.
+    """Return the text of a file of answers.
 
     Raises:
         HybridKVError: it cannot be read.
@@ -146,11 +165,13 @@ def read_text(file: str | Path) -> str:
     try:
         return files.read_text(file, unpack=file.suffix == ".gz")
     except (OSError, EOFError, zlib.error) as error:
-        raise HybridKVError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise HybridKVError(
+            f"{file} cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from None
 
 
 def json_document(text: str, place: str) -> dict[str, Any]:
-    """The JSON object of a whole file.
+    """Return the JSON object of a whole file.
 
     Raises:
         HybridKVError: it is none.
@@ -165,7 +186,7 @@ def json_document(text: str, place: str) -> dict[str, Any]:
 
 
 def json_lines(text: str, place: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The JSON object of each line, with its number.
+    """Yield the number and the JSON object of each line.
 
     Raises:
         HybridKVError: a line is not an object.
@@ -179,7 +200,9 @@ def json_lines(text: str, place: str) -> Iterator[tuple[int, dict[str, Any]]]:
         except (ValueError, RecursionError):  # the latter of 100,000 nested brackets
             value = None
         if not isinstance(value, dict):
-            raise HybridKVError(f"{place} line {number} is not a JSON object; was the file cut off?")
+            raise HybridKVError(
+                f"{place} line {number} is not a JSON object; was the file cut off?"
+            )
         yield number, value
 
 

@@ -15,13 +15,14 @@ Template = Callable[..., str]
 
 @dataclass(frozen=True)
 class ChatMode:
-    """How questions are put, and answers read.
+    """The form of questions, and the part of an answer that is read.
 
     Attributes:
         apply_chat_template: of the checkpoint, with the shots in the user's turn.
-        think_end_token: what ends the reasoning, such as `</think>`; what stands before it is not read, and an answer
-            whose reasoning does not end is none.
-        max_gen_toks: most tokens of an answer, its reasoning included; None: the task's limit, else lm-eval's 256.
+        think_end_token: what ends the reasoning, such as `</think>`; what stands before it is not
+            read, and an answer whose reasoning does not end is none.
+        max_gen_toks: most tokens of an answer, its reasoning included; None: the task's limit, else
+            lm-eval's 256.
     """
 
     apply_chat_template: bool = False
@@ -30,23 +31,28 @@ class ChatMode:
 
     def __post_init__(self) -> None:
         if self.think_end_token == "":
-            raise ConfigError("think_end_token is empty; leave it out, or name what ends the reasoning")
+            raise ConfigError(
+                "think_end_token is empty; leave it out, or name what ends the reasoning"
+            )
         if self.max_gen_toks is not None and self.max_gen_toks < 1:
             raise ConfigError(f"max_gen_toks={self.max_gen_toks} must be at least 1")
 
     @property
     def params(self) -> dict[str, Any]:
-        """What is not at its default, as rows and samples keep it."""
+        """Fields that are not at their defaults, as rows and samples keep them."""
         return {name: value for name, value in asdict(self).items() if value}
 
     def stops_while_generating(self, until: Sequence[str], end: str | None) -> tuple[str, ...]:
-        """Texts that end generation: the task's may stand in the reasoning, so that then only the end of turn does."""
+        """Return the texts that end generation.
+
+        The task's may stand in the reasoning: with reasoning only the end of the turn counts.
+        """
         if self.think_end_token is None:
             return tuple(text for text in until if text)  # lm-eval ignores empty ones, too
         return (end,) if end else ()
 
     def answer(self, text: str, until: Sequence[str]) -> str:
-        """The part of a generated text that is read."""
+        """Return the part of a generated text that is read."""
         if self.think_end_token is None:
             return text
         _, ended, answer = text.rpartition(self.think_end_token)
@@ -61,7 +67,7 @@ PLAIN = ChatMode()
 
 
 def mode_of(params: Mapping[str, Any]) -> ChatMode:
-    """The mode of a run whose samples have these params.
+    """Return the mode of a run whose samples have these params.
 
     Raises:
         HybridKVError: they are no such values.
@@ -69,19 +75,22 @@ def mode_of(params: Mapping[str, Any]) -> ChatMode:
     known = {name: params[name] for name in asdict(PLAIN) if name in params}
     kinds = {"apply_chat_template": bool, "think_end_token": str, "max_gen_toks": int}
     if odd := [name for name, value in known.items() if type(value) is not kinds[name]]:
-        raise HybridKVError(f"{odd[0]} {known[odd[0]]!r} of the baseline cannot be used; write the file again")
+        raise HybridKVError(
+            f"{odd[0]} {known[odd[0]]!r} of the baseline cannot be used; write the file again"
+        )
     return ChatMode(**known)
 
 
 def template_of(tokenizer: Any, name: str) -> Template:
-    """A checkpoint's own template, as lm-eval calls it.
+    """Return a checkpoint's chat template, as lm-eval calls it.
 
     Raises:
         HybridKVError: there is none.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise HybridKVError(
-            f"{name} has no chat template; leave --apply_chat_template out or add one to its tokenizer_config.json"
+            f"{name} has no chat template; leave --apply_chat_template out or add one to its "
+            "tokenizer_config.json"
         )
 
     def apply(chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:

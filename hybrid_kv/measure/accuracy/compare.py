@@ -1,12 +1,14 @@
-"""Two runs over the same questions, paired: is the second one worse?
+"""Two runs over the same questions, paired question by question.
 
-A run is what `answers.read_run` reads. lm-eval's hashes of document, prompt and target say whether the questions are
-the same; between programs the question's own text does, and what each file tells about how it was asked. Where they
-differ there is nothing to compare. Where a file has the score alone, the comparison is `unpaired`.
+A run is what `answers.read_run` reads. lm-eval's hashes of document, prompt and target say whether
+the questions are the same; between programs the question's own text does, and what each file tells
+about how it was asked. Where they differ there is nothing to compare. Where a file has the score
+alone, the comparison is `unpaired`.
 
-The rule. Two files: one look at all questions; worse if McNemar's exact one-sided p is at most 5 %. A live run against
-a longer baseline: 250 questions first, worse at p <= 0.1 %, no loss if not one question was lost; otherwise all
-questions are sent (again: the shots of a question may depend on the ones before it), worse at p <= 4.9 %.
+The rule. Two files: one look at all questions; worse if McNemar's exact one-sided p is at most 5 %.
+A live run against a longer baseline: 250 questions first, worse at p <= 0.1 %, no loss if not one
+question was lost; otherwise all questions are sent (again: the shots of a question may depend on
+the ones before it), worse at p <= 4.9 %.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ TOTAL_QUESTIONS = {"gsm8k": 1319}  # of the tasks whose files may hold fewer
 
 @dataclass(frozen=True)
 class Comparison:
-    """Baseline against candidate, question by question. `alpha` is this look's; `final`: there is no later look.
+    """A baseline against a candidate, question by question.
 
-    `notes` are what a reader must know of the evidence.
+    `alpha` is this look's; `final`: there is no later look. `notes` are the reader's warnings.
     """
 
     baseline: Answers
@@ -45,7 +47,10 @@ class Comparison:
     @cached_property
     def pairs(self) -> dict[int, tuple[Answer, Answer]]:
         """Both answers to every question, by doc_id."""
-        return {i: (self.baseline.by_doc[i], self.candidate.by_doc[i]) for i in sorted(self.baseline.by_doc)}
+        return {
+            i: (self.baseline.by_doc[i], self.candidate.by_doc[i])
+            for i in sorted(self.baseline.by_doc)
+        }
 
     def _count(self, holds: Callable[[Answer, Answer], bool]) -> int:
         return sum(holds(*pair) for pair in self.pairs.values())
@@ -57,7 +62,9 @@ class Comparison:
     @property
     def lost_questions(self) -> list[int]:
         """The numbers of the questions that only the baseline has right."""
-        return [i for i, (before, after) in self.pairs.items() if before.correct and not after.correct]
+        return [
+            i for i, (before, after) in self.pairs.items() if before.correct and not after.correct
+        ]
 
     @property
     def lost(self) -> int:
@@ -65,7 +72,7 @@ class Comparison:
 
     @property
     def lost_to_invalid(self) -> int:
-        """Of the lost ones, those that have no answer at all now."""
+        """Number of lost questions that have no answer at all now."""
         return self._count(lambda before, after: before.correct and after.invalid)
 
     @property
@@ -78,7 +85,7 @@ class Comparison:
 
     @property
     def outputs_changed(self) -> int | None:
-        """Answers whose tokens differ, right or wrong; None where a file does not record the tokens."""
+        """Number of answers with other tokens; None where a file does not record the tokens."""
         if any(one.output_sha is None for pair in self.pairs.values() for one in pair):
             return None
         return self._count(lambda before, after: before.output_sha != after.output_sha)
@@ -94,14 +101,18 @@ class Comparison:
 
     @property
     def verdict(self) -> paired.Verdict:
-        """Questions that were chosen because they were lost say nothing about a rate: one that is lost is enough."""
+        """The verdict of this look.
+
+        Questions that were chosen because they were lost say nothing about a rate: a single lost
+        question is enough.
+        """
         if self.baseline.chosen:
             return "worse" if self.lost else "no loss shown"
         return paired.decide(self.lost, self.gained, self.alpha, self.final)
 
     @cached_property
     def acceptance(self) -> AcceptanceChange | None:
-        """What became of drafts; None unless both runs tell it by question."""
+        """The change of the acceptance length; None unless both runs record it by question."""
         before = [pair[0].drafts for pair in self.pairs.values()]
         after = [pair[1].drafts for pair in self.pairs.values()]
         if not all(any(one.num_verifications for one in run) for run in (before, after)):
@@ -114,20 +125,29 @@ class Comparison:
 
     @property
     def reason(self) -> str:
-        """Of the verdict, in one line."""
-        return f"{self.verdict}: lost {self.lost}, gained {self.gained} of {self.n} questions, p = {self.p:.3g}"
+        """The verdict and its figures in a line."""
+        return (
+            f"{self.verdict}: lost {self.lost}, gained {self.gained} of {self.n} questions, p = "
+            f"{self.p:.3g}"
+        )
 
     @property
     def verdicts(self) -> list[Verdict]:
-        """Of the answers; of the acceptance length, where both runs tell it by question."""
+        """Verdicts on the answers, and on the acceptance length where both runs record it."""
         verdicts = [Verdict(self.task, "failed" if self.verdict == "worse" else "ok", self.reason)]
         return verdicts if self.acceptance is None else [*verdicts, self.acceptance.verdict]
 
     def summary(self) -> dict[str, Any]:
-        """Everything, ready for JSON; shares are of the questions, intervals 95 %."""
+        """Return everything, ready for JSON; shares are of the questions, intervals 95 %."""
         counts = {
             name: getattr(self, name)
-            for name in ("lost", "lost_questions", "lost_to_invalid", "gained", "gained_from_invalid")
+            for name in (
+                "lost",
+                "lost_questions",
+                "lost_to_invalid",
+                "gained",
+                "gained_from_invalid",
+            )
         }
         return {
             "task": self.task,
@@ -163,7 +183,7 @@ class Comparison:
         }
 
     def rows(self) -> list[Row]:
-        """The comparison as rows of the results file, under the candidate's parameters.
+        """Return rows of the results file, under the candidate's parameters.
 
         Raises:
             HybridKVError: a file names its task or parameters in a way that a row cannot hold.
@@ -178,16 +198,29 @@ class Comparison:
         low, high = document["difference_ci"]
         verdict = "fail" if self.verdict == "worse" else "pass"
         made: dict[str, dict[str, Any]] = {
-            "paired_difference": {"value": self.difference, "ci_low": low, "ci_high": high, "verdict": verdict},
+            "paired_difference": {
+                "value": self.difference,
+                "ci_low": low,
+                "ci_high": high,
+                "verdict": verdict,
+            },
             "mcnemar_p": {"value": self.p},
             "questions_lost": {"value": self.lost, "unit": "questions", "better": "lower"},
             "questions_gained": {"value": self.gained, "unit": "questions"},
         }
         if (loss := document["detectable_loss"]) is not None:
             made["detectable_loss"] = {"value": loss, "better": "lower"}
-        shared = {"params": params, "n": self.n, "baseline_commit": self.baseline.commit, "better": "higher"}
+        shared = {
+            "params": params,
+            "n": self.n,
+            "baseline_commit": self.baseline.commit,
+            "better": "higher",
+        }
         try:
-            written = [Row("accuracy", self.task, metric, **{**shared, **one}) for metric, one in made.items()]
+            written = [
+                Row("accuracy", self.task, metric, **{**shared, **one})
+                for metric, one in made.items()
+            ]
             if self.acceptance is not None:
                 written += self.acceptance.rows(self.task, params, self.baseline.commit)
             return written
@@ -195,9 +228,11 @@ class Comparison:
             raise HybridKVError(f"{self.candidate.name} cannot become rows: {error}") from None
 
     def print(self) -> None:
-        """The table for people, on stdout."""
+        """Print the table for people."""
         document = self.summary()
-        console, table = table_of(self.task, "right", "accuracy", "95 % interval", "wrong", "invalid")
+        console, table = table_of(
+            self.task, "right", "accuracy", "95 % interval", "wrong", "invalid"
+        )
         for run in (document["baseline"], document["candidate"]):
             low, high = run["accuracy_ci"]
             table.add_row(
@@ -217,14 +252,22 @@ class Comparison:
             f"lost {self.lost} ({self.lost_to_invalid} of them invalid now), gained {self.gained} "
             f"({self.gained_from_invalid} invalid before)"
             + ("" if changed is None else f"; the tokens of {changed} answers differ"),
-            f"difference {100 * self.difference:+.2f} points, 95 % interval {100 * low:+.2f} to {100 * high:+.2f} "
-            f"(Tango); one-sided exact McNemar p = {self.p:.3g}, worse if <= {self.alpha:g}",
+            f"difference {100 * self.difference:+.2f} points, 95 % interval {100 * low:+.2f} to "
+            f"{100 * high:+.2f} (Tango); one-sided exact McNemar p = {self.p:.3g}, worse if <= "
+            f"{self.alpha:g}",
             f"detectable at {self.lost + self.gained} flips, with 80 % power: "
-            + ("none, too many flips for so few questions" if loss is None else f"a loss of {100 * loss:.1f} points"),
+            + (
+                "none, too many flips for so few questions"
+                if loss is None
+                else f"a loss of {100 * loss:.1f} points"
+            ),
         ]
         if self.verdict == "no loss shown" and not self.final:
             bound = paired.unseen_loss(self.n)
-            lines.append(f"no question lost, so the run ends here: 95 % sure that fewer than {bound:.1%} are lost")
+            lines.append(
+                f"no question lost, so the run ends here: 95 % sure that fewer than {bound:.1%} "
+                "are lost"
+            )
         if self.acceptance is not None:
             lines.append(self.acceptance.verdict.message)
         for line in [*lines, f"verdict: {self.verdict}"]:
@@ -243,14 +286,19 @@ def compare(baseline: Answers, candidate: Answers, **look: Any) -> Comparison:
     check_protocols(baseline, candidate)
     if baseline.repeats != candidate.repeats:
         raise HybridKVError(
-            f"{baseline.name} asked each question {baseline.repeats} times, {candidate.name} {candidate.repeats}: the "
-            "majority of more answers is another measure; compare runs with as many repeats"
+            f"{baseline.name} asked each question {baseline.repeats} times, {candidate.name} "
+            f"{candidate.repeats}: the majority of more answers is another measure; compare runs "
+            "with as many repeats"
         )
     baseline, candidate = _renumbered(baseline, candidate)
     notes = notes_on(baseline, candidate)
     questions = min(len(baseline.by_doc), len(candidate.by_doc))
     baseline, candidate = baseline.first(questions), candidate.first(questions)
-    check_questions(baseline, candidate.name, {doc_id: answer.hashes for doc_id, answer in candidate.by_doc.items()})
+    check_questions(
+        baseline,
+        candidate.name,
+        {doc_id: answer.hashes for doc_id, answer in candidate.by_doc.items()},
+    )
     return Comparison(baseline, candidate, notes=notes, **look)
 
 
@@ -262,32 +310,42 @@ def check_protocols(baseline: Answers | Totals, candidate: Answers | Totals) -> 
     """
     if baseline.protocol.differs_from(candidate.protocol):
         raise HybridKVError(
-            f"the prompts differ: {baseline.name} has {baseline.protocol}; {candidate.name} has {candidate.protocol}. "
-            "One model has two scores then, so nothing is compared; ask both runs the same way"
+            f"the prompts differ: {baseline.name} has {baseline.protocol}; {candidate.name} has "
+            f"{candidate.protocol}. One model has two scores then, so nothing is compared; ask "
+            "both runs the same way"
         )
 
 
 def notes_on(baseline: Answers | Totals, candidate: Answers | Totals) -> tuple[str, ...]:
-    """What a reader must know of two runs that are compared."""
+    """Return warnings for the reader of a comparison of two runs."""
     runs = (baseline, candidate)
     sizes = [_size(run) for run in runs]
     few = min(sizes)
     notes = []
     if sizes[0] != sizes[1]:
         short = runs[sizes.index(few)].name
-        notes.append(f"{short} holds the first {few:,} of {max(sizes):,} questions; these are compared")
+        notes.append(
+            f"{short} holds the first {few:,} of {max(sizes):,} questions; these are compared"
+        )
     total = TOTAL_QUESTIONS.get(candidate.task or baseline.task, few)
     if few < total:
         notes.append(
-            f"the first {few:,} of {total:,} questions are not the task: a model had .68 on the first 200 where it had "
-            ".642 on all (sgl-project/sglang#31702)"
+            f"the first {few:,} of {total:,} questions are not the task: a model had .68 on the "
+            "first 200 where it had .642 on all (sgl-project/sglang#31702)"
         )
     if isinstance(baseline, Answers) and isinstance(candidate, Answers) and baseline.repeats > 1:
-        notes.append(f"{baseline.repeats} answers to a question are one vote, that of the majority, not so many")
+        notes.append(
+            f"{baseline.repeats} answers to a question are one vote, that of the majority, not so "
+            "many"
+        )
     if baseline.digest == candidate.digest:
-        notes.append("both files are equal, byte by byte: a copy or a retry of one run says nothing new")
+        notes.append(
+            "both files are equal, byte by byte: a copy or a retry of one run says nothing new"
+        )
     if not all(_has_prompts(run) for run in runs):
-        notes.append("a file does not keep its prompts: that they are the same in both runs is not checked")
+        notes.append(
+            "a file does not keep its prompts: that they are the same in both runs is not checked"
+        )
     return tuple(notes)
 
 
@@ -300,7 +358,7 @@ def _has_prompts(run: Answers | Totals) -> bool:
 
 
 def _renumbered(baseline: Answers, candidate: Answers) -> tuple[Answers, Answers]:
-    """Both runs with the numbers of the longer one, where the questions' texts tell which those are.
+    """Return both runs with the numbers of the longer one, if their questions' texts are known.
 
     Raises:
         HybridKVError: the questions of one run are not the first of the other.
@@ -313,17 +371,21 @@ def _renumbered(baseline: Answers, candidate: Answers) -> tuple[Answers, Answers
     ids = sorted((sorted(run.by_doc) for run in runs), key=len)
     if ids[1][: len(ids[0])] != ids[0]:
         raise HybridKVError(
-            f"{baseline.name} has {len(baseline.by_doc)} questions, {candidate.name} {len(candidate.by_doc)}, "
-            f"{len(set(ids[0]) & set(ids[1]))} are in both; ask both runs the same (--limit)"
+            f"{baseline.name} has {len(baseline.by_doc)} questions, {candidate.name} "
+            f"{len(candidate.by_doc)}, {len(set(ids[0]) & set(ids[1]))} are in both; ask both runs "
+            "the same (--limit)"
         )
     return runs[0], runs[1]
 
 
 def _with_numbers_of(other: Answers, run: Answers) -> Answers:
-    """A question that the other run has not gets a number of its own."""
+    """Return a run with the other's numbers; new questions get numbers after them."""
     numbers = {answer.question: doc_id for doc_id, answer in other.by_doc.items()}
     beyond = max(other.by_doc) + 1
-    by_doc = {numbers.get(answer.question, beyond + doc_id): answer for doc_id, answer in run.by_doc.items()}
+    by_doc = {
+        numbers.get(answer.question, beyond + doc_id): answer
+        for doc_id, answer in run.by_doc.items()
+    }
     return replace(run, by_doc=by_doc)
 
 
@@ -340,20 +402,20 @@ def check_questions(baseline: Answers, name: str, hashes: Mapping[int, tuple[str
     ours = baseline.by_doc
     if ours.keys() != hashes.keys():
         raise HybridKVError(
-            f"{baseline.name} has {len(ours)} questions, {name} {len(hashes)}, {len(ours.keys() & hashes)} "
-            "are in both; ask both runs the same (--limit)"
+            f"{baseline.name} has {len(ours)} questions, {name} {len(hashes)}, "
+            f"{len(ours.keys() & hashes)} are in both; ask both runs the same (--limit)"
         )
     for place, (hash_name, (what, why)) in enumerate(HASHES.items()):
         differ = [i for i in sorted(ours) if _differs(ours[i].hashes, hashes[i], place)]
         if differ:
             raise HybridKVError(
-                f"the {what} of {len(differ)} of {len(ours)} questions differ ({hash_name} of question {differ[0]}): "
-                f"{why}; {baseline.name} and {name} cannot be compared"
+                f"the {what} of {len(differ)} of {len(ours)} questions differ ({hash_name} of "
+                f"question {differ[0]}): {why}; {baseline.name} and {name} cannot be compared"
             )
 
 
 def _differs(ours: Sequence[str], theirs: Sequence[str], place: int) -> bool:
-    """Whether both are known, and not the same."""
+    """Return whether both are known, and not the same."""
     pair = (ours[place], theirs[place] if place < len(theirs) else "")
     return "" not in pair and pair[0] != pair[1]
 
@@ -361,14 +423,19 @@ def _differs(ours: Sequence[str], theirs: Sequence[str], place: int) -> bool:
 def compare_live(
     baseline: Answers, ask: Callable[[int], AccuracyResult], answer_filter: str = STRICT
 ) -> tuple[AccuracyResult, Comparison]:
-    """Send a model the baseline's questions, as few as decide. `ask(n)` sends the first n to a fresh engine.
+    """Send a model the baseline's questions, as few as decide.
+
+    `ask(n)` sends the first n to a fresh engine.
 
     Raises:
-        HybridKVError: as `compare`; also a baseline that does not hold the first questions of its task.
+        HybridKVError: as `compare`; also a baseline that does not hold the first questions of its
+            task.
     """
     total = len(baseline.by_doc)
     if set(baseline.by_doc) != set(range(total)):
-        raise HybridKVError(f"{baseline.name} does not hold the first {total} questions of its task; make it anew")
+        raise HybridKVError(
+            f"{baseline.name} does not hold the first {total} questions of its task; make it anew"
+        )
     for questions, alpha in paired.looks(total):
         result = ask(questions)
         comparison = compare(

@@ -1,12 +1,14 @@
-"""Does the prefix cache change what a model says? Log-probabilities of the same tokens, from a hit and without one.
+"""Log-probabilities of the same tokens, with and without a hit of the prefix cache.
 
-Each prompt is a second turn: a question with its answer, and the question again. It is answered twice, *cold*, where
-nothing of it is cached, and *warm*, where the first turn is. The tokens of both answers are then forced: the engine
-scores prompt and answer as one prompt, which it computes without its cache. How far decode and scoring are apart in
-cold answers is the noise of kernels and batches, measured in the same run; warm answers may not be further apart.
+Each prompt is a second turn: a question with its answer, and the question again. It is answered
+twice, *cold*, where nothing of it is cached, and *warm*, where the first turn is. The tokens of
+both answers are then forced: the engine scores prompt and answer as one prompt, which it computes
+without its cache. How far decode and scoring are apart in cold answers is the noise of kernels and
+batches, measured in the same run; warm answers may not be further apart.
 
-The divergence of a token is exp(d) - 1 - d, d the log-probability when scored minus that when generated: an estimate of
-the KL divergence that is never negative (J. Schulman, Approximating KL Divergence, 2020), the one of SGLang's tests.
+The divergence of a token is exp(d) - 1 - d, d the log-probability when scored minus that when
+generated: an estimate of the KL divergence that is never negative (J. Schulman, Approximating KL
+Divergence, 2020), the one of SGLang's tests.
 """
 
 from __future__ import annotations
@@ -33,18 +35,29 @@ from hybrid_kv.measure.results import Row
 from hybrid_kv.models.loader import load_tokenizer
 
 PROMPTS, MAX_TOKENS = 32, 64
-MIN_PROMPTS = 8  # fewer cannot show a difference: half to the power of their number is the smallest p
+MIN_PROMPTS = (
+    8  # fewer cannot show a difference: half to the power of their number is the smallest p
+)
 ALPHA = 0.01
-MAX_RATIO = 2.0  # a hit may cut a prompt's chunks elsewhere, which is no error; errors are 7 to 300 times the noise
+# A hit may cut a prompt's chunks elsewhere, which is no error; errors are 7 to 300 times the noise
+MAX_RATIO = 2.0
 ROUNDING = 1e-12  # nats: what float64 leaves of a log-probability
-UNLIKELY = 1.0  # nats below the likeliest token; greedy decoding writes no such token, whatever the rounding
+# Nats below the likeliest token; greedy decoding writes no such token, whatever the rounding
+UNLIKELY = 1.0
 MAX_UNLIKELY = 0.001
-NEEDED = {"cached": "says how much it cached", "logprobs": "gives log-probabilities", "score": "scores a prompt"}
+NEEDED = {
+    "cached": "says how much it cached",
+    "logprobs": "gives log-probabilities",
+    "score": "scores a prompt",
+}
 
 
 @dataclass(frozen=True)
 class Passage:
-    """An answer and its scoring. `kl` is the mean of its tokens; `num_unlikely` of them are no greedy choice."""
+    """An answer and its scoring.
+
+    `kl` is the mean over its tokens; `num_unlikely` counts tokens that are no greedy choice.
+    """
 
     num_tokens: int
     num_prompt_tokens: int
@@ -55,7 +68,10 @@ class Passage:
 
 @dataclass(frozen=True)
 class Divergence:
-    """The cold and the warm answers to the same prompts, in order; `max_kl` is an absolute limit, None for none."""
+    """Cold and warm answers to the same prompts, in order.
+
+    `max_kl` is an absolute limit, or None.
+    """
 
     task: str
     params: Mapping[str, Any]
@@ -76,7 +92,9 @@ class Divergence:
     @property
     def hit_rate(self) -> float:
         """Share of the warm prompts' tokens that came from the cache."""
-        return sum(one.num_cached_tokens for one in self.warm) / sum(one.num_prompt_tokens for one in self.warm)
+        return sum(one.num_cached_tokens for one in self.warm) / sum(
+            one.num_prompt_tokens for one in self.warm
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -85,35 +103,52 @@ class Divergence:
 
     @property
     def unlikely_share(self) -> float:
-        """Of all answers' tokens: more than `UNLIKELY` below the likeliest one."""
+        """Share of all tokens that are more than `UNLIKELY` below the likeliest."""
         every = [*self.cold, *self.warm]
         return sum(one.num_unlikely for one in every) / sum(one.num_tokens for one in every)
 
     @cached_property
     def p(self) -> float:
-        """One-sided: how often prompts whose two answers swap at random are as far apart. Exact up to 13 prompts."""
+        """One-sided chance of such a distance if a prompt's two answers swap at random.
+
+        Exact up to 13 prompts.
+        """
         from scipy.stats import permutation_test
 
         pairs = [[one.kl for one in run] for run in (self.warm, self.cold)]
         if pairs[0] == pairs[1]:
             return 1.0
         result = permutation_test(
-            pairs, _difference, permutation_type="samples", alternative="greater", random_state=0, vectorized=True
+            pairs,
+            _difference,
+            permutation_type="samples",
+            alternative="greater",
+            random_state=0,
+            vectorized=True,
         )
         return float(result.pvalue)
 
     @property
     def verdicts(self) -> list[Verdict]:
-        """Of the divergence, and of the tokens."""
+        """Verdicts on the divergence and on the tokens."""
         return [self._kl_verdict(), self._token_verdict()]
 
     def _kl_verdict(self) -> Verdict:
         name = "cached log-probabilities"
-        figures = f"KL {self.kl:.3g} per token from the cache, {self.noise:.3g} without it, p = {self.p:.2g}"
+        figures = (
+            f"KL {self.kl:.3g} per token from the cache, {self.noise:.3g} without it, p = "
+            f"{self.p:.2g}"
+        )
         if not any(one.num_cached_tokens for one in self.warm):
-            return Verdict(name, "void", "no token came from the prefix cache, so nothing was compared; is it on?")
+            return Verdict(
+                name,
+                "void",
+                "no token came from the prefix cache, so nothing was compared; is it on?",
+            )
         if read := sum(one.num_cached_tokens for one in self.cold):
-            return Verdict(name, "void", f"answers that should be cold read {read} tokens from the cache")
+            return Verdict(
+                name, "void", f"answers that should be cold read {read} tokens from the cache"
+            )
         if self.max_kl is not None and self.kl > self.max_kl:
             return Verdict(name, "failed", f"{figures}; the limit is {self.max_kl:g}")
         if self.p <= ALPHA and self.kl > MAX_RATIO * self.noise:
@@ -121,17 +156,28 @@ class Divergence:
         return Verdict(name, "ok", figures)
 
     def _token_verdict(self) -> Verdict:
-        figures = f"{self.unlikely_share:.2%} of the tokens are {UNLIKELY:g} nat or more below the likeliest"
+        figures = (
+            f"{self.unlikely_share:.2%} of the tokens are {UNLIKELY:g} nat or more below the "
+            "likeliest"
+        )
         word = "failed" if self.unlikely_share > MAX_UNLIKELY else "ok"
         why = f"{figures}: greedy decoding did not choose them" if word == "failed" else figures
         return Verdict("greedy tokens", word, why)  # type: ignore[arg-type]
 
     def rows(self) -> list[Row]:
-        """The run as rows of the results file."""
+        """Return the run as rows of the results file."""
         kl_verdict, token_verdict = (PASSED[one.word] for one in self.verdicts)
         shared: dict[str, Any] = {"params": self.params, "n": self.num_tokens}
         return [
-            Row("accuracy", self.task, "cached_kl", self.kl, better="lower", verdict=kl_verdict, **shared),
+            Row(
+                "accuracy",
+                self.task,
+                "cached_kl",
+                self.kl,
+                better="lower",
+                verdict=kl_verdict,
+                **shared,
+            ),
             Row("accuracy", self.task, "uncached_kl", self.noise, **shared),
             Row(
                 "accuracy",
@@ -146,7 +192,7 @@ class Divergence:
         ]
 
     def summary(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
+        """Return everything, ready for JSON."""
         return {
             "task": self.task,
             "params": dict(self.params),
@@ -158,11 +204,13 @@ class Divergence:
             "p_method": "one-sided permutation test, warm and cold answers of a prompt swapped",
             "prefix_hit_rate": self.hit_rate,
             "unlikely_tokens": self.unlikely_share,
-            "verdicts": {one.name: {"word": one.word, "message": one.message} for one in self.verdicts},
+            "verdicts": {
+                one.name: {"word": one.word, "message": one.message} for one in self.verdicts
+            },
         }
 
     def print(self) -> None:
-        """The lines for people, on stdout."""
+        """Print the lines for people."""
         print(
             f"{len(self.warm)} prompts, {self.num_tokens:,} forced tokens; "
             f"{self.hit_rate:.1%} of the warm prompts' tokens came from the cache"
@@ -206,7 +254,9 @@ def evaluate(
     if target is None:
         engine: Target = Ours(str(folder), {}, LLM(folder, **engine_options))
     elif engine_options:
-        raise ConfigError(f"target {target}: {next(iter(engine_options))} is for this engine alone; leave it out")
+        raise ConfigError(
+            f"target {target}: {next(iter(engine_options))} is for this engine alone; leave it out"
+        )
     else:
         engine = start_target(target, folder, caches=True)
         params["target"] = f"{engine.name} {engine.version}"
@@ -232,31 +282,40 @@ def measure(
         max_tokens: of each answer.
 
     Raises:
-        ConfigError: the engine cannot show what is needed, or there are too few prompts that it can take.
+        ConfigError: the engine cannot show what is needed, or there are too few prompts that it can
+            take.
         TargetError: it failed at a request.
     """
     lacks = [text for name, text in NEEDED.items() if name not in target.can]
     if not {"salt", "reset"} & target.can:
         lacks.append("keeps a request from the cache by a salt or a reset")
     if lacks:
-        raise ConfigError(f"target {target.name}: there is no sign that it {lacks[0]}, which this comparison needs")
+        raise ConfigError(
+            f"target {target.name}: there is no sign that it {lacks[0]}, which this comparison "
+            "needs"
+        )
     fitting = [tuple(one) for one in prompts if 2 * (len(one) + max_tokens) <= target.longest]
     if len(fitting) < MIN_PROMPTS:
         raise ConfigError(
-            f"{len(fitting)} of {len(prompts)} prompts fit twice, with their answers, into the {target.longest} tokens "
-            f"of a request; {MIN_PROMPTS} are needed: more prompts, shorter answers or a larger max_model_len"
+            f"{len(fitting)} of {len(prompts)} prompts fit twice, with their answers, into the "
+            f"{target.longest} tokens of a request; {MIN_PROMPTS} are needed: more prompts, "
+            "shorter answers or a larger max_model_len"
         )
     first = _answers(target, [Ask(one, max_tokens) for one in fitting])
     turns = [(*one, *answer.token_ids, *one) for one, answer in zip(fitting, first, strict=True)]
     cold = _cold(target, turns, max_tokens)
     _answers(target, [Ask(one, max_tokens) for one in fitting])  # a reset may have forgotten them
     warm = _answers(target, [Ask(one, max_tokens, logprobs=True) for one in turns])
-    return Divergence(task, params, _passages(target, turns, cold), _passages(target, turns, warm), max_kl)
+    return Divergence(
+        task, params, _passages(target, turns, cold), _passages(target, turns, warm), max_kl
+    )
 
 
 def _cold(target: Target, turns: Sequence[tuple[int, ...]], max_tokens: int) -> list[Answer]:
     if "salt" in target.can:
-        salted = [Ask(one, max_tokens, logprobs=True, salt=f"cold {i}") for i, one in enumerate(turns)]
+        salted = [
+            Ask(one, max_tokens, logprobs=True, salt=f"cold {i}") for i, one in enumerate(turns)
+        ]
         return _answers(target, salted)
     answers = []
     for one in turns:
@@ -268,11 +327,16 @@ def _cold(target: Target, turns: Sequence[tuple[int, ...]], max_tokens: int) -> 
 def _answers(target: Target, asks: Sequence[Ask]) -> list[Answer]:
     answers = target.ask(asks)
     if refused := [one.error for one in answers if one.error]:
-        raise TargetError(f"{target.name} failed at {len(refused)} of {len(asks)} requests; the first: {refused[0]}")
+        raise TargetError(
+            f"{target.name} failed at {len(refused)} of {len(asks)} requests; the first: "
+            f"{refused[0]}"
+        )
     return answers
 
 
-def _passages(target: Target, turns: Sequence[tuple[int, ...]], answers: Sequence[Answer]) -> tuple[Passage, ...]:
+def _passages(
+    target: Target, turns: Sequence[tuple[int, ...]], answers: Sequence[Answer]
+) -> tuple[Passage, ...]:
     texts = [(*turn, *answer.token_ids) for turn, answer in zip(turns, answers, strict=True)]
     scored = _answers(target, [Ask(one, 1, score=True) for one in texts])
     return tuple(
@@ -285,7 +349,8 @@ def _passage(turn: Sequence[int], answer: Answer, scores: Sequence[Mapping[int, 
     tokens = answer.token_ids
     if not len(tokens) == len(scores) == len(answer.logprobs) > 0:
         raise TargetError(
-            f"{len(tokens)} tokens came with {len(answer.logprobs)} log-probabilities and {len(scores)} when scored"
+            f"{len(tokens)} tokens came with {len(answer.logprobs)} log-probabilities and "
+            f"{len(scores)} when scored"
         )
     scored = np.array([row[token] for token, row in zip(tokens, scores, strict=True)])
     generated = np.array([row[token] for token, row in zip(tokens, answer.logprobs, strict=True)])

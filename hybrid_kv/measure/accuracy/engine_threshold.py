@@ -1,7 +1,7 @@
-"""Thresholds in the words of an engine's own gates, from equal runs: vLLM's, SGLang's, TensorRT-LLM's.
+"""Thresholds for the gates of vLLM, SGLang and TensorRT-LLM, from equal runs.
 
-What varies between the runs is what the threshold allows for: it holds for the same questions, prompts, options and
-hardware, and for no others.
+What varies between the runs is what the threshold allows for: it holds for the same questions,
+prompts, options and hardware, and for no others.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ DIGITS = 4
 
 @dataclass(frozen=True)
 class EngineThreshold:
-    """What equal runs allow. `min_acceptance_length`: None where they do not tell it.
+    """A threshold from equal runs.
+
+    `min_acceptance_length` is None where the runs do not record it.
 
     Attributes:
         repeated: how many files were a copy or a retry of another, and did not count.
@@ -57,19 +59,23 @@ class EngineThreshold:
         return self.noise.loss_below(self.threshold)
 
     def comment(self) -> list[str]:
-        """What the lines are made of."""
+        """Return the comment lines on the runs behind the threshold."""
         noise = self.noise
-        counted = f"{noise.runs} runs of {noise.questions:,} questions: mean {noise.mean:.4f}, sd {noise.sd:.4f}"
+        counted = (
+            f"{noise.runs} runs of {noise.questions:,} questions: mean {noise.mean:.4f}, sd "
+            f"{noise.sd:.4f}"
+        )
         if self.repeated:
             counted += f"; {self.repeated} more were copies of these"
         return [
             f"{self.task}, {counted}.",
-            f"An unchanged engine is below {self.threshold:.4f} in at most {self.false_alarms:.3g} of runs; a loss of "
-            f"{100 * self.loss:.1f} points is seen with a chance of {POWER:.0%}.",
+            f"An unchanged engine is below {self.threshold:.4f} in at most {self.false_alarms:.3g} "
+            f"of runs; a loss of {100 * self.loss:.1f} points is seen with a chance of "
+            f"{POWER:.0%}.",
         ]
 
     def summary(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
+        """Return everything, ready for JSON."""
         return {
             "task": self.task,
             "model": self.model,
@@ -85,26 +91,33 @@ class EngineThreshold:
         }
 
 
-def threshold_from_files(files: Sequence[str], false_alarms: float = FALSE_ALARMS) -> EngineThreshold:
-    """The threshold of equal runs, whose files are any that `accuracy compare` reads.
+def threshold_from_files(
+    files: Sequence[str], false_alarms: float = FALSE_ALARMS
+) -> EngineThreshold:
+    """Compute the threshold of equal runs, from any files that `accuracy compare` reads.
 
     Raises:
-        HybridKVError: a file cannot be read, the runs are not equal, or there are too few different ones.
+        HybridKVError: a file cannot be read, the runs are not equal, or there are too few different
+            ones.
     """
     runs = [read_run(file) for file in files]
     own = {run.digest: run for run in runs}
     distinct = list(own.values())
     if len(distinct) < MIN_RUNS:
         copies = len(runs) - len(distinct)
-        what = f" ({copies} of {len(runs)} files are copies or retries of another)" if copies else ""
-        raise HybridKVError(f"{len(distinct)} different runs{what} are too few for a threshold; it takes {MIN_RUNS}")
+        what = (
+            f" ({copies} of {len(runs)} files are copies or retries of another)" if copies else ""
+        )
+        raise HybridKVError(
+            f"{len(distinct)} different runs{what} are too few for a threshold; it takes {MIN_RUNS}"
+        )
     totals = [run.totals if isinstance(run, Answers) else run for run in distinct]
     _check_equal(totals)
     noise = noise_of([one.num_right / one.num_questions for one in totals], totals[0].num_questions)
     if noise.sd == 0:
         raise HybridKVError(
-            f"all {noise.runs} runs have the same score, so nothing tells how often the next one is lower; "
-            "an engine without noise is compared by question: hybrid-kv accuracy compare"
+            f"all {noise.runs} runs have the same score, so nothing tells how often the next one "
+            "is lower; an engine without noise is compared by question: hybrid-kv accuracy compare"
         )
     return EngineThreshold(
         task=totals[0].task,
@@ -127,15 +140,17 @@ def _check_equal(totals: Sequence[Totals]) -> None:
             )
         if first.protocol.differs_from(other.protocol):
             raise HybridKVError(
-                f"the prompts differ: {first.name} has {first.protocol}; {other.name} has {other.protocol}; "
-                "a threshold is of equal runs"
+                f"the prompts differ: {first.name} has {first.protocol}; {other.name} has "
+                f"{other.protocol}; a threshold is of equal runs"
             )
 
 
 def _min_acceptance_length(runs: Sequence[Answers | Totals], false_alarms: float) -> float | None:
     lengths = []
     for run in runs:
-        drafts = [answer.drafts for answer in run.by_doc.values()] if isinstance(run, Answers) else []
+        drafts = (
+            [answer.drafts for answer in run.by_doc.values()] if isinstance(run, Answers) else []
+        )
         verifications = sum(one.num_verifications for one in drafts)
         accepted = sum(one.num_accepted for one in drafts)
         lengths.append(Drafts(verifications, accepted).acceptance_length)
@@ -146,7 +161,10 @@ def _min_acceptance_length(runs: Sequence[Answers | Totals], false_alarms: float
 
 
 def vllm_lines(made: EngineThreshold) -> list[str]:
-    """For a file of tests/evals/gsm8k/configs; passes at accuracy_threshold - tolerance or above."""
+    """Return lines for a file of tests/evals/gsm8k/configs.
+
+    A run passes at accuracy_threshold - tolerance or above.
+    """
     mean = round(made.noise.mean, DIGITS)
     lines = [*(f"# {line}" for line in made.comment()), f"accuracy_threshold: {mean:.4f}"]
     lines.append(f"tolerance: {mean - made.threshold:.4f}")
@@ -159,8 +177,11 @@ def vllm_lines(made: EngineThreshold) -> list[str]:
 
 
 def sglang_lines(made: EngineThreshold) -> list[str]:
-    """For a class with `GSM8KMixin` (sglang/test/kits/eval_accuracy_kit.py)."""
-    lines = [*(f"# {line}" for line in made.comment()), f"gsm8k_score_threshold = {made.threshold:.4f}"]
+    """Return lines for a class with `GSM8KMixin` (sglang/test/kits/eval_accuracy_kit.py)."""
+    lines = [
+        *(f"# {line}" for line in made.comment()),
+        f"gsm8k_score_threshold = {made.threshold:.4f}",
+    ]
     lines.append(f"gsm8k_num_examples = {made.noise.questions}")
     if made.min_acceptance_length is not None:
         lines.append(f"gsm8k_accept_length_thres = {made.min_acceptance_length:.3f}")
@@ -168,9 +189,10 @@ def sglang_lines(made: EngineThreshold) -> list[str]:
 
 
 def tensorrt_llm_lines(made: EngineThreshold) -> list[str]:
-    """For tests/integration/defs/accuracy/references/gsm8k.yaml, whose harness makes the threshold of sigma and alpha.
+    """Return lines for tests/integration/defs/accuracy/references/gsm8k.yaml.
 
-    Sigma is the one that gives ours; what its own defaults would give stands beside it.
+    Its harness makes the threshold of sigma and alpha. Sigma is the value that gives ours; a
+    comment names what its defaults would give.
     """
     noise = made.noise
     scale = float(norm.isf(made.false_alarms)) * math.sqrt(2 / noise.questions)
@@ -179,7 +201,8 @@ def tensorrt_llm_lines(made: EngineThreshold) -> list[str]:
     theta = tensorrt_llm_theta(noise.questions)
     return [
         *(f"# {line}" for line in made.comment()),
-        f"# Of the defaults alpha 0.05, beta 0.2, sigma 50: threshold {100 * theirs:.2f}, theta {100 * theta:.2f}.",
+        f"# Of the defaults alpha 0.05, beta 0.2, sigma 50: threshold {100 * theirs:.2f}, theta "
+        f"{100 * theta:.2f}.",
         f"{made.model or 'MODEL'}:",
         f"  - accuracy: {100 * noise.mean:.2f}",
         f"    num_samples: {noise.questions}",

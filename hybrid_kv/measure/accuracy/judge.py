@@ -1,7 +1,7 @@
 """A run and what it is compared with: the answers of an earlier run, or a recorded floor.
 
-What can be known before the first question is checked before it: that the earlier run had the same questions, and that
-the task has as many questions as the floor is for.
+What can be known before the first question is checked before it: that the earlier run had the same
+questions, and that the task has as many questions as the floor is for.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ class Judgement:
     comparison: Comparison | None = None
     floor: Floor | None = None
     min_acceptance_length: float | None = None
-    lost: str = ""  # where the questions that lost an answer were written, and the command that repeats them
+    # Where the questions that lost an answer were written, and the command that repeats them
+    lost: str = ""
 
     @property
     def verdicts(self) -> list[Verdict]:
-        """Of the answers; of the acceptance length, where there is something to compare it with."""
+        """Verdicts on the answers, and on the acceptance length where there is a reference."""
         verdicts = [Verdict(self.result.task, "ok")]
         if self.comparison is not None:
             verdicts = self.comparison.verdicts
@@ -56,29 +57,33 @@ class Judgement:
 
     @property
     def drafts_verdict(self) -> Verdict | None:
-        """Of the floor of the acceptance length."""
+        """The verdict of the acceptance length's floor."""
         if self.min_acceptance_length is None:
             return None
         return acceptance.floor_verdict(self.result.drafts, self.min_acceptance_length)
 
     def rows(self) -> list[Row]:
-        """The run as rows of the results file, and the comparison's."""
+        """Return the rows of the run, and of the comparison."""
         rows = run.rows(self.result)
         if self.comparison is not None:
             rows += self.comparison.rows()
         if self.drafts_verdict is not None:
             rows = acceptance.mark(rows, self.drafts_verdict)
-        return rows if self.floor is None else threshold.mark(rows, self.floor, self.verdicts[0].word == "ok")
+        return (
+            rows
+            if self.floor is None
+            else threshold.mark(rows, self.floor, self.verdicts[0].word == "ok")
+        )
 
     def summary(self) -> dict[str, Any]:
-        """Everything but the questions, ready for JSON."""
+        """Return everything but the questions, ready for JSON."""
         summary = self.result.summary()
         if self.comparison is not None:
             summary["comparison"] = self.comparison.summary()
         return summary
 
     def print(self) -> None:
-        """The tables for people, on stdout."""
+        """Print the tables for people."""
         run.print_result(self.result)
         if self.comparison is not None:
             self.comparison.print()
@@ -109,19 +114,25 @@ def judge(
     Args:
         model, gsm8k_dir, engine_options: as for `run.evaluate`.
         task, seed: default: the baseline's, else gsm8k_synth and 0.
-        limit: the number of questions; default: 250, with a baseline all of its own, as few as decide.
+        limit: the number of questions; default: 250, with a baseline all of its own, as few as
+            decide.
         against: the baseline, a file of `run.write_samples`.
         check_floor: compare the score with the floor recorded for so many questions.
         answer_filter: decides for both what is right.
         mode: as for `run.evaluate`; default: the baseline's.
-        repro: folder for the questions that lost their answers, as few as lose one again; None writes none.
+        repro: folder for the questions that lost their answers, as few as lose one again; None
+            writes none.
 
     Raises:
         ConfigError: the task, the model or an option cannot be used, or there is no such floor.
-        HybridKVError: the baseline cannot be read or has other questions; the engine rejected every question.
+        HybridKVError: the baseline cannot be read or has other questions; the engine rejected every
+            question.
     """
     if against is not None and check_floor:
-        raise ConfigError("--check-floor and --against exclude each other: a floor is for a fixed number of questions")
+        raise ConfigError(
+            "--check-floor and --against exclude each other: a floor is for a fixed number of "
+            "questions"
+        )
     baseline = None if against is None else read_answers(against, answer_filter)
     if baseline is not None:
         task = _same("task", task, baseline.task or None)
@@ -147,7 +158,9 @@ def judge(
         template = _template(model) if mode.apply_chat_template else None
         hashes = question_hashes(task, seed, total, gsm8k_dir, template)
         if baseline.chosen:
-            hashes = {number: known for number, known in hashes.items() if number in baseline.by_doc}
+            hashes = {
+                number: known for number, known in hashes.items() if number in baseline.by_doc
+            }
         compare.check_questions(baseline, "this run", hashes)
         if baseline.chosen:
             result = ask(total, sorted(baseline.by_doc))
@@ -160,7 +173,10 @@ def judge(
         texts = {number: docs[number]["question"] for number in comparison.lost_questions}
         few = fewest(baseline, comparison, texts, lambda only: ask(total, only))
         file = write_lost(against, few, texts, repro)
-        report = f"alone, {len(few)} of them lose an answer again: hybrid-kv accuracy --against {file}, same options"
+        report = (
+            f"alone, {len(few)} of them lose an answer again: hybrid-kv accuracy --against {file}, "
+            "same options"
+        )
         return Judgement(result, comparison, lost=f"{report}\n{texts[few[0]]}")
     count, floor = limit or QUESTIONS, None
     if check_floor:
@@ -172,7 +188,9 @@ def judge(
 
 def _same(name: str, given: Any, recorded: Any) -> Any:
     if given is not None and recorded is not None and given != recorded:
-        raise ConfigError(f"--{name} {given} does not fit --against, whose run had {recorded}; leave --{name} out")
+        raise ConfigError(
+            f"--{name} {given} does not fit --against, whose run had {recorded}; leave --{name} out"
+        )
     return recorded if given is None else given
 
 
@@ -180,8 +198,8 @@ def _same_mode(given: ChatMode, baseline: Answers) -> ChatMode:
     recorded = mode_of(baseline.params)
     if given not in (PLAIN, recorded):
         raise ConfigError(
-            f"the prompts or answers would differ: {given} does not fit --against, whose run had {recorded}; leave "
-            "--apply-chat-template, --think-end-token and --max-gen-toks out"
+            f"the prompts or answers would differ: {given} does not fit --against, whose run had "
+            f"{recorded}; leave --apply-chat-template, --think-end-token and --max-gen-toks out"
         )
     return recorded
 
@@ -199,9 +217,12 @@ def _seed_of(baseline: Answers) -> int | None:
 
 
 def fewest(
-    baseline: Answers, comparison: Comparison, texts: Mapping[int, str], ask: Callable[[Sequence[int]], AccuracyResult]
+    baseline: Answers,
+    comparison: Comparison,
+    texts: Mapping[int, str],
+    ask: Callable[[Sequence[int]], AccuracyResult],
 ) -> list[int]:
-    """As few questions as lose an answer again when sent alone; short ones stay.
+    """Return as few questions as lose an answer again when sent alone; short ones stay.
 
     All that were lost, if none of them is lost without the others around it.
 
@@ -214,15 +235,22 @@ def fewest(
         if not questions:
             return False
         candidate = answers_of(ask(questions), comparison.answer_filter)
-        return compare.compare(baseline.only(questions), candidate, answer_filter=comparison.answer_filter).lost > 0
+        return (
+            compare.compare(
+                baseline.only(questions), candidate, answer_filter=comparison.answer_filter
+            ).lost
+            > 0
+        )
 
     # What comes first is left out first.
     lost = sorted(comparison.lost_questions, key=lambda number: -len(texts[number]))
     return sorted(minimize(lost, loses)) if loses(lost) else sorted(lost)
 
 
-def write_lost(file: str | Path, questions: Sequence[int], texts: Mapping[int, str], folder: Path) -> Path:
-    """The lines of a baseline's file that are about these questions, each with its text: a file for `--against`.
+def write_lost(
+    file: str | Path, questions: Sequence[int], texts: Mapping[int, str], folder: Path
+) -> Path:
+    """Write a baseline's lines about these questions, each with its text, for `--against`.
 
     Raises:
         HybridKVError: it cannot be written.

@@ -1,9 +1,10 @@
-"""lm-eval's view of the engine: `python -m hybrid_kv.measure.accuracy --model hybrid_kv --model_args pretrained=DIR …`.
+"""The engine as a model of lm-eval: `python -m hybrid_kv.measure.accuracy --model hybrid_kv …`.
 
-lm-eval 0.4.13 has no plug-in point for models: this module must be imported before the model is looked up. That command
-is lm-eval's own with the import done. A plain `lm_eval` imports what a task file names with `!function`, if the file is
-given by its path: our `tasks/gsm8k_synth.yaml` does so, and `tasks/register.yaml`, which has no questions and goes with
-any other tasks. In Python, importing this module is enough.
+lm-eval 0.4.13 has no plug-in point for models: this module must be imported before the model is
+looked up. That command is lm-eval's own with the import done. A plain `lm_eval` imports what a task
+file names with `!function`, if the file is given by its path: our `tasks/gsm8k_synth.yaml` does so,
+and `tasks/register.yaml`, which has no questions and goes with any other tasks. In Python,
+importing this module is enough.
 """
 
 from __future__ import annotations
@@ -39,18 +40,22 @@ _log = logging.getLogger("hybrid_kv.measure.accuracy")
 
 @register_model("hybrid_kv")
 class HybridKVLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
-    """An `LLM` as an lm-eval model. All requests of a call go to the engine at once, which batches them continuously.
+    """An `LLM` as an lm-eval model.
+
+    All requests of a call go to the engine at once, which batches them continuously.
 
     Args:
-        pretrained: a checkpoint folder, or an embedded guard model by name; default: the first of these.
+        pretrained: a checkpoint folder, or an embedded guard model by name; default: the first of
+            these.
         llm: a ready engine, instead of `pretrained` and `options`.
         max_gen_toks: limit of an answer when the task gives none (lm-eval's own default).
-        batch_size, max_batch_size: the engine batches by itself; a number other than lm-eval's default of 1 becomes
-            `max_num_seqs`, with a warning.
+        batch_size, max_batch_size: the engine batches by itself; a number other than lm-eval's
+            default of 1 becomes `max_num_seqs`, with a warning.
         device: as for the engine; `cuda:0`, lm-eval's default on its command line, means auto.
         progress: show a bar while the engine works.
         think_end_token: what ends the reasoning of an answer, which is then cut off.
-        options: fields of `EngineConfig`, `CacheConfig` and `SchedulerConfig`; an unknown one is an error.
+        options: fields of `EngineConfig`, `CacheConfig` and `SchedulerConfig`; an unknown one is an
+            error.
 
     Attributes:
         outputs: what the engine generated, by (task, doc_id), one entry per repeat.
@@ -89,22 +94,22 @@ class HybridKVLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
 
     @property
     def model_name(self) -> str:
-        """Of a model without a folder."""
+        """The name of a model without a folder."""
         return type(self.llm.model).__name__
 
     @property
     def caches_prefixes(self) -> bool:
-        """Whether tokens of a prompt may come from the cache."""
+        """True if tokens of a prompt may come from the cache."""
         return self.llm.config.cache.enable_prefix_caching
 
     def drafted(self) -> dict[str, int]:
-        """What became of drafts, of all requests."""
+        """Return the counts of drafts of all requests."""
         every = [output for repeats in self.outputs.values() for output in repeats]
         names = ("num_draft_tokens", "num_accepted_draft_tokens", "num_verifications")
         return {name: sum(getattr(output, name) for output in every) for name in names}
 
     def close(self) -> None:
-        """Nothing outlives this object."""
+        """Do nothing: nothing outlives this object."""
 
     # ---- between text and tokens ----
 
@@ -115,7 +120,7 @@ class HybridKVLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text whose first token is scored: the first of bos and eos that the tokenizer has.
+        """The token before a text whose first token is scored: the tokenizer's bos, else its eos.
 
         Raises:
             HybridKVError: it has neither.
@@ -123,7 +128,9 @@ class HybridKVLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         for token in (getattr(self._tokenizer, "bos_token_id", None), self.eot_token_id):
             if token is not None:
                 return int(token)
-        raise HybridKVError("the tokenizer has neither a bos nor an eos token, so nothing can precede a scored text")
+        raise HybridKVError(
+            "the tokenizer has neither a bos nor an eos token, so nothing can precede a scored text"
+        )
 
     @property
     def max_length(self) -> int:
@@ -132,24 +139,35 @@ class HybridKVLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
 
     @property
     def tokenizer_name(self) -> str:
-        """What lm-eval's cache of requests calls the tokenizer."""
-        return str(getattr(self._tokenizer, "name_or_path", type(self._tokenizer).__name__)).replace("/", "__")
+        """The tokenizer's name in lm-eval's cache of requests."""
+        return str(
+            getattr(self._tokenizer, "name_or_path", type(self._tokenizer).__name__)
+        ).replace("/", "__")
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids. By default the tokenizer adds its special tokens, but not a second bos."""
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        """Return the token ids of a text.
+
+        By default the tokenizer adds its special tokens, but not a second bos.
+        """
         bos = getattr(self._tokenizer, "bos_token", None)
         if add_special_tokens is None and bos and string.startswith(bos):
             add_special_tokens = False
         options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         return list(self._tokenizer.encode(string, **options))
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as a prompt, by the checkpoint's own template.
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Return a conversation as a prompt, by the checkpoint's template.
 
         Raises:
             HybridKVError: the checkpoint has none.
         """
-        return template_of(self._tokenizer, self.tokenizer_name)(chat_history, add_generation_prompt)
+        return template_of(self._tokenizer, self.tokenizer_name)(
+            chat_history, add_generation_prompt
+        )
 
     @property
     def _tokenizer(self) -> Any:
@@ -160,10 +178,10 @@ class HybridKVLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
     # ---- requests of lm-eval ----
 
     def sampling_params(self, generation_kwargs: dict[str, Any], index: int) -> SamplingParams:
-        """The engine's parameters for request number `index` of a call.
+        """Return the engine's parameters for request number `index` of a call.
 
-        A sampled request gets a seed of its own, made of `seed` (default: the engine's) and its number, so that repeats
-        of a question differ and a second run of the same call does not.
+        A sampled request gets a seed of its own, made of `seed` (default: the engine's) and its
+        number, so that repeats of a question differ and a second run of the same call does not.
 
         Raises:
             ConfigError: a parameter that the engine does not know.
@@ -173,7 +191,8 @@ class HybridKVLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         kwargs: dict[str, Any] = dict(normalize_gen_kwargs(generation_kwargs, self.max_gen_toks))
         if unknown := sorted(set(kwargs) - _GENERATION_KEYS):
             raise ConfigError(
-                f"generation_kwargs {', '.join(unknown)} not supported; use {', '.join(sorted(_GENERATION_KEYS))}"
+                f"generation_kwargs {', '.join(unknown)} not supported; use "
+                f"{', '.join(sorted(_GENERATION_KEYS))}"
             )
         seed = int(kwargs.get("seed", self.llm.config.seed))
         return SamplingParams(
@@ -182,14 +201,24 @@ class HybridKVLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
             top_k=int(kwargs.get("top_k", 0)),
             top_p=float(kwargs.get("top_p", 1.0)),
             seed=seed * 1_000_003 + index,
-            stop=self.mode.stops_while_generating(kwargs["until"], getattr(self.tokenizer, "eos_token", None)),
+            stop=self.mode.stops_while_generating(
+                kwargs["until"], getattr(self.tokenizer, "eos_token", None)
+            ),
         )
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continue every prompt. A request that the engine rejected yields `NO_ANSWER` and is logged as a warning."""
-        params = [self.sampling_params(request.args[1], index) for index, request in enumerate(requests)]
+        """Continue every prompt.
+
+        A request that the engine rejected yields `NO_ANSWER` and is logged as a warning.
+        """
+        params = [
+            self.sampling_params(request.args[1], index) for index, request in enumerate(requests)
+        ]
         bos = getattr(self.tokenizer, "bos_token", None)
-        prompts = [self.tok_encode(text) if bos and text.startswith(bos) else text for text in _texts(requests)]
+        prompts = [
+            self.tok_encode(text) if bos and text.startswith(bos) else text
+            for text in _texts(requests)
+        ]
         start = time.perf_counter()
         outputs = self.llm.generate(prompts, params, progress=self.progress and not disable_tqdm)
         self.seconds += time.perf_counter() - start
@@ -202,15 +231,27 @@ class HybridKVLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
             if output.error is None:
                 self.cache_hook.add_partial("generate_until", request.args, text)
         if errors := [output.error for output in outputs if output.error is not None]:
-            _log.warning("%d of %d requests could not run; the first: %s", len(errors), len(outputs), errors[0])
+            _log.warning(
+                "%d of %d requests could not run; the first: %s",
+                len(errors),
+                len(outputs),
+                errors[0],
+            )
         return texts
 
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of every text, its first token included, in windows of `max_length` tokens."""
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Return the log-likelihood of every text, in windows of `max_length` tokens.
+
+        The first token is included.
+        """
         windows: list[_Tokens] = []
         lengths = []
         for text in _texts(requests):
-            rolling = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
+            rolling = get_rolling_token_windows(
+                self.tok_encode(text), self.prefix_token_id, self.max_length, 1
+            )
             own = [make_disjoint_window(window) for window in rolling]
             windows += [(None, *window) for window in own]
             lengths.append(len(own))
@@ -226,7 +267,9 @@ class HybridKVLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         disable_tqdm: bool = False,
         **_: Any,
     ) -> list[tuple[float, bool]]:
-        """Sum of log-probabilities of each continuation, and whether it is greedy; long contexts lose their beginning.
+        """Return the log-probability of each continuation, and whether it is greedy.
+
+        Long contexts lose their beginning.
 
         Raises:
             HybridKVError: a continuation is empty or longer than a prompt may be.
@@ -237,16 +280,22 @@ class HybridKVLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         for _text, context, continuation in requests:
             if not 0 < len(continuation) <= self.max_length:
                 raise HybridKVError(
-                    f"a continuation of {len(continuation)} tokens cannot be scored, the limit is {self.max_length}; "
-                    "model_args max_model_len=N raises it"
+                    f"a continuation of {len(continuation)} tokens cannot be scored, the limit is "
+                    f"{self.max_length}; model_args max_model_len=N raises it"
                 )
-            kept = self.max_length - len(continuation) + 1  # the last token is only looked for, not run
+            kept = (
+                self.max_length - len(continuation) + 1
+            )  # the last token is only looked for, not run
             num_cut += len(context) > kept
             pairs.append((context[-kept:], continuation))
         if num_cut:
-            _log.warning("%d of %d contexts were cut from the left to fit max_model_len", num_cut, len(pairs))
+            _log.warning(
+                "%d of %d contexts were cut from the left to fit max_model_len", num_cut, len(pairs)
+            )
         start = time.perf_counter()
-        scores: list[tuple[float, bool]] = [*score(self.llm, pairs, self.progress and not disable_tqdm)]
+        scores: list[tuple[float, bool]] = [
+            *score(self.llm, pairs, self.progress and not disable_tqdm)
+        ]
         self.seconds += time.perf_counter() - start
         for request, found in zip(requests, scores, strict=True):
             if request[0] is not None:
@@ -261,18 +310,24 @@ def _texts(requests: list[Instance]) -> list[str]:
 def _with_batch_size(
     options: dict[str, Any], batch_size: int | str | None, max_batch_size: int | None
 ) -> dict[str, Any]:
-    """The engine's options with what lm-eval's batch sizes mean for them."""
+    """Return the engine's options with the meaning of lm-eval's batch sizes for them."""
     text = str(batch_size)
     if text in ("None", "1") or text.split(":")[0] == "auto":
         batch_size = max_batch_size
     if batch_size is None:
         return options
     if "max_num_seqs" in options:
-        _log.warning("batch_size %s is ignored: max_num_seqs=%s says it", batch_size, options["max_num_seqs"])
+        _log.warning(
+            "batch_size %s is ignored: max_num_seqs=%s says it", batch_size, options["max_num_seqs"]
+        )
         return options
     try:
         number = int(batch_size)
     except ValueError:
         raise ConfigError(f"batch_size={batch_size!r} must be a number or auto") from None
-    _log.warning("batch_size %d: the engine batches by itself, so at most %d requests run at once", number, number)
+    _log.warning(
+        "batch_size %d: the engine batches by itself, so at most %d requests run at once",
+        number,
+        number,
+    )
     return options | {"max_num_seqs": number}

@@ -1,8 +1,9 @@
-"""What two runs over the same questions say about each other: how many questions were lost, how many gained.
+"""Statistics of two runs over the same questions: those that were lost, and those gained.
 
-`lost` is right in the baseline and not in the candidate, `gained` the other way round. Questions on which both agree
-cancel out, so that 13 lost of 250 are plain to see where two averages of 95 and 90 % are not. Everything here is exact
-or a score method: with so few flips the normal approximations are wrong.
+`lost` is right in the baseline and not in the candidate, `gained` the other way round. Questions on
+which both agree cancel out, so that 13 lost of 250 are plain to see where two averages of 95 and 90
+% are not. Everything here is exact or a score method: with so few flips the normal approximations
+are wrong.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ Verdict = Literal["worse", "no loss shown", "undecided"]
 
 
 def looks(questions: int) -> list[tuple[int, float]]:
-    """After how many questions a live comparison decides, and the p below which it then calls the candidate worse.
+    """Return the numbers of questions at which a live comparison decides, and its p there.
 
-    The first look spends a fiftieth of `ALPHA`, the second the rest: whatever the first look shows, the chance of a
-    false alarm in either is at most the sum (the union bound; each exact test keeps its own level).
+    The first look spends a fiftieth of `ALPHA`, the second the rest: whatever the first look shows,
+    the chance of a false alarm in either is at most the sum (the union bound; each exact test keeps
+    its own level).
     """
     if questions <= FIRST_QUESTIONS:
         return [(questions, ALPHA)]
@@ -33,7 +35,10 @@ def looks(questions: int) -> list[tuple[int, float]]:
 
 
 def decide(lost: int, gained: int, alpha: float, final: bool) -> Verdict:
-    """The verdict of a look. One that is not final leaves it open unless it is clear: see `accuracy.compare`."""
+    """Return the verdict of a look.
+
+    A look that is not final leaves it open unless it is clear: see `accuracy.compare`.
+    """
     if mcnemar_p(lost, gained) <= alpha:
         return "worse"
     return "no loss shown" if final or lost == 0 else "undecided"
@@ -41,37 +46,46 @@ def decide(lost: int, gained: int, alpha: float, final: bool) -> Verdict:
 
 @lru_cache(maxsize=4096)
 def mcnemar_p(lost: int, gained: int) -> float:
-    """The exact one-sided p of McNemar's test: the chance of so many losses if each flip went either way alike."""
+    """Return the exact one-sided p of McNemar's test.
+
+    It is the chance of so many losses if each flip went either way alike.
+    """
     return float(binom.sf(lost - 1, lost + gained, 0.5))
 
 
 def difference_interval(lost: int, gained: int, n: int, z: float = 1.959964) -> tuple[float, float]:
-    """Tango's score interval (1998) of the paired difference, candidate minus baseline; 95 % by default.
+    """Return Tango's score interval (1998) of the paired difference, candidate minus baseline.
 
-    Every difference that the score test would not reject. It has no zero width when nothing flipped, and excludes 0
-    exactly where (gained - lost)^2 / (gained + lost), McNemar's statistic, exceeds z^2.
+    Every difference that the score test would not reject. It has no zero width when nothing
+    flipped, and excludes 0 exactly where (gained - lost)^2 / (gained + lost), McNemar's statistic,
+    exceeds z^2.
     """
     observed = (gained - lost) / n
 
     def excess(difference: float) -> float:
-        # The most likely share of losses if that were the true difference: the root of a x^2 + b x + c.
+        # The most likely share of losses if that were the true difference: the root of a x^2 + b x
+        # + c.
         a, b = 2 * n, (2 * n - gained + lost) * difference - gained - lost
         c = -lost * difference * (1 - difference)
         share = (math.sqrt(max(0.0, b * b - 4 * a * c)) - b) / (2 * a)
-        return n * (observed - difference) ** 2 - z * z * (2 * share + difference * (1 - difference))
+        return n * (observed - difference) ** 2 - z * z * (
+            2 * share + difference * (1 - difference)
+        )
 
     def bound(end: float) -> float:
-        beside = observed + math.copysign(1e-12, end)  # where nothing flipped the observed difference is a root, too
+        beside = observed + math.copysign(
+            1e-12, end
+        )  # where nothing flipped the observed difference is a root, too
         return end if excess(end) <= 0 else float(brentq(excess, beside, end))
 
     return bound(-1.0), bound(1.0)
 
 
 def power(loss: float, flips: int, n: int, alpha: float = ALPHA) -> float:
-    """The chance that McNemar's test at `alpha` notices a true loss (a share of the questions).
+    """Return the chance that McNemar's test at `alpha` notices a true loss, a share.
 
-    `flips` questions of `n` change anyway, half of them each way; the loss comes on top. Exact: summed over the number
-    of flips, given which the losses are binomial.
+    `flips` questions of `n` change anyway, half of them each way; the loss comes on top. Exact:
+    summed over the number of flips, given which the losses are binomial.
     """
     noise = flips / n
     share = noise + loss
@@ -84,7 +98,10 @@ def power(loss: float, flips: int, n: int, alpha: float = ALPHA) -> float:
 
 
 def detectable_loss(flips: int, n: int, alpha: float = ALPHA) -> float | None:
-    """The smallest true loss (a share of the questions) that is noticed with 80 % power; None: not even the largest."""
+    """Return the smallest true loss, a share, that is noticed with 80 % power.
+
+    None: not even the largest.
+    """
     largest = 1 - flips / n
     if power(largest, flips, n, alpha) < POWER:
         return None
@@ -92,5 +109,8 @@ def detectable_loss(flips: int, n: int, alpha: float = ALPHA) -> float | None:
 
 
 def unseen_loss(n: int, confidence: float = 0.95) -> float:
-    """The largest share of losses that shows none of them in `n` questions with a chance of 1 - confidence."""
+    """Return the largest share of losses that shows none in `n` questions.
+
+    That happens with a chance of 1 - confidence.
+    """
     return 1 - (1 - confidence) ** (1 / n)

@@ -1,7 +1,7 @@
 """Runs from files of several programs, told apart by their content.
 
-A line per question: ours, lm-eval's `samples_*.jsonl`, sgl-eval's `output-rs*.jsonl`. The score alone: sgl-eval's
-`metrics.json`, the JSON of vLLM's `gsm8k_eval.py --save-results`.
+A line per question: ours, lm-eval's `samples_*.jsonl`, sgl-eval's `output-rs*.jsonl`. The score
+alone: sgl-eval's `metrics.json`, the JSON of vLLM's `gsm8k_eval.py --save-results`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def read_run(path: str | Path, answer_filter: str = STRICT) -> Answers | Totals:
             return sgl_eval.read_metrics(path, document)
         if vllm_gsm8k.is_result(document):
             return vllm_gsm8k.totals(path, text, document)
-        raise HybridKVError(f"{path} is neither a metrics.json of sgl-eval nor a result of vLLM's gsm8k_eval.py")
+        raise HybridKVError(
+            f"{path} is neither a metrics.json of sgl-eval nor a result of vLLM's gsm8k_eval.py"
+        )
     _, first = next(json_lines(text, str(path)), (0, {}))
     if sgl_eval.is_answer(first):
         return sgl_eval.read_repeat(path)

@@ -1,7 +1,8 @@
 """Answer the questions of a task with the engine, through lm-eval, and keep every answer.
 
-The averages are for people; a comparison of two runs is paired per question, so the per-question file is the real
-result (two averages of 250 questions see a drop of 9.6 points, pairs of a deterministic run one of 2.9).
+The averages are for people; a comparison of two runs is paired per question, so the per-question
+file is the real result (two averages of 250 questions see a drop of 9.6 points, pairs of a
+deterministic run one of 2.9).
 """
 
 from __future__ import annotations
@@ -40,10 +41,13 @@ STRICT, FLEXIBLE = "strict-match", "flexible-extract"
 
 @dataclass(frozen=True)
 class QuestionRecord:
-    """One question. It is correct, wrong (neither flag) or invalid; `correct_flexible` is a second opinion.
+    """A question of a run: correct, wrong (neither flag) or invalid.
 
-    `invalid`: the strict filter found no answer, or the engine rejected the request, and then `error` says why. The
-    three hashes are lm-eval's: two runs are only comparable where they agree. `output_sha` is over the token ids.
+    `correct_flexible` is a second opinion.
+
+    `invalid`: the strict filter found no answer, or the engine rejected the request, and then
+    `error` says why. The three hashes are lm-eval's: two runs are only comparable where they agree.
+    `output_sha` is over the token ids.
     """
 
     doc_id: int
@@ -65,7 +69,10 @@ class QuestionRecord:
 
 @dataclass(frozen=True)
 class AccuracyResult:
-    """A run: its settings (`params`), every question, and what the engine did. `seconds` is time in the engine."""
+    """A run: its settings (`params`), every question, and the engine's counters.
+
+    `seconds` is time in the engine.
+    """
 
     task: str
     params: dict[str, Any]
@@ -117,24 +124,30 @@ class AccuracyResult:
     @property
     def acceptance(self) -> float | None:
         """Share of the verified drafts that were right; None without drafts."""
-        return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+        return (
+            self.num_accepted_draft_tokens / self.num_draft_tokens
+            if self.num_draft_tokens
+            else None
+        )
 
     @property
     def drafts(self) -> Drafts:
-        """Of all questions."""
+        """Drafts of all questions."""
         return Drafts(self.num_verifications, self.num_accepted_draft_tokens)
 
     def groups(self) -> dict[str, list[QuestionRecord]]:
-        """The questions: all; for a task that knows them also by latch and by number of steps."""
+        """Return all questions, and those by latch and by number of steps where these are known."""
         groups = {"all": list(self.records)}
         for name, wanted in (("latch", True), ("self-contained", False)):
             groups[name] = [record for record in self.records if record.needs_latch is wanted]
         for steps in sorted({record.steps for record in self.records if record.steps is not None}):
-            groups[f"{steps} step{'s' * (steps > 1)}"] = [record for record in self.records if record.steps == steps]
+            groups[f"{steps} step{'s' * (steps > 1)}"] = [
+                record for record in self.records if record.steps == steps
+            ]
         return {name: records for name, records in groups.items() if records}
 
     def summary(self) -> dict[str, Any]:
-        """Everything but the questions, ready for JSON."""
+        """Return everything but the questions, ready for JSON."""
         return {
             "task": self.task,
             "params": self.params,
@@ -165,7 +178,10 @@ def _share(flags: Iterable[bool]) -> float:
 
 
 def wilson_interval(successes: int, n: int) -> tuple[float, float]:
-    """Wilson's 95 % score interval of a proportion; unlike the textbook one it is right near 0 and 1."""
+    """Return Wilson's 95 % score interval of a proportion.
+
+    Unlike the textbook's it is right near 0 and 1.
+    """
     from scipy.stats import binomtest
 
     low, high = binomtest(successes, n).proportion_ci(method="wilson")
@@ -188,13 +204,15 @@ def evaluate(
     """Run a task.
 
     Args:
-        model: a checkpoint folder, an embedded guard model by name, or a ready engine; None: the first guard model.
+        model: a checkpoint folder, an embedded guard model by name, or a ready engine; None: the
+            first guard model.
         task: gsm8k_synth or gsm8k.
-        target: another engine or a server's address, as for `hybrid-kv guard`, instead of ours; `model`
-            is what it has loaded.
+        target: another engine or a server's address, as for `hybrid-kv guard`, instead of ours;
+            `model` is what it has loaded.
         limit: the number of questions; None takes all.
         questions: these by number, of the first `limit`, and no others.
-        seed: of the documents (gsm8k_synth) or of the choice of shots (gsm8k; 0 gives lm-eval's own prompts).
+        seed: of the documents (gsm8k_synth) or of the choice of shots (gsm8k; 0 gives lm-eval's own
+            prompts).
         gsm8k_dir: train.jsonl and test.jsonl for task gsm8k; None takes the hub's.
         progress: show bars.
         mode: whether questions are a conversation, and answers begin with reasoning.
@@ -213,20 +231,31 @@ def evaluate(
     lm = _lm(model, folder, target, progress, mode, engine_options)
     try:
         if mode.apply_chat_template:
-            template_of(lm.tokenizer, lm.model_name if folder is None else Path(folder).name)  # or there is none
+            template_of(
+                lm.tokenizer, lm.model_name if folder is None else Path(folder).name
+            )  # or there is none
         loaded = load_task(task, seed, limit, gsm8k_dir)
         if mode.max_gen_toks is not None:
             loaded.config.generation_kwargs["max_gen_toks"] = mode.max_gen_toks
-        with one_thread() if folder in FOLDERS.values() else nullcontext(), quiet_lm_eval(), _bars(progress):
-            # Not simple_evaluate: that adds 10 s (an index of tasks, a report on the machine) and seeds global RNGs.
-            which: dict[str, Any] = {"limit": limit} if questions is None else {"samples": {task: sorted(questions)}}
+        with (
+            one_thread() if folder in FOLDERS.values() else nullcontext(),
+            quiet_lm_eval(),
+            _bars(progress),
+        ):
+            # Not simple_evaluate: that adds 10 s (an index of tasks, a report on the machine) and
+            # seeds global RNGs.
+            which: dict[str, Any] = (
+                {"limit": limit} if questions is None else {"samples": {task: sorted(questions)}}
+            )
             which["apply_chat_template"] = mode.apply_chat_template
             results = lm_eval_evaluate(lm, {"tasks": {task: loaded}}, bootstrap_iters=0, **which)
     finally:
         lm.close()
     outputs = [output for repeats in lm.outputs.values() for output in repeats]
     if all(output.error is not None for output in outputs):
-        raise HybridKVError(f"the engine refused all {len(outputs)} questions; the first: {outputs[0].error}")
+        raise HybridKVError(
+            f"the engine refused all {len(outputs)} questions; the first: {outputs[0].error}"
+        )
     params = {
         "model": lm.model_name if folder is None else Path(folder).name,
         "task": task,
@@ -243,7 +272,9 @@ def evaluate(
         params=params,
         records=_records(results["samples"][task], lm, task, questions),
         # Of the questions that ran: no token of a refused one could have come from the cache.
-        num_prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs if output.error is None),
+        num_prompt_tokens=sum(
+            len(output.prompt_token_ids) for output in outputs if output.error is None
+        ),
         num_preemptions=sum(output.num_preemptions for output in outputs),
         seconds=lm.seconds,
         num_cached_tokens=sum(output.cached_tokens for output in outputs),
@@ -260,12 +291,18 @@ def _lm(
     mode: ChatMode,
     engine_options: dict[str, Any],
 ) -> HybridKVLM | TargetLM:
-    """The model in lm-eval's terms."""
+    """Return the model in lm-eval's terms."""
     if target is None:
         from hybrid_kv.measure.accuracy.lm_eval_model import HybridKVLM
 
         llm = None if isinstance(model, str | Path) else model
-        return HybridKVLM(folder, llm=llm, progress=progress, think_end_token=mode.think_end_token, **engine_options)
+        return HybridKVLM(
+            folder,
+            llm=llm,
+            progress=progress,
+            think_end_token=mode.think_end_token,
+            **engine_options,
+        )
     if folder is None or engine_options:
         what = next(iter(engine_options), "a ready engine")
         raise ConfigError(f"target {target}: {what} is for this engine alone; leave it out")
@@ -275,7 +312,10 @@ def _lm(
 
 
 def _without_folder(option: Any) -> Any:
-    """A path's last part: rows are published, and a path of this machine is private."""
+    """Return a path's last part.
+
+    Rows are published, and a path of this machine is private.
+    """
     is_path = isinstance(option, Path) or (isinstance(option, str) and os.sep in option)
     return Path(option).name if is_path else option
 
@@ -286,11 +326,15 @@ def _bars(shown: bool) -> AbstractContextManager[Any]:
 
 
 def _records(
-    samples: Sequence[dict[str, Any]], lm: HybridKVLM | TargetLM, task: str, questions: Sequence[int] | None
+    samples: Sequence[dict[str, Any]],
+    lm: HybridKVLM | TargetLM,
+    task: str,
+    questions: Sequence[int] | None,
 ) -> tuple[QuestionRecord, ...]:
     """Join lm-eval's samples, one per question and filter, with the engine's outputs.
 
-    Where questions were chosen lm-eval's requests count them from 0, its samples have their own numbers.
+    Where questions were chosen lm-eval's requests count them from 0, its samples have their own
+    numbers.
     """
     place = None if questions is None else {number: i for i, number in enumerate(sorted(questions))}
     by_filter: dict[str, dict[int, dict[str, Any]]] = {STRICT: {}, FLEXIBLE: {}}
@@ -301,7 +345,10 @@ def _records(
         output = lm.outputs[task, doc_id if place is None else place[doc_id]][0]
         records.append(
             QuestionRecord(
-                **{name: strict[name] for name in ("doc_id", "doc_hash", "prompt_hash", "target_hash")},
+                **{
+                    name: strict[name]
+                    for name in ("doc_id", "doc_hash", "prompt_hash", "target_hash")
+                },
                 correct=bool(strict["exact_match"]),
                 correct_flexible=bool(by_filter[FLEXIBLE][doc_id]["exact_match"]),
                 invalid=output.error is not None or strict["filtered_resps"][0] == NO_ANSWER,
@@ -318,14 +365,20 @@ def _records(
 
 
 def question_digest(question: str) -> str:
-    """What is the same for a question in every program that asks it, whatever it writes around it."""
+    """Return a digest that a question has in every program that puts it."""
     return hashlib.sha256(question.strip().encode()).hexdigest()[:16]
 
 
 def rows(result: AccuracyResult) -> list[Row]:
-    """The run as rows of the results file. No speed: that is `bench`'s, where it is measured properly."""
+    """Return the run as rows of the results file.
+
+    Without speed: `bench` measures that properly.
+    """
     row = partial(Row, "accuracy", result.task, params=result.params, n=result.n)
-    correct = (sum(r.correct for r in result.records), sum(r.correct_flexible for r in result.records))
+    correct = (
+        sum(r.correct for r in result.records),
+        sum(r.correct_flexible for r in result.records),
+    )
     shares = {
         "exact_match_strict": (correct[0], "higher"),
         "exact_match_flexible": (correct[1], "higher"),
@@ -336,7 +389,10 @@ def rows(result: AccuracyResult) -> list[Row]:
         low, high = wilson_interval(count, result.n)
         made.append(row(metric, count / result.n, ci_low=low, ci_high=high, better=better))
     made.append(row("mean_output_tokens", result.mean_tokens, "tokens"))
-    for metric, share in (("prefix_hit_rate", result.hit_rate), ("draft_acceptance", result.acceptance)):
+    for metric, share in (
+        ("prefix_hit_rate", result.hit_rate),
+        ("draft_acceptance", result.acceptance),
+    ):
         if share is not None:  # 0.0 is a finding
             made.append(row(metric, share, better="higher"))
     if (length := result.drafts.acceptance_length) is not None:
@@ -346,7 +402,7 @@ def rows(result: AccuracyResult) -> list[Row]:
 
 
 def sample_lines(result: AccuracyResult) -> str:
-    """One JSON object per question and line, each with the run's `params` and the `commit` that made it."""
+    """Return a JSON object per question and line, with the run's `params` and `commit`."""
     source = provenance()
     run = {"params": result.params, "commit": source.commit + "-dirty" * source.dirty}
     return "".join(json.dumps({**asdict(record), **run}) + "\n" for record in result.records)
@@ -360,7 +416,7 @@ def write_samples(result: AccuracyResult, file: str | Path) -> None:
 
 
 def table_of(title: str, *columns: str) -> tuple[Console, Table]:
-    """A table for people, and what prints it: texts of a first column, and numbers."""
+    """Return a console and a table: texts in its first column, then numbers."""
     from rich.console import Console
     from rich.table import Column, Table
 
@@ -369,8 +425,10 @@ def table_of(title: str, *columns: str) -> tuple[Console, Table]:
 
 
 def print_result(result: AccuracyResult) -> None:
-    """The table for people, on stdout."""
-    console, table = table_of(result.task, "questions", "strict", "95 % interval", "flexible", "invalid")
+    """Print the table for people."""
+    console, table = table_of(
+        result.task, "questions", "strict", "95 % interval", "flexible", "invalid"
+    )
     for name, records in result.groups().items():
         low, high = wilson_interval(sum(record.correct for record in records), len(records))
         table.add_row(
@@ -391,8 +449,12 @@ def print_result(result: AccuracyResult) -> None:
     if result.hit_rate is not None:
         console.print(f"{result.hit_rate:.1%} of the prompt tokens came from the prefix cache")
     if result.acceptance is not None:
-        console.print(f"{result.acceptance:.1%} of {result.num_draft_tokens:,} draft tokens were accepted")
+        console.print(
+            f"{result.acceptance:.1%} of {result.num_draft_tokens:,} draft tokens were accepted"
+        )
     if (length := result.drafts.acceptance_length) is not None:
         console.print(f"acceptance length {length:.3f}: tokens per step with drafts")
     if refused := [record for record in result.records if record.error is not None]:
-        console.print(f"{len(refused)} questions refused; the first: {refused[0].error}", soft_wrap=True)
+        console.print(
+            f"{len(refused)} questions refused; the first: {refused[0].error}", soft_wrap=True
+        )

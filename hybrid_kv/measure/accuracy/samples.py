@@ -1,4 +1,4 @@
-"""Runs of ours (`hybrid-kv accuracy --samples`) and of lm-eval (`samples_*.jsonl`): a line per question."""
+"""Runs of ours (`--samples`) and of lm-eval (`samples_*.jsonl`): a line per question."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ LM_EVAL_MAX_TOKENS = 256  # where a task gives no limit
 
 
 def answers_of(result: AccuracyResult, answer_filter: str = STRICT) -> Answers:
-    """The answers of a run that has just ended."""
+    """Return the answers of a run that has just ended."""
     return answers_in("this run", "this run", sample_lines(result), answer_filter)
 
 
 def answers_in(
     name: str, place: str, text: str, answer_filter: str, results: Mapping[str, Any] | None = None
 ) -> Answers:
-    """The answers in the lines of a file of ours or of lm-eval's.
+    """Return the answers in the lines of a file of ours or of lm-eval's.
 
     Args:
         results: lm-eval's results_*.json of that run.
@@ -43,16 +43,22 @@ def answers_in(
     """
     lines = list(json_lines(text, place))
     filters = {repr(line["filter"]) for _, line in lines if "filter" in line}
-    _refuse_errors(place, [line["error"] for _, line in lines if line.get("error") is not None], len(lines))
+    _refuse_errors(
+        place, [line["error"] for _, line in lines if line.get("error") is not None], len(lines)
+    )
     by_doc: dict[int, Answer] = {}
     for number, line in lines:
         if ("filter" in line) != bool(filters):
-            raise HybridKVError(f"{place} line {number} is of another format than others: one file, one run")
+            raise HybridKVError(
+                f"{place} line {number} is of another format than others: one file, one run"
+            )
         if filters and line["filter"] != answer_filter:
             continue
         doc_id, answer = _answer(line, answer_filter, f"{place} line {number}")
         if doc_id in by_doc:
-            raise HybridKVError(f"{place} line {number}: question {doc_id} is there twice; two runs in one file?")
+            raise HybridKVError(
+                f"{place} line {number}: question {doc_id} is there twice; two runs in one file?"
+            )
         by_doc[doc_id] = answer
     if not by_doc:
         found = f"its filters are {', '.join(sorted(filters))}" if filters else "the file is empty"
@@ -72,15 +78,17 @@ def answers_in(
         commit=commit,
         by_doc=by_doc,
         chosen=first.get("chosen") is True,
-        protocol=_lm_eval_protocol(first, task, results or {}) if filters else _own_protocol(params),
+        protocol=_lm_eval_protocol(first, task, results or {})
+        if filters
+        else _own_protocol(params),
     )
 
 
 def _refuse_errors(place: str, errors: Sequence[Any], total: int) -> None:
     if errors:
         raise HybridKVError(
-            f"{place}: {len(errors)} of {total} questions were refused by the engine, which says nothing about "
-            f"accuracy; the first: {errors[0]}"
+            f"{place}: {len(errors)} of {total} questions were refused by the engine, which says "
+            f"nothing about accuracy; the first: {errors[0]}"
         )
 
 
@@ -88,14 +96,26 @@ def _answer(line: Mapping[str, Any], answer_filter: str, place: str) -> tuple[in
     try:
         doc_id = line["doc_id"]
         hashes = tuple(line[name] for name in HASHES)
-        made = _lm_eval_answer(line, hashes) if "filter" in line else _own_answer(line, hashes, answer_filter)
+        made = (
+            _lm_eval_answer(line, hashes)
+            if "filter" in line
+            else _own_answer(line, hashes, answer_filter)
+        )
     except (KeyError, IndexError, TypeError) as error:
-        raise HybridKVError(f"{place} is not an answer of hybrid-kv or lm-eval: {error!r} is missing or odd") from None
+        raise HybridKVError(
+            f"{place} is not an answer of hybrid-kv or lm-eval: {error!r} is missing or odd"
+        ) from None
     drafts = (made.drafts.num_verifications, made.drafts.num_accepted)
-    kinds = [(doc_id, int), *((value, str) for value in hashes), *((count, int) for count in drafts)]
+    kinds = [
+        (doc_id, int),
+        *((value, str) for value in hashes),
+        *((count, int) for count in drafts),
+    ]
     kinds += [(made.correct, bool), (made.invalid, bool), (made.question, str)]
     if wrong := [value for value, kind in kinds if type(value) is not kind]:
-        raise HybridKVError(f"{place} is not an answer of hybrid-kv or lm-eval: {wrong[0]!r} has the wrong type")
+        raise HybridKVError(
+            f"{place} is not an answer of hybrid-kv or lm-eval: {wrong[0]!r} has the wrong type"
+        )
     return doc_id, made
 
 
@@ -116,7 +136,8 @@ def _own_answer(line: Mapping[str, Any], hashes: tuple[str, ...], answer_filter:
     return Answer(
         hashes=hashes,
         correct=correct,
-        # Ours notes an answer that the strict filter missed; one that the flexible one got right was found.
+        # Ours notes an answer that the strict filter missed; one that the flexible one got right
+        # was found.
         invalid=line["invalid"] and not correct,
         output_sha=line["output_sha"],
         drafts=Drafts(line.get("n_verifications", 0), line.get("n_accepted", 0)),
@@ -135,11 +156,15 @@ def _own_protocol(params: Mapping[str, Any]) -> Protocol:
 
 
 def _lm_eval_protocol(line: Mapping[str, Any], task: str, results: Mapping[str, Any]) -> Protocol:
-    """What a sample tells, and the file of results beside it."""
+    """Return the protocol that a sample and the file of results next to it record."""
     arguments = line.get("arguments")
     request = arguments.get("gen_args_0", {}) if isinstance(arguments, dict) else {}
     options = request.get("arg_1", {}) if isinstance(request, dict) else {}
-    tokens = options.get("max_gen_toks", LM_EVAL_MAX_TOKENS) if isinstance(options, dict) and options else None
+    tokens = (
+        options.get("max_gen_toks", LM_EVAL_MAX_TOKENS)
+        if isinstance(options, dict) and options
+        else None
+    )
     shots = results.get("n-shot", {})
     number = shots.get(task) if isinstance(shots, dict) else None
     return Protocol(
@@ -150,7 +175,7 @@ def _lm_eval_protocol(line: Mapping[str, Any], task: str, results: Mapping[str, 
 
 
 def results_beside(path: Path) -> dict[str, Any] | None:
-    """lm-eval's results of the run whose samples these are."""
+    """Return lm-eval's results of the run whose samples these are."""
     match = re.fullmatch(r"samples_.+_(\d{4}-\d\d-\d\dT.*)\.jsonl", path.name)
     beside = path.with_name(f"results_{match[1]}.json") if match else path
     if beside == path or not beside.exists():

@@ -1,9 +1,10 @@
 """Log-probabilities of given tokens, for tasks that choose among answers instead of writing one.
 
-A context and its continuation are one prompt. It goes through scheduler, cache and model like any other; the logits of
-the continuation are those that its prefill computes. The cache may serve the context, as it is the same for all answers
-to a question. A hit that reaches into the continuation would skip logits that are needed: such a prompt is sent once
-more, under a salt of its own, which nothing in the cache has.
+A context and its continuation are one prompt. It goes through scheduler, cache and model like any
+other; the logits of the continuation are those that its prefill computes. The cache may serve the
+context, as it is the same for all answers to a question. A hit that reaches into the continuation
+would skip logits that are needed: such a prompt is sent once more, under a salt of its own, which
+nothing in the cache has.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ ROWS = 64  # tokens whose logits are made at once: 64 of 131,072 words are 32 Mi
 
 
 class Score(NamedTuple):
-    """Of a continuation: the natural logarithm of its probability, and whether greedy decoding would write it."""
+    """The log-probability (natural) of a continuation.
+
+    `is_greedy`: greedy decoding would write it.
+    """
 
     log_prob: float
     is_greedy: bool
@@ -34,14 +38,19 @@ class Score(NamedTuple):
 
 @dataclass
 class _Target:
-    """`tokens`, the first of which follows position `first`; what is known of each so far, None before it ran."""
+    """Tokens to score, the first of which follows position `first`.
+
+    `scores` has None for each that has not run.
+    """
 
     first: int
     tokens: Sequence[int]
     found: list[tuple[float, bool] | None]
 
 
-def score(llm: LLM, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], progress: bool = False) -> list[Score]:
+def score(
+    llm: LLM, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], progress: bool = False
+) -> list[Score]:
     """Score every (context, continuation), both token ids and not empty, in the order given.
 
     Raises:
@@ -52,14 +61,26 @@ def score(llm: LLM, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], progre
     for (context, continuation), target in zip(pairs, targets, strict=True):
         by_prompt[(*context, *continuation[:-1])].append(target)  # nothing follows the last token
     _run(llm, by_prompt, [SamplingParams(max_tokens=1)] * len(by_prompt), progress)
-    skipped = {prompt: own for prompt, own in by_prompt.items() if any(None in target.found for target in own)}
+    skipped = {
+        prompt: own
+        for prompt, own in by_prompt.items()
+        if any(None in target.found for target in own)
+    }
     if skipped:
-        _run(llm, skipped, [SamplingParams(max_tokens=1, cache_salt=uuid.uuid4().hex) for _ in skipped], progress)
+        _run(
+            llm,
+            skipped,
+            [SamplingParams(max_tokens=1, cache_salt=uuid.uuid4().hex) for _ in skipped],
+            progress,
+        )
     return [_sum(target) for target in targets]
 
 
 def _run(
-    llm: LLM, by_prompt: dict[tuple[int, ...], list[_Target]], params: Sequence[SamplingParams], progress: bool
+    llm: LLM,
+    by_prompt: dict[tuple[int, ...], list[_Target]],
+    params: Sequence[SamplingParams],
+    progress: bool,
 ) -> None:
     def seen(item: ScheduledRequest, hidden: torch.Tensor) -> None:
         prompt = tuple(item.request.prompt_token_ids)
@@ -68,24 +89,35 @@ def _run(
         begin = max(offset, min(target.first for target in own))
         end = min(offset + item.num_tokens, len(prompt))
         for start in range(begin, end, ROWS):
-            logits = llm.model.compute_logits(hidden[start - offset : min(start + ROWS, end) - offset])
+            logits = llm.model.compute_logits(
+                hidden[start - offset : min(start + ROWS, end) - offset]
+            )
             _note(logits, start, own)
 
     with recorded(llm, seen):
         outputs = llm.generate(list(by_prompt), params, progress)
     if refused := [output.error for output in outputs if output.error is not None]:
-        raise HybridKVError(f"{len(refused)} of {len(outputs)} prompts cannot be scored; the first: {refused[0]}")
+        raise HybridKVError(
+            f"{len(refused)} of {len(outputs)} prompts cannot be scored; the first: {refused[0]}"
+        )
 
 
 @torch.inference_mode()
 def _note(logits: torch.Tensor, start: int, targets: Sequence[_Target]) -> None:
-    """Keep what the logits [tokens, vocab_size] of the positions from `start` on say about the targets' tokens."""
+    """Keep the scores that logits [tokens, vocab_size] give the targets' tokens.
+
+    The logits are those of the positions from `start` on.
+    """
     for target in targets:
         begin = max(0, start - target.first)  # in its tokens
         row = target.first + begin - start
         if tokens := target.tokens[begin : begin + max(0, len(logits) - row)]:
-            found = zip(tokens, token_logprobs(logits[row : row + len(tokens)], tokens, 1), strict=True)
-            target.found[begin : begin + len(tokens)] = [(one.logprob, one.top[0][0] == token) for token, one in found]
+            found = zip(
+                tokens, token_logprobs(logits[row : row + len(tokens)], tokens, 1), strict=True
+            )
+            target.found[begin : begin + len(tokens)] = [
+                (one.logprob, one.top[0][0] == token) for token, one in found
+            ]
 
 
 def _sum(target: _Target) -> Score:

@@ -1,4 +1,4 @@
-"""Runs of sgl-eval, with which SGLang's gates ask: `output-rs*.jsonl`, one for each repeat, beside `metrics.json`."""
+"""Runs of sgl-eval, SGLang's own: `output-rs*.jsonl` per repeat, next to `metrics.json`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_answer(line: Mapping[str, Any]) -> bool:
 
 
 def read_folder(folder: Path) -> Answers | Totals:
-    """The run of a folder: with every answer, where they were kept.
+    """Read the run of a folder, with every answer if they were kept.
 
     Raises:
         HybridKVError: it holds no run of sgl-eval, or one that is not complete.
@@ -45,12 +45,14 @@ def read_folder(folder: Path) -> Answers | Totals:
     if repeats:
         return _answers(folder.name, repeats, _metrics_in(folder))
     if (metrics := _metrics_in(folder)) is None:
-        raise HybridKVError(f"{folder} has neither {REPEATS} nor {METRICS}: it is no folder of sgl-eval")
+        raise HybridKVError(
+            f"{folder} has neither {REPEATS} nor {METRICS}: it is no folder of sgl-eval"
+        )
     return _totals(folder / METRICS, metrics)
 
 
 def read_repeat(file: Path) -> Answers:
-    """One repeat of a run.
+    """Read a repeat of a run.
 
     Raises:
         HybridKVError: as `read_folder`.
@@ -59,7 +61,7 @@ def read_repeat(file: Path) -> Answers:
 
 
 def read_metrics(file: Path, document: Mapping[str, Any]) -> Answers | Totals:
-    """The run that a metrics.json is of: with every answer, where they lie beside it.
+    """Read the run of a metrics.json, with every answer if they lie next to it.
 
     Raises:
         HybridKVError: as `read_folder`.
@@ -77,8 +79,14 @@ def _metrics_in(folder: Path) -> dict[str, Any] | None:
 def _answers(name: str, repeats: Sequence[Path], metrics: Mapping[str, Any] | None) -> Answers:
     texts = [read_text(file) for file in repeats]
     asked = [_lines(str(file), text) for file, text in zip(repeats, texts, strict=True)]
-    if odd := [file.name for file, lines in zip(repeats, asked, strict=True) if lines.keys() != asked[0].keys()]:
-        raise HybridKVError(f"{odd[0]} has other questions than {repeats[0].name}: the run is not complete")
+    if odd := [
+        file.name
+        for file, lines in zip(repeats, asked, strict=True)
+        if lines.keys() != asked[0].keys()
+    ]:
+        raise HybridKVError(
+            f"{odd[0]} has other questions than {repeats[0].name}: the run is not complete"
+        )
     _refuse_partial(name, metrics or {})
     numbers = _numbers(list(asked[0]))
     by_doc = {number: _majority([lines[key] for lines in asked]) for key, number in numbers.items()}
@@ -96,17 +104,25 @@ def _answers(name: str, repeats: Sequence[Path], metrics: Mapping[str, Any] | No
 
 
 def _lines(place: str, text: str) -> dict[str, dict[str, Any]]:
-    """The answers of one repeat, by id."""
+    """Return the answers of a repeat by id."""
     found: dict[str, dict[str, Any]] = {}
     for number, line in json_lines(text, place):
-        if not is_answer(line) or type(line["symbolic_correct"]) is not bool or not isinstance(line["id"], str):
+        if (
+            not is_answer(line)
+            or type(line["symbolic_correct"]) is not bool
+            or not isinstance(line["id"], str)
+        ):
             raise HybridKVError(f"{place} line {number} is not an answer of sgl-eval")
         if line.get("finish_reason") == "error":
             raise HybridKVError(
-                f"{place} line {number}: the engine refused question {line['id']}, which says nothing about accuracy"
+                f"{place} line {number}: the engine refused question {line['id']}, which says "
+                "nothing about accuracy"
             )
         if line["id"] in found:
-            raise HybridKVError(f"{place} line {number}: question {line['id']} is there twice; two runs in one file?")
+            raise HybridKVError(
+                f"{place} line {number}: question {line['id']} is there twice; two runs in one "
+                "file?"
+            )
         found[line["id"]] = line
     if not found:
         raise HybridKVError(f"{place} has no answers: the file is empty")
@@ -114,7 +130,10 @@ def _lines(place: str, text: str) -> dict[str, dict[str, Any]]:
 
 
 def _numbers(ids: Sequence[str]) -> dict[str, int]:
-    """Of questions by id: `gsm8k-17` is the 17th; lines come in the order in which answers ended."""
+    """Return the number of each question by id.
+
+    `gsm8k-17` is the 17th; lines come in the order in which answers ended.
+    """
     ends = [re.fullmatch(r".+-(\d+)", one) for one in ids]
     if all(ends):
         return {one: int(end[1]) for one, end in zip(ids, ends, strict=True) if end}
@@ -122,7 +141,7 @@ def _numbers(ids: Sequence[str]) -> dict[str, int]:
 
 
 def _majority(lines: Sequence[Mapping[str, Any]]) -> Answer:
-    """One answer of all repeats: right or invalid where more than half are."""
+    """Return an answer for all repeats: right or invalid if more than half are."""
     right = sum(line["symbolic_correct"] for line in lines)
     none = sum(line.get("predicted_answer") is None for line in lines)
     problem = lines[0].get("problem")
@@ -140,10 +159,17 @@ def _totals(file: Path, metrics: Mapping[str, Any]) -> Totals:
     try:
         questions, score = metrics["num_examples"], float(metrics["aggregate"]["score"])
         invalid = float(metrics["aggregate"].get("no_answer", 0.0))
-        if type(questions) is not int or questions < 1 or not 0 <= score <= 1 or not 0 <= invalid <= 1:
+        if (
+            type(questions) is not int
+            or questions < 1
+            or not 0 <= score <= 1
+            or not 0 <= invalid <= 1
+        ):
             raise ValueError
     except (KeyError, TypeError, ValueError):
-        raise HybridKVError(f"{file}: num_examples and aggregate.score do not make a score of questions") from None
+        raise HybridKVError(
+            f"{file}: num_examples and aggregate.score do not make a score of questions"
+        ) from None
     return Totals(
         name=file.name,
         digest=digest_of(str(sorted(metrics.items()))),
@@ -162,7 +188,10 @@ def _refuse_partial(place: str, metrics: Mapping[str, Any]) -> None:
 
 
 def _protocol(metrics: Mapping[str, Any]) -> Protocol:
-    """Always chat, without shots; sgl-eval keeps a prompt of the user's own in `prompt`."""
+    """Return the protocol: always chat, without shots.
+
+    sgl-eval keeps a user's prompt in `prompt`.
+    """
     given = metrics.get("gen")
     settings: dict[str, Any] = given if isinstance(given, dict) else {}
     tokens = settings.get("max_tokens")
@@ -176,4 +205,6 @@ def _protocol(metrics: Mapping[str, Any]) -> Protocol:
 
 def _params(task: str, metrics: Mapping[str, Any], questions: int) -> dict[str, Any]:
     model = metrics.get("model")
-    return {"task": task, "limit": questions} | ({"model": Path(model).name} if isinstance(model, str) else {})
+    return {"task": task, "limit": questions} | (
+        {"model": Path(model).name} if isinstance(model, str) else {}
+    )

@@ -28,14 +28,15 @@ AT_ONCE = 32  # requests; a server refuses more than it lets wait
 
 
 def start_target(target: str, folder: str | Path, caches: bool = False) -> Target:
-    """The engine, or a client of the server, that runs a checkpoint.
+    """Start the engine, or a client of the server, that runs a checkpoint.
 
     Args:
         target: as `targets.kinds.kind_of` has it; an engine is started in its plainest setting.
         caches: with the prefix cache, where that is an engine's setting.
 
     Raises:
-        ConfigError: the engine is unknown, the address does not respond, or it serves another model.
+        ConfigError: the engine is unknown, the address does not respond, or it serves another
+            model.
         TargetError: the engine does not start.
     """
     kind = kind_of(target)
@@ -47,16 +48,20 @@ def start_target(target: str, folder: str | Path, caches: bool = False) -> Targe
     wanted = Path(folder).name
     if served is not None and Path(served).name != wanted:
         started.close()
-        raise ConfigError(f"--target {target} serves {served}, not {wanted}; name its checkpoint with --model")
+        raise ConfigError(
+            f"--target {target} serves {served}, not {wanted}; name its checkpoint with --model"
+        )
     return started
 
 
 class TargetLM(LM):  # type: ignore[misc]  # lm-eval is not typed
-    """
+    """A target as an lm-eval model.
+
     Args:
         target: as for `start_target`.
         mode: its reasoning is cut off.
-        folder: the checkpoint; behind an address, the one that is served: its tokenizer makes the prompts.
+        folder: the checkpoint; behind an address, the one that is served: its tokenizer makes the
+            prompts.
 
     Attributes:
         outputs: what came back, by (task, doc_id), one entry per repeat.
@@ -64,7 +69,8 @@ class TargetLM(LM):  # type: ignore[misc]  # lm-eval is not typed
         caches_prefixes: some answer said how many tokens came from a cache.
 
     Raises:
-        ConfigError: the engine is unknown, the address does not respond, or it serves another model.
+        ConfigError: the engine is unknown, the address does not respond, or it serves another
+            model.
         TargetError: the engine does not start.
     """
 
@@ -85,11 +91,13 @@ class TargetLM(LM):  # type: ignore[misc]  # lm-eval is not typed
 
     @property
     def tokenizer_name(self) -> str:
-        """What lm-eval's cache of requests calls the tokenizer."""
+        """The tokenizer's name in lm-eval's cache of requests."""
         return self._name
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as a prompt, by the checkpoint's own template."""
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Return a conversation as a prompt, by the checkpoint's template."""
         return template_of(self.tokenizer, self.tokenizer_name)(chat_history, add_generation_prompt)
 
     def close(self) -> None:
@@ -114,7 +122,9 @@ class TargetLM(LM):  # type: ignore[misc]  # lm-eval is not typed
             output = self._output(request.args[0], ask, answer)
             self.outputs[request.task_name, request.doc_id].append(output)
             until = normalize_gen_kwargs(request.args[1], MAX_GEN_TOKS)["until"]
-            texts.append(NO_ANSWER if output.error is not None else self.mode.answer(output.text, until))
+            texts.append(
+                NO_ANSWER if output.error is not None else self.mode.answer(output.text, until)
+            )
         return texts
 
     def _count(self, before: Mapping[str, float]) -> None:
@@ -122,11 +132,15 @@ class TargetLM(LM):  # type: ignore[misc]  # lm-eval is not typed
             self._counted[name] = self._counted.get(name, 0) + int(value - before.get(name, 0.0))
 
     def drafted(self) -> dict[str, int]:
-        """What became of drafts, by the engine's own counters: requests of others meanwhile count, too."""
+        """Return the counts of drafts, by the engine's counters.
+
+        Requests of others meanwhile count, too.
+        """
         verifications = self._counted.get("verifications", 0)
         accepted = self._counted.get("accepted")
         if accepted is None and verifications:
-            # SGLang counts verifications alone. Each gives a token besides the accepted ones, and a prefill one.
+            # SGLang counts verifications alone. Each gives a token besides the accepted ones, and a
+            # prefill one.
             every = [output for repeats in self.outputs.values() for output in repeats]
             accepted = sum(max(0, len(output.token_ids) - 1) for output in every) - verifications
         return {
@@ -142,12 +156,21 @@ class TargetLM(LM):  # type: ignore[misc]  # lm-eval is not typed
             raise ConfigError("a target cannot run a task that samples; leave do_sample out")
         stop = self.mode.stops_while_generating(kwargs["until"], self.tokenizer.eos_token)
         bos = getattr(self.tokenizer, "bos_token", None)  # a template has written it
-        prompt = tuple(self.tokenizer.encode(text, add_special_tokens=not (bos and text.startswith(bos))))
-        room = max(1, self.target.longest - len(prompt))  # our engine ends an answer there, a server refuses it
-        return Ask(prompt, min(kwargs["max_gen_toks"], room), stop=stop, after=max(0, index - AT_ONCE + 1))
+        prompt = tuple(
+            self.tokenizer.encode(text, add_special_tokens=not (bos and text.startswith(bos)))
+        )
+        room = max(
+            1, self.target.longest - len(prompt)
+        )  # our engine ends an answer there, a server refuses it
+        return Ask(
+            prompt, min(kwargs["max_gen_toks"], room), stop=stop, after=max(0, index - AT_ONCE + 1)
+        )
 
     def _output(self, prompt: str, ask: Ask, answer: Answer) -> RequestOutput:
-        """As the engine tells it: a target may know nothing of what ends an answer, and go on."""
+        """Return an answer as this engine would give it.
+
+        A target may not know what ends an answer, and go on.
+        """
         self.caches_prefixes |= answer.cached_tokens is not None
         tokens, reason = self._ended(answer.token_ids, ask.stop)
         text = self._text(tokens)
@@ -162,12 +185,14 @@ class TargetLM(LM):  # type: ignore[misc]  # lm-eval is not typed
         )  # fmt: skip
 
     def _ended(self, token_ids: Sequence[int], stops: tuple[str, ...]) -> tuple[list[int], str]:
-        """The tokens to the first that ends the answer, that one included."""
+        """Return the tokens up to the first that ends the answer, and that one."""
         tokens: list[int] = []
         for token in token_ids:
             tokens.append(token)
             may = stops and may_stop(self.tokenizer, tokens, stops)
-            if token in self._ends or (may and stop_position(self._text(tokens), stops) is not None):
+            if token in self._ends or (
+                may and stop_position(self._text(tokens), stops) is not None
+            ):
                 return tokens, "stop"
         return tokens, "length"
 
@@ -175,7 +200,7 @@ class TargetLM(LM):  # type: ignore[misc]  # lm-eval is not typed
         return str(self.tokenizer.decode(token_ids))
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> Any:
-        """Not supported: servers score prompts in too many ways."""
+        """Refuse: servers score prompts in too many ways."""
         raise ConfigError("a target cannot score, only generate; use a task that generates")
 
     loglikelihood_rolling = loglikelihood

@@ -1,17 +1,21 @@
-"""Floors: the score below which a single run is an alarm, computed from at least ten runs, never by hand.
+"""Floors: scores below which a run is an alarm, computed from at least ten runs.
 
-A floor is a smoke alarm. It notices that a model has broken; it cannot see a loss of two points, which takes a paired
-comparison (`accuracy.compare`). It is one-sided, and for the number of questions that it was made from.
+A floor is a smoke alarm. It notices that a model has broken; it cannot see a loss of two points,
+which takes a paired comparison (`accuracy.compare`). It is one-sided, and for the number of
+questions that it was made from.
 
 What it allows for depends on what varied between the runs (`sd` is between them):
 
-- The questions did (gsm8k_synth, several seeds): `min(mean - 4 sd, prediction)`. `prediction` is the score that the
-  next run misses with a chance of 3.2e-5 (what four sd are in a normal distribution), given all answers so far: a
-  beta-binomial with Jeffreys' prior. A model that made no mistake has sd 0, and the first one shall be no alarm: 3,000
-  right answers leave 250 new ones a floor of 98.8 %.
-- The same questions, other answers (a real model on a GPU): `mean - 4 sd`, where sd is at least one question.
-- Nothing (a deterministic engine, the same questions): sd is 0, and ten runs tell no more than one. What may come, say
-  another version of torch, is unknown; `prediction` from that one run is the widest that binomial noise explains.
+- The questions did (gsm8k_synth, several seeds): `min(mean - 4 sd, prediction)`. `prediction` is
+  the score that the next run misses with a chance of 3.2e-5 (what four sd are in a normal
+  distribution), given all answers so far: a beta-binomial with Jeffreys' prior. A model that made
+  no mistake has sd 0, and the first one shall be no alarm: 3,000 right answers leave 250 new ones a
+  floor of 98.8 %.
+- The same questions, other answers (a real model on a GPU): `mean - 4 sd`, where sd is at least one
+  question.
+- Nothing (a deterministic engine, the same questions): sd is 0, and ten runs tell no more than one.
+  What may come, say another version of torch, is unknown; `prediction` from that one run is the
+  widest that binomial noise explains.
 """
 
 from __future__ import annotations
@@ -39,14 +43,21 @@ MAX_QUESTIONS = 10**6  # a floor takes memory for each
 MIN_RUNS = 10
 NUM_SD = 4
 METRICS = {STRICT: "exact_match_strict", FLEXIBLE: "exact_match_flexible"}
-# A run with any other parameter used the engine in a special way: floors are of the plain one, and hold for all.
+# A run with any other parameter used the engine in a special way: floors are of the plain one, and
+# hold for all.
 _PLAIN = {"model", "task", "seed", "limit", "num_fewshot", "lm_eval"}
-_HEAD = "# Written by `hybrid-kv accuracy threshold` from rows of results. Do not edit: a changed floor is refused.\n"
+_HEAD = (
+    "# Written by `hybrid-kv accuracy threshold` from rows of results. Do not edit: a changed "
+    "floor is refused.\n"
+)
 
 
 @dataclass(frozen=True)
 class Floor:
-    """An entry of thresholds.yaml. `distinct`: different questions in all runs; `mean` and `sd` are of their scores."""
+    """An entry of thresholds.yaml.
+
+    `distinct`: different questions in all runs; `mean` and `sd` are of their scores.
+    """
 
     model: str
     task: str
@@ -62,7 +73,10 @@ class Floor:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value, kind = getattr(self, field.name), {"int": int, "float": float, "str": str}[str(field.type)]
+            value, kind = (
+                getattr(self, field.name),
+                {"int": int, "float": float, "str": str}[str(field.type)],
+            )
             if type(value) is not kind:
                 raise ConfigError(f"{field.name}: {value!r} is not of type {field.type}")
         if self.runs < MIN_RUNS:
@@ -72,7 +86,10 @@ class Floor:
                 raise ConfigError(f"{name}: {count} must be 1 to {MAX_QUESTIONS:,}")
         expected = floor_of(self.mean, self.sd, self.questions, self.distinct)
         if not math.isclose(self.floor, expected, abs_tol=1e-9):
-            raise ConfigError(f"floor: {self.floor} does not follow from the runs ({expected:.6g}); was it edited?")
+            raise ConfigError(
+                f"floor: {self.floor} does not follow from the runs ({expected:.6g}); was it "
+                "edited?"
+            )
 
     @property
     def key(self) -> tuple[str, str, str, int]:
@@ -80,16 +97,25 @@ class Floor:
 
 
 def floor_of(mean: float, sd: float, questions: int, distinct: int) -> float:
-    """The floor for a run of `questions`, after `distinct` different ones; see the module's docstring."""
+    """Compute the floor of a run of `questions` from runs with `distinct` different ones.
+
+    See the module's docstring.
+    """
     if sd > 0 and distinct == questions:
         return max(0.0, mean - NUM_SD * max(sd, 1 / questions))
     right = mean * distinct
-    prediction = betabinom.ppf(norm.sf(NUM_SD), questions, right + 0.5, distinct - right + 0.5) / questions
+    prediction = (
+        betabinom.ppf(norm.sf(NUM_SD), questions, right + 0.5, distinct - right + 0.5) / questions
+    )
     return max(0.0, min(mean - NUM_SD * sd, float(prediction)))
 
 
-def floor_from_rows(frame: pd.DataFrame, model: str, task: str, answer_filter: str, questions: int) -> Floor:
-    """Compute a floor from clean runs of the plain engine, those of the newest commit that has enough of them.
+def floor_from_rows(
+    frame: pd.DataFrame, model: str, task: str, answer_filter: str, questions: int
+) -> Floor:
+    """Compute a floor from clean runs of the plain engine.
+
+    They are those of the newest commit that has enough of them.
 
     Args:
         frame: rows as `hybrid_kv.measure.results.read_rows` gives them.
@@ -99,8 +125,12 @@ def floor_from_rows(frame: pd.DataFrame, model: str, task: str, answer_filter: s
         HybridKVError: there are fewer than ten, or their floor could never raise an alarm.
     """
     metric = METRICS[answer_filter]
-    frame = frame[(frame["suite"] == "accuracy") & (frame["benchmark"] == task) & (frame["metric"] == metric)]
-    frame = frame[(frame["n"] == questions) & (frame["commit"] != "") & ~frame["dirty"].astype(bool)]
+    frame = frame[
+        (frame["suite"] == "accuracy") & (frame["benchmark"] == task) & (frame["metric"] == metric)
+    ]
+    frame = frame[
+        (frame["n"] == questions) & (frame["commit"] != "") & ~frame["dirty"].astype(bool)
+    ]
     params = frame["params"].map(json.loads)
     plain = params.map(lambda one: one.get("model") == model and set(one) <= _PLAIN)
     frame, params = frame[plain.astype(bool)], params[plain.astype(bool)]
@@ -109,8 +139,8 @@ def floor_from_rows(frame: pd.DataFrame, model: str, task: str, answer_filter: s
     most = max(sizes, default=0)
     if most < MIN_RUNS:
         raise HybridKVError(
-            f"{most} clean runs of {model} on {questions} questions of {task} at one "
-            f"commit; a floor takes {MIN_RUNS}: hybrid-kv accuracy --limit {questions} --seed 0, 1, 2 …"
+            f"{most} clean runs of {model} on {questions} questions of {task} at one commit; a "
+            f"floor takes {MIN_RUNS}: hybrid-kv accuracy --limit {questions} --seed 0, 1, 2 …"
         )
     commit = str(sizes[sizes >= MIN_RUNS].index[-1])
     used = runs.get_group(commit)
@@ -121,16 +151,22 @@ def floor_from_rows(frame: pd.DataFrame, model: str, task: str, answer_filter: s
     distinct = questions * (len(seeds) if task == "gsm8k_synth" else 1)
     floor = floor_of(mean, sd, questions, distinct)
     if floor == 0:
-        raise HybridKVError(f"the floor of {model} on {task} would be 0 (mean {mean:.3f}): no run could fall below it")
+        raise HybridKVError(
+            f"the floor of {model} on {task} would be 0 (mean {mean:.3f}): no run could fall below "
+            "it"
+        )
     day = str(used["time_utc"].max())[:10]
-    return Floor(model, task, answer_filter, questions, len(scores), distinct, mean, sd, floor, day, commit)
+    return Floor(
+        model, task, answer_filter, questions, len(scores), distinct, mean, sd, floor, day, commit
+    )
 
 
 def read_floors(file: str | Path = FILE) -> list[Floor]:
-    """All entries of a thresholds file.
+    """Read all entries of a thresholds file.
 
     Raises:
-        ConfigError: it cannot be read, has an unknown or missing key, an entry twice, or one that was edited.
+        ConfigError: it cannot be read, has an unknown or missing key, an entry twice, or one that
+            was edited.
     """
     import yaml
 
@@ -139,7 +175,11 @@ def read_floors(file: str | Path = FILE) -> list[Floor]:
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or getattr(error, "problem", None) or error
         raise ConfigError(f"{file} cannot be read: {reason}") from None
-    if not isinstance(document, dict) or set(document) != {"floors"} or not isinstance(document["floors"], list):
+    if (
+        not isinstance(document, dict)
+        or set(document) != {"floors"}
+        or not isinstance(document["floors"], list)
+    ):
         raise ConfigError(f"{file} must hold a list 'floors' and nothing else")
     floors: list[Floor] = []
     for number, entry in enumerate(document["floors"], 1):
@@ -153,8 +193,10 @@ def read_floors(file: str | Path = FILE) -> list[Floor]:
     return floors
 
 
-def find_floor(model: str, task: str, answer_filter: str, questions: int, file: str | Path = FILE) -> Floor:
-    """The floor for a run.
+def find_floor(
+    model: str, task: str, answer_filter: str, questions: int, file: str | Path = FILE
+) -> Floor:
+    """Return the floor for a run.
 
     Raises:
         ConfigError: there is none, also where there is one for another number of questions.
@@ -165,7 +207,9 @@ def find_floor(model: str, task: str, answer_filter: str, questions: int, file: 
             return floor
     sizes = [str(f.questions) for f in floors if f.key[:3] == (model, task, answer_filter)]
     other = f"; there is one for --limit {' or '.join(sizes)}" if sizes else ""
-    raise ConfigError(f"{file} has no floor for {model}, {task}, {answer_filter}, {questions} questions{other}")
+    raise ConfigError(
+        f"{file} has no floor for {model}, {task}, {answer_filter}, {questions} questions{other}"
+    )
 
 
 def write_floor(floor: Floor, file: str | Path = FILE) -> Floor | None:
@@ -182,10 +226,11 @@ def write_floor(floor: Floor, file: str | Path = FILE) -> Floor | None:
 
 
 def mark(rows: list[Row], floor: Floor, passed: bool) -> list[Row]:
-    """The rows of a run, with the floor's verdict on the score that it is for."""
+    """Return the rows of a run, with the floor's verdict on its score."""
     metric, verdict = METRICS[floor.filter], "pass" if passed else "fail"
     return [
-        replace(row, verdict=verdict, baseline_commit=floor.commit) if row.metric == metric else row for row in rows
+        replace(row, verdict=verdict, baseline_commit=floor.commit) if row.metric == metric else row
+        for row in rows
     ]
 
 
@@ -200,6 +245,9 @@ def check(result: AccuracyResult, floor: Floor) -> tuple[bool, str]:
     score = result.accuracy if floor.filter == STRICT else result.accuracy_flexible
     passed = score >= floor.floor
     relation = ">=" if passed else "<"
-    line = f"{floor.filter} {score:.2%} {relation} floor {floor.floor:.2%} (mean {floor.mean:.2%}, sd {floor.sd:.2%}, "
+    line = (
+        f"{floor.filter} {score:.2%} {relation} floor {floor.floor:.2%} (mean {floor.mean:.2%}, sd "
+        f"{floor.sd:.2%}, "
+    )
     line += f"{floor.runs} runs at {floor.commit[:10]}); {result.invalid_rate:.1%} invalid"
     return passed, line

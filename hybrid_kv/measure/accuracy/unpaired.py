@@ -1,7 +1,8 @@
-"""Two runs of which one has the score alone: two shares of as many questions, compared without pairs.
+"""Two runs of which one has the score alone: two shares, compared without pairs.
 
-Fisher's exact one-sided test keeps its level for runs over the same questions, too, where the chance of an alarm is
-even smaller. It sees less than pairs do: which questions were lost is not known.
+Fisher's exact one-sided test keeps its level for runs over the same questions, too, where the
+chance of an alarm is even smaller. It sees less than pairs do: which questions were lost is not
+known.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class UnpairedComparison:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Of the difference, 95 %: Newcombe's hybrid score interval (1998, method 10)."""
+        """The 95 % interval of the difference: Newcombe's hybrid score (1998, method 10)."""
         ends = [wilson_interval(run.num_right, self.n) for run in (self.baseline, self.candidate)]
         shares = [run.num_right / self.n for run in (self.baseline, self.candidate)]
         down = math.hypot(shares[1] - ends[1][0], ends[0][1] - shares[0])
@@ -74,13 +75,13 @@ class UnpairedComparison:
     def verdicts(self) -> list[Verdict]:
         """The one that there is."""
         reason = (
-            f"{self.verdict}: {self.baseline.num_right} of {self.n} right before, {self.candidate.num_right} now, "
-            f"unpaired p = {self.p:.3g}"
+            f"{self.verdict}: {self.baseline.num_right} of {self.n} right before, "
+            f"{self.candidate.num_right} now, unpaired p = {self.p:.3g}"
         )
         return [Verdict(self.task, "failed" if self.verdict == "worse" else "ok", reason)]
 
     def summary(self) -> dict[str, Any]:
-        """Everything, ready for JSON; shares are of the questions, intervals 95 %."""
+        """Return everything, ready for JSON; shares are of the questions, intervals 95 %."""
         return {
             "task": self.task,
             "n": self.n,
@@ -109,13 +110,17 @@ class UnpairedComparison:
         }
 
     def rows(self) -> list[Row]:
-        """The comparison as rows of the results file."""
+        """Return the comparison as rows of the results file."""
         params = dict(self.candidate.params)
         params["baseline"] = f"{self.baseline.name} {self.baseline.digest}"
         params["candidate"] = f"{self.candidate.name} {self.candidate.digest}"
         low, high = self.interval
         verdict = "fail" if self.verdict == "worse" else "pass"
-        shared: dict[str, Any] = {"params": params, "n": self.n, "baseline_commit": self.baseline.commit}
+        shared: dict[str, Any] = {
+            "params": params,
+            "n": self.n,
+            "baseline_commit": self.baseline.commit,
+        }
         try:
             return [
                 Row(
@@ -135,7 +140,7 @@ class UnpairedComparison:
             raise HybridKVError(f"{self.candidate.name} cannot become rows: {error}") from None
 
     def print(self) -> None:
-        """The table for people, on stdout."""
+        """Print the table for people."""
         console, table = table_of(self.task, "right", "accuracy", "95 % interval", "invalid")
         for run in (self.baseline, self.candidate):
             low, high = wilson_interval(run.num_right, self.n)
@@ -144,11 +149,14 @@ class UnpairedComparison:
         console.print(table)
         low, high = self.interval
         lines = [
-            f"evidence: two scores of {self.n:,} questions, unpaired: a file has no answers by question",
+            f"evidence: two scores of {self.n:,} questions, unpaired: a file has no answers by "
+            "question",
             *(f"note: {note}" for note in self.notes),
-            f"difference {100 * self.difference:+.2f} points, 95 % interval {100 * low:+.2f} to {100 * high:+.2f} "
-            f"(Newcombe); one-sided exact Fisher p = {self.p:.3g}, worse if <= {paired.ALPHA:g}",
-            f"detectable with 80 % power: a loss of {100 * self.detectable_loss:.1f} points; pairs see less",
+            f"difference {100 * self.difference:+.2f} points, 95 % interval {100 * low:+.2f} to "
+            f"{100 * high:+.2f} (Newcombe); one-sided exact Fisher p = {self.p:.3g}, worse if <= "
+            f"{paired.ALPHA:g}",
+            f"detectable with 80 % power: a loss of {100 * self.detectable_loss:.1f} points; pairs "
+            "see less",
             f"verdict: {self.verdict}",
         ]
         for line in lines:
@@ -165,18 +173,32 @@ def compare_totals(baseline: Answers | Totals, candidate: Answers | Totals) -> U
     """
     compare.check_protocols(baseline, candidate)
     notes = compare.notes_on(baseline, candidate)
-    few = min(run.num_questions if isinstance(run, Totals) else len(run.by_doc) for run in (baseline, candidate))
-    runs = [run if isinstance(run, Totals) else run.first(few).totals for run in (baseline, candidate)]
+    few = min(
+        run.num_questions if isinstance(run, Totals) else len(run.by_doc)
+        for run in (baseline, candidate)
+    )
+    runs = [
+        run if isinstance(run, Totals) else run.first(few).totals for run in (baseline, candidate)
+    ]
     tasks = {run.task for run in runs if run.task}
     if len(tasks) > 1:
-        raise HybridKVError(f"{runs[0].name} is of task {runs[0].task}, {runs[1].name} of {runs[1].task}")
+        raise HybridKVError(
+            f"{runs[0].name} is of task {runs[0].task}, {runs[1].name} of {runs[1].task}"
+        )
     if runs[0].num_questions != runs[1].num_questions:
-        counts = f"{runs[0].name} has {runs[0].num_questions} questions, {runs[1].name} {runs[1].num_questions}"
-        raise HybridKVError(f"{counts}, and the longer one no answers by question; ask both the same")
+        counts = (
+            f"{runs[0].name} has {runs[0].num_questions} questions, {runs[1].name} "
+            f"{runs[1].num_questions}"
+        )
+        raise HybridKVError(
+            f"{counts}, and the longer one no answers by question; ask both the same"
+        )
     return UnpairedComparison(runs[0], runs[1], notes)
 
 
-def compare_files(baseline: str, candidate: str, answer_filter: str) -> compare.Comparison | UnpairedComparison:
+def compare_files(
+    baseline: str, candidate: str, answer_filter: str
+) -> compare.Comparison | UnpairedComparison:
     """Compare two files, by question where both have every answer.
 
     Raises:

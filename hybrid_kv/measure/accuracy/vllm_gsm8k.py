@@ -1,4 +1,4 @@
-"""Results of vLLM's own GSM8K script, `tests/evals/gsm8k/gsm8k_eval.py --save-results FILE`: the score alone."""
+"""Results of vLLM's GSM8K script (`gsm8k_eval.py --save-results FILE`): the score alone."""
 
 from __future__ import annotations
 
@@ -19,30 +19,37 @@ def is_result(document: Mapping[str, Any]) -> bool:
 
 
 def totals(file: Path, text: str, document: Mapping[str, Any]) -> Totals:
-    """The score of a result.
+    """Return the score of a result.
 
     Raises:
         HybridKVError: its numbers make no sense.
     """
-    questions, shots, tokens = (document[name] for name in ("num_questions", "num_shots", "max_tokens"))
+    questions, shots, tokens = (
+        document[name] for name in ("num_questions", "num_shots", "max_tokens")
+    )
     request = document.get("request_params")
     request = request if isinstance(request, dict) else {}
     try:
         right = _count(document["accuracy"], questions)
         invalid = _count(document["invalid_rate"], questions)
     except (TypeError, ValueError):
-        raise HybridKVError(f"{file}: accuracy and num_questions do not make a number of right answers") from None
+        raise HybridKVError(
+            f"{file}: accuracy and num_questions do not make a number of right answers"
+        ) from None
     model = request.get("model")
     endpoint = request.get("endpoint")
     return Totals(
         name=file.name,
         digest=digest_of(text),
         task="gsm8k",
-        protocol=Protocol(endpoint if isinstance(endpoint, str) else None, shots, tokens, thinks(request)),
+        protocol=Protocol(
+            endpoint if isinstance(endpoint, str) else None, shots, tokens, thinks(request)
+        ),
         num_questions=questions,
         num_right=right,
         num_invalid=invalid,
-        params={"task": "gsm8k", "limit": questions} | ({"model": Path(model).name} if isinstance(model, str) else {}),
+        params={"task": "gsm8k", "limit": questions}
+        | ({"model": Path(model).name} if isinstance(model, str) else {}),
     )
 
 

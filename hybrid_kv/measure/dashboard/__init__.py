@@ -1,1 +1,1 @@
-"""`hybrid-kv report`: one page, one pull-request comment and the README's tables, all from the rows in `results/`."""
+"""`hybrid-kv report`: the page, a pull-request comment and the README's tables, from rows."""

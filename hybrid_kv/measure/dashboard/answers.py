@@ -1,4 +1,4 @@
-"""Four answers about HEAD: is it right, is it slower, since which commit, what to run next; and one verdict of them."""
+"""Four answers about HEAD and a verdict: right, slower, since which commit, what to run next."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from hybrid_kv.measure.results import Head
 
 @dataclass(frozen=True)
 class Answer:
-    """A word for its colour (`pass`, `stale`, `void`, `fail`, `worse`, `none`) and the text, its sign first."""
+    """An answer: a word for its colour and the text, its sign first.
+
+    The word is `pass`, `stale`, `void`, `fail`, `worse` or `none`.
+    """
 
     word: str
     text: str
@@ -23,7 +26,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Answers:
-    """What HEAD is.
+    """Answers about HEAD.
 
     Attributes:
         verdict: one line; `fail`, `void`, `worse`, `stale`, `pass` or `none`.
@@ -44,7 +47,7 @@ class Answers:
 def answers_of(
     found: Sequence[SuiteVerdict], failing: Sequence[Failing], charted: Sequence[Series], head: Head
 ) -> Answers:
-    """The answers that follow from the newest runs.
+    """Return the answers that follow from the newest runs.
 
     Args:
         found: their verdicts beside HEAD.
@@ -58,7 +61,9 @@ def answers_of(
     right, slower = _right(checks, wrong), _slower(worse, charted, head)
     cause = next(iter([*wrong, *worse]), None)
     old = sorted((one for one in checks if one.is_stale), key=_distance)
-    return Answers(_verdict(right, slower), right, slower, cause, _command(cause, checks), tuple(old))
+    return Answers(
+        _verdict(right, slower), right, slower, cause, _command(cause, checks), tuple(old)
+    )
 
 
 def _verdict(right: Answer, slower: Answer) -> Answer:
@@ -67,7 +72,9 @@ def _verdict(right: Answer, slower: Answer) -> Answer:
     texts = {
         "fail": "HEAD is wrong",
         "void": "HEAD is not proved right",
-        "worse": "HEAD is right, but worse than it was" if right.word == "pass" else "HEAD is worse than it was",
+        "worse": "HEAD is right, but worse than it was"
+        if right.word == "pass"
+        else "HEAD is worse than it was",
         "stale": "HEAD has not been measured",
         "pass": "HEAD is right, and no slower" if slower.word == "pass" else "HEAD is right",
         "none": "No check has run yet",
@@ -91,7 +98,11 @@ def _right(found: Sequence[SuiteVerdict], wrong: Sequence[Failing]) -> Answer:
 
 
 def _slower(worse: Sequence[Failing], charted: Sequence[Series], head: Head) -> Answer:
-    """A step can be seen in a series of twice `MIN_SEGMENT` runs, and at HEAD if the newest of them is of its code."""
+    """Answer whether HEAD is slower.
+
+    A step can be seen in a series of twice `MIN_SEGMENT` runs, and at HEAD if the newest of them is
+    of its code.
+    """
     long = [one for one in charted if len(one.clean) >= 2 * MIN_SEGMENT]
     old = [one for one in long if not freshness(one.rows, head).is_current]
     if worse:
@@ -100,7 +111,10 @@ def _slower(worse: Sequence[Failing], charted: Sequence[Series], head: Head) -> 
     elif not long:
         word, text = "none", f"not known: no chart has {2 * MIN_SEGMENT} runs"
     elif old:
-        word, text = "stale", f"not known: {len(old)} of {plural(len(long), 'chart')} end before HEAD"
+        word, text = (
+            "stale",
+            f"not known: {len(old)} of {plural(len(long), 'chart')} end before HEAD",
+        )
     else:
         word, text = "pass", f"no: the levels of {plural(len(long), 'chart')} stand"
     return Answer(word, f"{SIGNS[word]} {text}")
@@ -115,7 +129,10 @@ def _command(cause: Failing | None, found: Sequence[SuiteVerdict]) -> str:
     suite, benchmark, *_ = cause.key
     newest = cause.newest
     if suite == COMPARE:
-        return f"hybrid-kv bisect {newest.baseline_commit[:10]} {newest.commit[:10]} --benchmark {benchmark}"
+        return (
+            f"hybrid-kv bisect {newest.baseline_commit[:10]} {newest.commit[:10]} --benchmark "
+            f"{benchmark}"
+        )
     if cause.step is None:
         return f'hybrid-kv guard -k "{benchmark}"' if suite == "guard" else command_of(suite)
     good, bad = cause.passed.commit[:10], cause.first.commit[:10]
@@ -123,11 +140,11 @@ def _command(cause: Failing | None, found: Sequence[SuiteVerdict]) -> str:
 
 
 def _urgency(verdict: SuiteVerdict) -> tuple[bool, float]:
-    """Whether HEAD is right comes first."""
+    """Return the order of suites to run: first those that say whether HEAD is right."""
     return verdict.suite == "guard", _distance(verdict)
 
 
 def _distance(verdict: SuiteVerdict) -> float:
-    """Commits that a stale run is from HEAD; one that HEAD does not know is the farthest."""
+    """Return the commits from a stale run to HEAD; a commit that HEAD lacks is the farthest."""
     commits = verdict.fresh.commits if verdict.fresh else 0
     return float("inf") if commits is None else commits

@@ -1,4 +1,4 @@
-"""The charts of the first screen as HTML: each series with its runs, its steps, and how old its newest run is."""
+"""The charts of the first screen as HTML: series with their runs, their steps and their age."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def _place(row: Any) -> str:
 
 
 def axis_of(chosen: Sequence[Series]) -> Axis:
-    """An axis with room for every run of these series."""
+    """Return an axis with room for every run of these series."""
     moments = {_place(row): row.moment for series in chosen for row in each(series.rows)}
     order = sorted(moments, key=moments.__getitem__)
     return Axis({place: index / max(1, len(order) - 1) for index, place in enumerate(order)})
 
 
 def cards(report: Report, machine: str, asv: str) -> list[str]:
-    """The charts that have rows, as HTML.
+    """Return the charts that have rows, as HTML.
 
     Args:
         machine: whose series are drawn; empty: of each chart the longest.
@@ -69,7 +69,9 @@ def cards(report: Report, machine: str, asv: str) -> list[str]:
     return [_card(report, chart, found, series, axis, asv) for chart, found in chosen.items()]
 
 
-def _card(report: Report, chart: Chart, series: Series, others: Sequence[Series], axis: Axis, asv: str) -> str:
+def _card(
+    report: Report, chart: Chart, series: Series, others: Sequence[Series], axis: Axis, asv: str
+) -> str:
     second = chart.second.choose(others) if chart.second else None
     newest = next(each(series.rows.tail(1)))
     standing = next((one for one in report.failing if one.key == series.key), None)
@@ -79,20 +81,25 @@ def _card(report: Report, chart: Chart, series: Series, others: Sequence[Series]
         f"{chart.title}: {plural(len(series.rows), 'run')}, {plural(len(series.steps), 'step')}",
         _points(report, series, axis),
         _levels(series, axis),
-        [*(_mark(report, series, step, axis) for step in series.steps), *_compared_marks(report, series, axis)],
+        [
+            *(_mark(report, series, step, axis) for step in series.steps),
+            *_compared_marks(report, series, axis),
+        ],
         [Point(axis.x(row), float(row.value), "") for row in each(second.rows)] if second else [],
     )
     links = f' <a href="{asv}#{chart.asv}">asv</a>' if asv and chart.asv else ""
     value = metric(newest.value, series.unit or chart.line.unit)
     return (
-        f'<article class="card {word}" title="{escape(title(series.key))}"><h3>{escape(chart.title)}</h3>'
+        f'<article class="card {word}" title="{escape(title(series.key))}"><h3>'
+        f"{escape(chart.title)}</h3>"
         f'<p class="now"><b>{escape(value)}</b> {_trend(report, series)}</p>{drawn}'
-        f'<p class="foot"><span>{_span(series)}</span>{links}</p>{beside}{_stale_text(report, series)}</article>'
+        f'<p class="foot"><span>{_span(series)}</span>{links}</p>'
+        f"{beside}{_stale_text(report, series)}</article>"
     )
 
 
 def _trend(report: Report, series: Series) -> str:
-    """The newest step with its commit, or that there is none."""
+    """Return the newest step with its commit, or that there is none."""
     if len(series.clean) < 2:
         return "<small>one run so far</small>"
     if not series.steps:
@@ -105,7 +112,9 @@ def _trend(report: Report, series: Series) -> str:
 
 def _span(series: Series) -> str:
     rows = series.rows
-    first, last = (f"{moment:%m-%d}" for moment in (rows["moment"].iloc[0], rows["moment"].iloc[-1]))
+    first, last = (
+        f"{moment:%m-%d}" for moment in (rows["moment"].iloc[0], rows["moment"].iloc[-1])
+    )
     days = first if first == last else f"{first} … {last}"
     return f"{days} · {plural(len(rows), 'run')}"
 
@@ -119,7 +128,10 @@ def _stale_text(report: Report, series: Series) -> str:
 
 
 def _rival_text(report: Report, chart: Chart, series: Series) -> str:
-    """How many times our time the rival takes in the same case, as `python -m bench` measured them side by side."""
+    """Return how many times our time a rival takes in the same case.
+
+    `python -m bench` measured both in turns.
+    """
     if not chart.rival or OURS not in series.key[3]:
         return ""
     theirs = series.key[3].replace(OURS, f"subject={chart.rival}").replace(BY_ASV, "")
@@ -146,7 +158,11 @@ def _points(report: Report, series: Series, axis: Axis) -> list[Point]:
         info = report.infos.get(row.commit)
         subject = f"\n{info.subject}" if info else ""
         label = f"{row.commit[:7]}, {row.moment:%Y-%m-%d}: {with_interval(row)}{subject}"
-        points.append(Point(axis.x(row), float(row.value), label, report.target(row.commit), index not in clean))
+        points.append(
+            Point(
+                axis.x(row), float(row.value), label, report.target(row.commit), index not in clean
+            )
+        )
     return points
 
 
@@ -156,18 +172,23 @@ def _levels(series: Series, axis: Axis) -> list[Level]:
         return []
     values, places = rows["value"].to_numpy(), [axis.x(row) for row in each(rows)]
     edges = [0, *(step.index for step in series.steps), len(rows)]
-    return [Level(places[a], places[b - 1], float(np.median(values[a:b]))) for a, b in pairwise(edges)]
+    return [
+        Level(places[a], places[b - 1], float(np.median(values[a:b]))) for a, b in pairwise(edges)
+    ]
 
 
 def _mark(report: Report, series: Series, step: Step, axis: Axis) -> Mark:
     row, word = series.step_row(step), series.judge(step)
     before = series.row_before(step).commit[:7]
-    label = f"{change_text(step)} {word}, {levels_text(series.unit, step)}, between {before} and {row.commit[:7]}"
+    label = (
+        f"{change_text(step)} {word}, {levels_text(series.unit, step)}, between {before} and "
+        f"{row.commit[:7]}"
+    )
     return Mark(axis.x(row), short_change(step), word, label, report.target(row.commit))
 
 
 def _compared_marks(report: Report, series: Series, axis: Axis) -> list[Mark]:
-    """Return a mark for each recorded comparison with the commit before whose interval excludes "equal".
+    """Return marks of recorded comparisons with the commit before that exclude "equal".
 
     `hybrid-kv compare` runs two commits in turns, so it sees less than runs of different days can.
     """
@@ -182,7 +203,15 @@ def _compared_marks(report: Report, series: Series, axis: Axis) -> list[Mark]:
         word = "worse" if row.value > 1 else "better"
         before = row.baseline_commit[:7]
         label = f"{percent_change(row)} {word}, side by side with {before}"
-        marks.append(Mark(axis.x(row), f"{100 * (row.value - 1):+.2g} %", word, label, report.target(row.commit)))
+        marks.append(
+            Mark(
+                axis.x(row),
+                f"{100 * (row.value - 1):+.2g} %",
+                word,
+                label,
+                report.target(row.commit),
+            )
+        )
     return marks
 
 

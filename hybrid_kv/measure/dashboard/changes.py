@@ -1,8 +1,9 @@
-"""What a commit changed: its metrics beside those of the commit that was measured before it.
+"""Changes by a commit: its metrics next to those of the commit measured before it.
 
-Only rows of the commit itself count, not those of a tree with changes. Commits are in the order in which each was first
-measured. A metric with a 95 % interval has changed if its interval and the one before do not overlap. Without one, a
-count and a static kernel metric have changed if they differ; the rest may be rounding.
+Only rows of the commit itself count, not those of a tree with changes. Commits are in the order in
+which each was first measured. A metric with a 95 % interval has changed if its interval and the one
+before do not overlap. Without one, a count and a static kernel metric have changed if they differ;
+the rest may be rounding.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class Measured:
 
     Attributes:
         rows: of it, in order of time.
-        changes: its last row of each series that another commit was measured in before; with `was_` and each of
-            `BEFORE`, and `change`: `worse`, `better`, `changed` or `same`.
+        changes: its last row of each series that another commit was measured in before; with `was_`
+            and each of `BEFORE`, and `change`: `worse`, `better`, `changed` or `same`.
         steps: series whose level changed with it.
     """
 
@@ -48,22 +49,26 @@ class Measured:
 
     @cached_property
     def verdicts(self) -> list[SuiteVerdict]:
-        """Of its newest run of each suite on each machine."""
+        """Verdicts of its newest run of each suite on each machine."""
         return verdicts(self.rows)
 
     def count(self, change: str) -> int:
         return int((self.changes["change"] == change).sum())
 
 
-def newest_commits(rows: pd.DataFrame, series: Sequence[Series], limit: int = MAX_COMMITS) -> dict[str, Measured]:
-    """The `limit` commits that were first measured last, in that order.
+def newest_commits(
+    rows: pd.DataFrame, series: Sequence[Series], limit: int = MAX_COMMITS
+) -> dict[str, Measured]:
+    """Return the `limit` commits that were first measured last, in that order.
 
     Args:
         rows: of `Results`.
         series: their `histories`.
     """
     own = rows[~rows["dirty"]]
-    commits = [c for c in own["commit"].drop_duplicates() if re.fullmatch(r"[0-9a-f]{40}", c)][-limit:]
+    commits = [c for c in own["commit"].drop_duplicates() if re.fullmatch(r"[0-9a-f]{40}", c)][
+        -limit:
+    ]
     of = dict(list(own[own["commit"].isin(commits)].groupby("commit", sort=False)))
     changes = changed_rows(rows, commits)
     changes_of = dict(list(changes.groupby("commit", sort=False)))
@@ -76,7 +81,7 @@ def newest_commits(rows: pd.DataFrame, series: Sequence[Series], limit: int = MA
 
 
 def changed_rows(rows: pd.DataFrame, commits: Sequence[str]) -> pd.DataFrame:
-    """`Measured.changes` of all these commits, in one pass."""
+    """Return `Measured.changes` of all these commits, in one pass."""
     usable = rows[~rows["dirty"] & (rows["verdict"] != "void") & ~rows["suite"].isin(NO_LEVEL)]
     # Numbered as they first appear, which is their order; the last row of each stands for it.
     number = usable.groupby([*SERIES, "commit"], sort=False).ngroup()
@@ -94,5 +99,7 @@ def _judged(rows: pd.DataFrame) -> list[str]:
     exact = ends.isna().any(axis=1) & (whole | (rows["suite"] == STATIC_SUITE)) & (now != before)
     lower, higher = rows["better"] == "lower", rows["better"] == "higher"
     worse = (lower & (now > before)) | (higher & (now < before))
-    words = np.select([~(apart | exact), worse, lower | higher], ["same", "worse", "better"], "changed")
+    words = np.select(
+        [~(apart | exact), worse, lower | higher], ["same", "worse", "better"], "changed"
+    )
     return [str(word) for word in words]

@@ -1,4 +1,4 @@
-"""Which series the first screen shows: a few that say whether HEAD is slower, and since which commit."""
+"""The series of the first screen: a few that show whether HEAD is slower, and since when."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ _ENGINE_STEP = "engine_step.DecodeBlock.time_decode_block"
 
 @dataclass(frozen=True)
 class Line:
-    """What is drawn: of all series with these names the engine's with most of `case` in its own, then the longest.
+    """A choice among series with these names: the engine's, with most of `case` in its own.
+
+    Of several the longest is drawn.
 
     Attributes:
         unit: of its figures, where the rows have none.
@@ -26,7 +28,7 @@ class Line:
     unit: str = ""
 
     def choose(self, series: Sequence[Series]) -> Series | None:
-        """The series; None if none of them has these names."""
+        """Return the series; None if none of them has these names."""
         names = (self.suite, self.benchmark, self.metric)
         fitting = [one for one in series if one.key[:3] == names and is_ours(one.key[3])]
         return max(fitting, key=self._rank, default=None)
@@ -56,13 +58,29 @@ class Chart:
 
 
 CHARTS = (
-    Chart("Block tables, a step", Line("block_tables", "total"), "block_tables.Total.time_total", "vllm"),
-    Chart("Scheduler, decode", Line("scheduler", "decode", case=("K=0",)), "scheduler.Decode.time_decode"),
+    Chart(
+        "Block tables, a step",
+        Line("block_tables", "total"),
+        "block_tables.Total.time_total",
+        "vllm",
+    ),
+    Chart(
+        "Scheduler, decode",
+        Line("scheduler", "decode", case=("K=0",)),
+        "scheduler.Decode.time_decode",
+    ),
     Chart("Scheduler, prefill", Line("scheduler", "admit"), "scheduler.Admit.time_admit"),
     Chart("Engine, decode", Line("engine_step", "decode_block", case=("K=0",)), _ENGINE_STEP),
-    Chart("Engine, verify 3 drafts", Line("engine_step", "decode_block", case=("K=3",)), _ENGINE_STEP),
+    Chart(
+        "Engine, verify 3 drafts", Line("engine_step", "decode_block", case=("K=3",)), _ENGINE_STEP
+    ),
     Chart("End to end", Line("end_to_end", "nemotron"), "end_to_end.Nemotron.time_nemotron"),
-    Chart("Kernel-block expansion", Line("kernel_blocks", "step"), "kernel_blocks.Step.time_step", "vllm"),
+    Chart(
+        "Kernel-block expansion",
+        Line("kernel_blocks", "step"),
+        "kernel_blocks.Step.time_step",
+        "vllm",
+    ),
     Chart(
         "Memory of a request",
         Line("memory", "plan", "bytes_per_request", ("model=nemotron-3-nano", "mode=all", "K=3")),
@@ -72,12 +90,14 @@ CHARTS = (
     Chart(
         "GSM8K-format answers",
         Line(ACCURACY, "gsm8k_synth", "exact_match_strict", ("speculative_method=mtp",), "share"),
-        second=Line(ACCURACY, "gsm8k_synth", "draft_acceptance", ("speculative_method=mtp",), "share"),
+        second=Line(
+            ACCURACY, "gsm8k_synth", "draft_acceptance", ("speculative_method=mtp",), "share"
+        ),
         second_name="of drafts accepted",
     ),
 )
 
 
 def charted(series: Sequence[Series]) -> dict[Chart, Series]:
-    """The charts that have a series among these."""
+    """Return the charts that have a series among these."""
     return {chart: found for chart in CHARTS if (found := chart.line.choose(series)) is not None}

@@ -1,4 +1,7 @@
-"""A page for each commit, for its reviewer: what did this commit change? Tables only: it has no script."""
+"""A page for each commit, for its reviewer.
+
+It has tables only, and no script.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,14 @@ from hybrid_kv.measure.dashboard.page import document
 from hybrid_kv.measure.dashboard.report import MAX_MACHINES, Report, Section
 from hybrid_kv.measure.dashboard.sections.times import compared, slower_text
 from hybrid_kv.measure.dashboard.verdicts import SuiteVerdict, overall
-from hybrid_kv.measure.dashboard.words import WORDS, change_text, day, levels_text, suite_name, with_unit
+from hybrid_kv.measure.dashboard.words import (
+    WORDS,
+    change_text,
+    day,
+    levels_text,
+    suite_name,
+    with_unit,
+)
 
 
 def build_commits(report: Report) -> Iterator[tuple[str, str]]:
@@ -36,12 +46,15 @@ def build_commits(report: Report) -> Iterator[tuple[str, str]]:
     found = list(report.commits.values())
     for before, one, after in zip([None, *found], found, [*found[1:], None], strict=False):
         made = (_verdict(one), _steps(report, one), _comparison(report, one), _changes(report, one))
-        body = _header(report, one, before, after) + f"<main>{''.join(s.html for s in made if s)}</main>\n"
+        body = (
+            _header(report, one, before, after)
+            + f"<main>{''.join(s.html for s in made if s)}</main>\n"
+        )
         yield one.file, document(f"hybrid-kv {one.commit[:7]}", body)
 
 
 def write_commits(report: Report, folder: Path) -> None:
-    """Write each page whole or not at all; pages of an earlier report that are not among them are deleted.
+    """Write each page whole or not at all, and delete other pages of an earlier report.
 
     Raises:
         HybridKVError: one cannot be written.
@@ -62,14 +75,21 @@ def _header(report: Report, one: Measured, before: Measured | None, after: Measu
     if info:
         lines.append(f"{escape(info.author)}, {info.day}")
     machines = list(dict.fromkeys(one.rows["machine"][one.rows["machine"] != ""]))
-    more = [f"and {len(machines) - MAX_MACHINES:,} more machines"] if len(machines) > MAX_MACHINES else []
+    more = (
+        [f"and {len(machines) - MAX_MACHINES:,} more machines"]
+        if len(machines) > MAX_MACHINES
+        else []
+    )
     places = ", ".join([*machines[:MAX_MACHINES], *more])
     first, last = one.rows["time_utc"].iloc[0][:10], one.rows["time_utc"].iloc[-1][:10]
-    lines.append(f"{len(one.rows):,} measurements of {first}{f' to {last}' if last != first else ''}")
+    lines.append(
+        f"{len(one.rows):,} measurements of {first}{f' to {last}' if last != first else ''}"
+    )
     around = ['<a href="../index.html">all commits</a>']
     around += [f'before: <a href="{before.file}">{before.commit[:7]}</a>'] if before else []
     around += [f'after: <a href="{after.file}">{after.commit[:7]}</a>'] if after else []
-    return f"""<header><h1>{escape(info.subject) if info and info.subject else f"Commit {one.commit[:7]}"}</h1>
+    subject = escape(info.subject) if info and info.subject else f"Commit {one.commit[:7]}"
+    return f"""<header><h1>{subject}</h1>
 <p>{"<br>".join([*lines, escape(places)])}</p><p>{" · ".join(around)}</p></header>
 """
 
@@ -95,7 +115,7 @@ def _verdict(one: Measured) -> Section:
 
 
 def _not_passed(found: Sequence[SuiteVerdict]) -> str:
-    """Checks with another verdict than `pass`, as a table; empty without any."""
+    """Return checks with another verdict than `pass`, as a table; empty without any."""
     rows = [
         [
             row_name(row),
@@ -137,33 +157,48 @@ def _comparison(report: Report, one: Measured) -> Section | None:
     rows = one.rows[one.rows["suite"] == COMPARE]
     if rows.empty:
         return None
-    body = report.by_machine(rows, lambda own: compared(newest_run(own), partial(report.link, folder="")))
-    return Section("Comparison", slower_text(rows), body, "fail" if (rows["verdict"] == "fail").any() else "")
+    body = report.by_machine(
+        rows, lambda own: compared(newest_run(own), partial(report.link, folder=""))
+    )
+    return Section(
+        "Comparison", slower_text(rows), body, "fail" if (rows["verdict"] == "fail").any() else ""
+    )
 
 
 def _changes(report: Report, one: Measured) -> Section:
     rows = one.changes[one.changes["change"] != "same"]
     if one.changes.empty:
         return Section("Metrics", "No commit before it was measured in the same series", "")
-    counts = ", ".join(f"{count:,} {word}" for word in ("worse", "better", "changed") if (count := one.count(word)))
-    finding = f"{counts or 'None'} of {len(one.changes):,} metrics, beside the commit measured before"
+    counts = ", ".join(
+        f"{count:,} {word}" for word in ("worse", "better", "changed") if (count := one.count(word))
+    )
+    finding = (
+        f"{counts or 'None'} of {len(one.changes):,} metrics, beside the commit measured before"
+    )
     with np.errstate(divide="ignore"):  # from or to zero is infinitely far
         far = np.log((rows["value"] / rows["was_value"].astype(float)).abs()).abs()
     rank = rows["change"].map({"worse": 0, "changed": 1, "better": 2})
     ranked = rows.assign(rank=rank, ours=rows["case"].map(is_ours), far=far)
     ranked = ranked.sort_values(["ours", "rank", "far"], ascending=[False, True, False])
     lines = [_change(report, row) for row in each(ranked.head(MAX_LISTED))]
-    body = table(["metric", "change", "", "was", "is", "beside", "machine"], lines, count=len(rows)) if lines else ""
+    body = (
+        table(["metric", "change", "", "was", "is", "beside", "machine"], lines, count=len(rows))
+        if lines
+        else ""
+    )
     note = (
-        f"{one.count('same'):,} are the same: equal, or their 95 % intervals overlap, or neither a count nor with an "
-        "interval. Each run had its own day and load: hybrid-kv compare measures a time that matters side by side."
+        f"{one.count('same'):,} are the same: equal, or their 95 % intervals overlap, or neither a "
+        "count nor with an interval. Each run had its own day and load: hybrid-kv compare measures "
+        "a time that matters side by side."
     )
     return Section("Metrics", finding, body + paragraph(note))
 
 
 def _change(report: Report, row: Any) -> list[str]:
     was = row._replace(value=row.was_value, ci_low=row.was_ci_low, ci_high=row.was_ci_high)
-    change = f"{100 * (row.value - row.was_value) / abs(row.was_value):+.3g} %" if row.was_value else "–"
+    change = (
+        f"{100 * (row.value - row.was_value) / abs(row.was_value):+.3g} %" if row.was_value else "–"
+    )
     return [
         row_name(row),
         change,

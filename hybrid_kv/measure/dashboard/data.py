@@ -1,4 +1,4 @@
-"""The rows in `results/` as one frame: what a series is, which of its rows is the last, which rows a page can hold."""
+"""The rows in `results/` as a frame: series, their last rows, and the rows of a page."""
 
 from __future__ import annotations
 
@@ -15,16 +15,27 @@ from hybrid_kv.files import require_regular
 from hybrid_kv.measure.results import NO_HEAD, Head
 from hybrid_kv.measure.results.store import DATASET, NAMES, Store, opened
 
-# A series is one check or benchmark on one machine. Of `params` these say how a number came about, not what it is of.
+# A series is one check or benchmark on one machine. Of `params` these say how a number came about,
+# not what it is of.
 SERIES = ["suite", "benchmark", "metric", "case", "machine"]
-NO_IDENTITY = {"receipt", "seconds", "baseline", "candidate", "candidate_commit", "reason", "gone", "unfit"}
+NO_IDENTITY = {
+    "receipt",
+    "seconds",
+    "baseline",
+    "candidate",
+    "candidate_commit",
+    "reason",
+    "gone",
+    "unfit",
+}
 NO_IDENTITY |= {"outcome", "was", "p", "clock_mhz", "head_commit", "quarantined"}  # of a comparison
 COMPARE, CURVE, BISECT, SWARM, MUTANTS = "compare", "operating_curve", "bisect", "swarm", "mutants"
-# Ratios to some baseline, rates of the harness, counts that grow, and figures of an engine that is wrong on purpose:
-# these have no level over time.
+# Ratios to some baseline, rates of the harness, counts that grow, and figures of an engine that is
+# wrong on purpose: these have no level over time.
 NO_LEVEL = (COMPARE, CURVE, BISECT, SWARM, MUTANTS)
 ACCURACY = "accuracy"
-STATIC_SUITE = "kernels"  # Compiled ahead of time: the same on every machine, and only what changed is appended.
+# Compiled ahead of time: the same on every machine, and only what changed is appended.
+STATIC_SUITE = "kernels"
 
 MAX_ROWS = 300_000  # of a page; `choose_rows` has the rule
 
@@ -34,10 +45,10 @@ class Results:
     """All rows of a folder.
 
     Attributes:
-        rows: the columns of `results.COLUMNS`, in the order of the commits, those of one in order of time, and
-            `parsed` (params as a dict), `case` (params that say what was measured, for the reader), `time` of the
-            measurement and `moment`: when the commit was made, or `time` if the checkout lacks it. `machine` includes
-            the device unless that is a CPU.
+        rows: the columns of `results.COLUMNS`, in the order of the commits, those of one in order
+            of time, and `parsed` (params as a dict), `case` (params that say what was measured, for
+            the reader), `time` of the measurement and `moment`: when the commit was made, or `time`
+            if the checkout lacks it. `machine` includes the device unless that is a CPU.
         files: names of the files that were read.
         foreign: names of CSV files of another kind, which were not.
         total: how many measurements the files have.
@@ -51,12 +62,12 @@ class Results:
     rule: str = ""
 
     def of(self, suite: str, benchmark: str | None = None) -> pd.DataFrame:
-        """Rows of a suite, in order."""
+        """Return the rows of a suite, in order."""
         rows = self.rows[self.rows["suite"] == suite]
         return rows if benchmark is None else rows[rows["benchmark"] == benchmark]
 
     def of_machine(self, machine: str) -> pd.DataFrame:
-        """Rows of a machine, and those that belong to none; all rows for an empty name."""
+        """Return rows of a machine and those that belong to none; all rows for an empty name."""
         return self.rows[self.rows["machine"].isin([machine, ""])] if machine else self.rows
 
     @property
@@ -68,7 +79,7 @@ class Results:
 
 @dataclass(frozen=True)
 class Files:
-    """The files of a folder: those with rows, all names that are of the schema, CSVs of another kind."""
+    """The files of a folder: those with rows, all of the schema, and CSVs of another kind."""
 
     read: list[Path]
     names: list[str]
@@ -76,7 +87,9 @@ class Files:
 
 
 def find_files(folder: Path) -> Files:
-    """CSVs of the schema and data sets in a folder, or the folder if it is one; an empty file has no rows.
+    """Find CSVs of the schema and data sets in a folder, or the folder if it is a data set.
+
+    An empty file has no rows.
 
     Raises:
         HybridKVError: there is no such folder, or no file of the schema in it.
@@ -85,7 +98,8 @@ def find_files(folder: Path) -> Files:
         return Files([folder], [folder.name], [])
     if not folder.is_dir():
         raise HybridKVError(
-            f"{folder} is no folder with results; `hybrid-kv guard --record` makes one, --results names another"
+            f"{folder} is no folder with results; `hybrid-kv guard --record` makes one, --results "
+            "names another"
         )
     found = Files([], [], [])
     for path in sorted([*folder.glob("*.csv"), *folder.glob(f"*{DATASET}")]):
@@ -103,7 +117,9 @@ def find_files(folder: Path) -> Files:
         if head.endswith(b"\n"):  # A header without its end has no rows.
             found.read.append(path)
     if not found.names:
-        raise HybridKVError(f"{folder} has no CSV of results; `hybrid-kv guard --results {folder}` makes one")
+        raise HybridKVError(
+            f"{folder} has no CSV of results; `hybrid-kv guard --results {folder}` makes one"
+        )
     return found
 
 
@@ -120,7 +136,9 @@ def load(folder: Path, head: Head = NO_HEAD) -> Results:
     with opened(files.read) as store:
         chosen = choose_rows(store)
         frame = store.frame(f"SELECT {NAMES} FROM {chosen.source} ORDER BY place, line")
-    return Results(prepare(frame, head.times()), files.names, files.foreign, chosen.total, chosen.rule)
+    return Results(
+        prepare(frame, head.times()), files.names, files.foreign, chosen.total, chosen.rule
+    )
 
 
 @dataclass(frozen=True)
@@ -139,9 +157,10 @@ class Chosen:
 
 
 def choose_rows(store: Store, limit: int = MAX_ROWS) -> Chosen:
-    """All rows, or whole runs: the newest of each suite on each machine, its fullest, and others at equal distances.
+    """Return all rows, or whole runs: the newest of each suite on each machine, and others.
 
-    Of what is compiled ahead of time, of which only changes are appended, the last row of each series is there, too.
+    The others are its fullest, and runs at equal distances. Changes alone are appended for compiled
+    kernels, so the last row of each of their series is there, too.
     """
     behind = "suite = 'guard' AND contains(metric, ':')"  # as in `_fold_guard`
     ((size, total),) = store.run(f"SELECT count(*), count(*) FILTER (NOT ({behind})) FROM rows")
@@ -151,7 +170,10 @@ def choose_rows(store: Store, limit: int = MAX_ROWS) -> Chosen:
         """CREATE TEMP TABLE runs AS SELECT *,
             row_number() OVER (of_one ORDER BY ended DESC, run_id) AS age,
             row_number() OVER (of_one ORDER BY size DESC, ended DESC, run_id) AS smallness
-        FROM (SELECT suite, machine, device, run_id, max(time_utc) AS ended, count(*) AS size FROM rows GROUP BY ALL)
+        FROM (
+            SELECT suite, machine, device, run_id, max(time_utc) AS ended, count(*) AS size
+            FROM rows GROUP BY ALL
+        )
         WINDOW of_one AS (PARTITION BY suite, machine, device)"""
     )
 
@@ -168,18 +190,22 @@ def choose_rows(store: Store, limit: int = MAX_ROWS) -> Chosen:
         f"""CREATE TEMP TABLE chosen AS
         SELECT place, line FROM rows SEMI JOIN runs USING (suite, machine, device, run_id)
         UNION SELECT unnest(last) FROM (
-            SELECT max(ROW(time_utc, place, line)) AS found, {{'place': found[2], 'line': found[3]}} AS last
+            SELECT max(ROW(time_utc, place, line)) AS newest,
+                {{'place': newest[2], 'line': newest[3]}} AS last
             FROM rows WHERE suite = '{STATIC_SUITE}' GROUP BY benchmark, metric, params, triton
         )"""
     )
-    rule = f"the newest {'run' if newest == 1 else f'{newest} runs'} of each suite on each machine, its fullest"
+    rule = (
+        f"the newest {'run' if newest == 1 else f'{newest} runs'} of each suite on each machine, "
+        "its fullest"
+    )
     if step < never:
         rule += f", and each {step}th of the others"
     return Chosen(total, "rows SEMI JOIN chosen USING (place, line)", rule)
 
 
 def prepare(frame: pd.DataFrame, times: Mapping[str, int] | None = None) -> pd.DataFrame:
-    """Rows of `results.COLUMNS`, in any order, as `Results` has them.
+    """Return rows of `results.COLUMNS`, in any order, as `Results` has them.
 
     Args:
         times: of commits, in seconds since 1970.
@@ -208,7 +234,10 @@ def prepare(frame: pd.DataFrame, times: Mapping[str, int] | None = None) -> pd.D
 
 
 def _fold_guard(frame: pd.DataFrame) -> pd.DataFrame:
-    """The guard's checks, with the numbers behind each (rows called `CHECK:NUMBER`) among its parsed params."""
+    """Return the guard's checks, with the numbers of each among its parsed params.
+
+    These are rows called `CHECK:NUMBER`.
+    """
     guard = frame["suite"] == "guard"
     behind = guard & frame["metric"].str.contains(":", regex=False)
     numbers: dict[tuple[str, ...], dict[str, Any]] = {}
@@ -219,7 +248,9 @@ def _fold_guard(frame: pd.DataFrame) -> pd.DataFrame:
     checks = zip(frame["run_id"], frame["benchmark"], frame["metric"], frame["parsed"], strict=True)
     frame["parsed"] = pd.Series(
         [
-            {**parsed, **own, "limit": _limit(own)} if (own := numbers.get((run, benchmark, metric))) else parsed
+            {**parsed, **own, "limit": _limit(own)}
+            if (own := numbers.get((run, benchmark, metric)))
+            else parsed
             for run, benchmark, metric, parsed in checks
         ],
         frame.index,
@@ -229,9 +260,11 @@ def _fold_guard(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _limit(numbers: dict[str, Any]) -> str:
-    """As the guard prints it."""
+    """Return a limit as the guard prints it."""
     signs = {"at_least": ">= ", "at_most": "<= ", "limit": ""}
-    return next((f"{sign}{numbers[name]:.3g}" for name, sign in signs.items() if name in numbers), "")
+    return next(
+        (f"{sign}{numbers[name]:.3g}" for name, sign in signs.items() if name in numbers), ""
+    )
 
 
 def _case(params: dict[str, Any], without: Collection[str] = ()) -> str:
@@ -240,29 +273,37 @@ def _case(params: dict[str, Any], without: Collection[str] = ()) -> str:
 
 
 def column(rows: pd.DataFrame, name: str, *kinds: type) -> pd.Series[Any]:
-    """One of the params of each row; None where it is missing or of another type."""
+    """Return a param of each row; None where it is missing or of another type."""
     values = [params.get(name) for params in rows["parsed"]]
-    return pd.Series([value if type(value) in kinds else None for value in values], rows.index, dtype=object)
+    return pd.Series(
+        [value if type(value) in kinds else None for value in values], rows.index, dtype=object
+    )
 
 
 def with_params(rows: pd.DataFrame, **kinds: type | tuple[type, ...]) -> pd.DataFrame:
-    """Rows with some of their params as columns of these types."""
-    found = {name: column(rows, name, *(kind if isinstance(kind, tuple) else (kind,))) for name, kind in kinds.items()}
+    """Return rows with some of their params as columns of these types."""
+    found = {
+        name: column(rows, name, *(kind if isinstance(kind, tuple) else (kind,)))
+        for name, kind in kinds.items()
+    }
     return rows.assign(**found)
 
 
 def each(rows: pd.DataFrame) -> Iterator[Any]:
-    """The rows as named tuples."""
+    """Return the rows as named tuples."""
     return iter(rows.itertuples())
 
 
 def newest_run(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of the run that measured last."""
+    """Return the rows of the run that measured last."""
     return rows[rows["run_id"] == rows["run_id"].iloc[-1]] if len(rows) else rows
 
 
 def fullest_run(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of the newest of the runs with most rows: a quick run after it has not measured every cell."""
+    """Return the rows of the newest of the runs with most rows.
+
+    A quick run after it has not measured every cell.
+    """
     if not len(rows):
         return rows
     sizes = rows.groupby("run_id", sort=False).size()
@@ -271,10 +312,10 @@ def fullest_run(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def is_ours(case: str) -> bool:
-    """The case is of the engine's own code, not of another engine's that is measured beside it."""
+    """Return whether the case is of the engine's code, not of another engine's."""
     return "subject=" not in case or "subject=engine" in case
 
 
 def last_rows(rows: pd.DataFrame) -> pd.DataFrame:
-    """The last row of each series."""
+    """Return the last row of each series."""
     return rows.drop_duplicates(SERIES, keep="last")

@@ -1,8 +1,8 @@
-"""What is failing, and since when: checks that did not pass in the newest runs, and levels that are worse than before.
+"""Checks that did not pass in the newest runs, levels that are worse, and since when.
 
-A check fails since the first of its last runs in a row that did not pass. A level fails if no later level is as good as
-the one before a step for the worse. All of it follows from the rows, so that an alarm needs no memory: what fails with
-the rows of a night, and did not without them, is new.
+A check fails since the first of its last runs in a row that did not pass. A level fails if no later
+level is as good as the one before a step for the worse. All of it follows from the rows, so that an
+alarm needs no memory: what fails with the rows of a night, and did not without them, is new.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ class Failing:
 
     @property
     def text(self) -> str:
-        """What is wrong."""
+        """The kind of failure."""
         return f"{change_text(self.step)} worse" if self.step else WORDS[self.word]
 
     @property
     def value(self) -> str:
-        """What was measured last, or both levels."""
+        """The last measured value, or both levels."""
         return levels_text(self.newest.unit, self.step) if self.step else with_unit(self.newest)
 
 
 def find_failing(rows: pd.DataFrame, series: Sequence[Series]) -> list[Failing]:
-    """Failed checks, void checks, then worse levels; of each the newest first.
+    """Return failed checks, void checks, then worse levels; of each the newest first.
 
     Args:
         rows: of `Results`, one machine's or all.
@@ -63,23 +63,34 @@ def find_failing(rows: pd.DataFrame, series: Sequence[Series]) -> list[Failing]:
     """
     checks = _checks(rows)
     known = {one.key for one in checks}
-    found = [*checks, *(one for s in series if s.key not in known and (one := _level(s)) is not None)]
+    found = [
+        *checks,
+        *(one for s in series if s.key not in known and (one := _level(s)) is not None),
+    ]
     order = {"fail": 0, "void": 1, "worse": 2}
     return sorted(found, key=lambda one: (order[one.word], -one.first.time.timestamp(), one.key))
 
 
 def new_failures(now: Sequence[Failing], before: Sequence[Failing]) -> list[Failing]:
-    """What began to fail or went down another step; a step that more rows date otherwise is not new."""
+    """Return failures that began or went down another step.
+
+    A step that more rows date otherwise is not new.
+    """
     known = {(one.key, one.depth) for one in before}
     return [one for one in now if (one.key, one.depth) not in known]
 
 
 def counted(failing: Sequence[Failing]) -> str:
     """Return in words how many are failing."""
-    words = {"fail": ("check failed", "checks failed"), "void": ("check was void", "checks were void")}
+    words = {
+        "fail": ("check failed", "checks failed"),
+        "void": ("check was void", "checks were void"),
+    }
     words["worse"] = ("level is worse", "levels are worse")
     count = Counter(one.word for one in failing)
-    found = [f"{count[word]:,} {forms[count[word] != 1]}" for word, forms in words.items() if count[word]]
+    found = [
+        f"{count[word]:,} {forms[count[word] != 1]}" for word, forms in words.items() if count[word]
+    ]
     return ", ".join(found) or "Nothing is failing"
 
 
@@ -96,7 +107,11 @@ def _checks(rows: pd.DataFrame) -> list[Failing]:
             lines.pop()
         passed = next((i for i in range(len(lines) - 1, -1, -1) if lines[i].verdict == "pass"), -1)
         last_passed = lines[passed] if passed >= 0 else None
-        found.append(Failing(tuple(map(str, key)), lines[-1].verdict, lines[-1], lines[passed + 1], last_passed))
+        found.append(
+            Failing(
+                tuple(map(str, key)), lines[-1].verdict, lines[-1], lines[passed + 1], last_passed
+            )
+        )
     return found
 
 
@@ -112,11 +127,18 @@ def _stands(series: Series, steps: Sequence[Step]) -> bool:
 
 
 def _level(series: Series) -> Failing | None:
-    """The engine's newest step for the worse that stands; what a check judges fails if the check does."""
+    """Return the engine's newest step for the worse that stands.
+
+    A series that a check judges fails if the check does.
+    """
     steps = series.steps
     if not steps or series.rows["verdict"].iloc[-1] != "" or not is_ours(series.key[3]):
         return None
-    stands = [step for i, step in enumerate(steps) if series.judge(step) == "worse" and _stands(series, steps[i:])]
+    stands = [
+        step
+        for i, step in enumerate(steps)
+        if series.judge(step) == "worse" and _stands(series, steps[i:])
+    ]
     if not stands:
         return None
     step = stands[-1]

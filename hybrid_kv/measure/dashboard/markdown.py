@@ -1,4 +1,4 @@
-"""The same rows as a short comment on a pull request."""
+"""The rows as a short comment on a pull request."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ MAX_LINES = 10
 
 
 def summary(report: Report, machine: str = "") -> str:
-    """Verdicts and what is failing, as GitHub's Markdown with `MARKER` first.
+    """Return verdicts and failures as GitHub's Markdown, with `MARKER` first.
 
     Args:
         machine: only rows of this one, and those without a machine; empty: all.
     """
     found = report.verdicts_on(machine)
     if not found:
-        return f"{MARKER}\n### hybrid-kv: no verdict\n\nNo check has run yet: `hybrid-kv guard --record`\n"
+        return (
+            f"{MARKER}\n### hybrid-kv: no verdict\n\nNo check has run yet: `hybrid-kv guard "
+            "--record`\n"
+        )
     answers = report.answers(machine)
     lines = [MARKER, f"### hybrid-kv: {answers.verdict.text}", ""]
     lines += [f"Right? {answers.right.text}. Slower? {answers.slower.text}.", ""]
@@ -37,19 +40,29 @@ def summary(report: Report, machine: str = "") -> str:
 
 
 def failing_lines(report: Report, failing: Sequence[Failing]) -> list[str]:
-    """Some of what is failing as a table, with the first commit that failed, its author and the last that passed."""
-    lines = ["| failing | value | limit | since | author | last passed |", "|---|--:|--:|---|---|---|"]
+    """Return some failures as a table: the first commit that failed, the last that passed."""
+    lines = [
+        "| failing | value | limit | since | author | last passed |",
+        "|---|--:|--:|---|---|---|",
+    ]
     for one in failing[:MAX_LINES]:
         value = f"{change_text(one.step)}, {one.value}" if one.step else one.value
         info = report.infos.get(one.first.commit)
-        cells = [plain(title(one.key)), plain(value), plain(str(one.newest.parsed.get("limit", "")))]
+        cells = [
+            plain(title(one.key)),
+            plain(value),
+            plain(str(one.newest.parsed.get("limit", ""))),
+        ]
         cells += [
             _run(report, one.first),
             plain(info.author if info else ""),
             _run(report, one.passed) if one.passed else "never",
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, *([f"\nand {len(failing) - MAX_LINES:,} more"] if len(failing) > MAX_LINES else [])]
+    return [
+        *lines,
+        *([f"\nand {len(failing) - MAX_LINES:,} more"] if len(failing) > MAX_LINES else []),
+    ]
 
 
 def _run(report: Report, row: Any) -> str:
@@ -57,7 +70,7 @@ def _run(report: Report, row: Any) -> str:
 
 
 def _commit(report: Report, row: Any) -> str:
-    """Linked to its page, if the report is on a site."""
+    """Return a commit, linked to its page if the report is on a site."""
     own, short = report.commits.get(row.commit), plain(row.commit[:7])
     linked = f"[{short}]({report.site}/{COMMITS}{own.file})" if own and report.site else short
     return linked + (" + changes" if row.dirty else "")
@@ -70,5 +83,7 @@ def _verdict_lines(report: Report, found: list[SuiteVerdict]) -> list[str]:
         count = f"{verdict.count('pass'):,} of {len(verdict.rows):,}"
         place = plain(verdict.machine or "any")
         word = WORDS[verdict.word]
-        lines.append(f"| {plain(suite_name(verdict.suite))} | {word} | {count} | {commit} | {place} |")
+        lines.append(
+            f"| {plain(suite_name(verdict.suite))} | {word} | {count} | {commit} | {place} |"
+        )
     return lines

@@ -1,6 +1,7 @@
-"""The page: one `index.html` with its charts and its script inside; it opens from a disk or an archive.
+"""The page: an `index.html` with its charts and its script inside, to be opened from a disk.
 
-First screen: the verdict on HEAD with four answers, then the charts; below what is failing; everything else is folded.
+First screen: the verdict on HEAD with four answers, then the charts; below what is failing;
+everything else is folded.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _FOLDER = Path(__file__).parent
 
 
 def build_page(report: Report, machine: str = "", asv: bool = False) -> str:
-    """The whole page as HTML; it links `rows.parquet`, which must be beside it.
+    """Return the whole page as HTML; it links `rows.parquet` next to it.
 
     Args:
         machine: that the filter starts with; empty: all.
@@ -33,7 +34,9 @@ def build_page(report: Report, machine: str = "", asv: bool = False) -> str:
     """
     machines = report.results.machines
     if machine and machine not in machines:
-        raise ConfigError(f"no row is from machine {machine!r}; there are {', '.join(machines) or 'no rows'}")
+        raise ConfigError(
+            f"no row is from machine {machine!r}; there are {', '.join(machines) or 'no rows'}"
+        )
     made = {section: section(report) for section in SECTIONS}
     failing = made.pop(failing_now)
     folded = [section for section in made.values() if section is not None] + _missing(made)
@@ -49,7 +52,9 @@ def build_page(report: Report, machine: str = "", asv: bool = False) -> str:
 
 
 def document(title: str, body: str, script: str = "") -> str:
-    """A whole page as HTML that fetches nothing; without a script none may run in it.
+    """Return a whole page as HTML that fetches nothing.
+
+    Without a script none may run in it.
 
     Args:
         body: HTML.
@@ -76,11 +81,12 @@ def document(title: str, body: str, script: str = "") -> str:
 
 
 def _views(report: Report, machine: str, block: Callable[[str], str]) -> str:
-    """A block about all machines, and one for each that the filter may choose; one of them is seen."""
+    """Return a block about all machines, and one for each of the filter; one of them is seen."""
     names = ["", *report.results.machines[:MAX_MACHINES]]
     seen = machine if machine in names else ""
     return "".join(
-        f'<div data-view="{escape(name)}"{"" if name == seen else " hidden"}>{block(name)}</div>' for name in names
+        f'<div data-view="{escape(name)}"{"" if name == seen else " hidden"}>{block(name)}</div>'
+        for name in names
     )
 
 
@@ -93,16 +99,24 @@ def _verdict(report: Report, machine: str) -> str:
         since = f"{before} … {report.link(cause.first.commit)}"
         info = report.infos.get(cause.first.commit)
         since += f" <small>{escape(info.subject)}</small>" if info else ""
-    command = f"{code(answers.command)} <button type=button data-copy>copy</button>" if answers.command else "nothing"
+    command = (
+        f"{code(answers.command)} <button type=button data-copy>copy</button>"
+        if answers.command
+        else "nothing"
+    )
     old = ", ".join(f"{one.suite} by {one.fresh.distance}" for one in answers.stale if one.fresh)
     stale = f"<small>stale: {escape(old)}</small>" if old else ""
+    right = f'<b class="{answers.right.word}">{escape(answers.right.text)}</b>'
+    slower = f'<b class="{answers.slower.word}">{escape(answers.slower.text)}</b>'
     lines = {
-        "Is HEAD right?": f'<b class="{answers.right.word}">{escape(answers.right.text)}</b>{stale}',
-        "Is it slower?": f'<b class="{answers.slower.word}">{escape(answers.slower.text)}</b>',
+        "Is HEAD right?": f"{right}{stale}",
+        "Is it slower?": slower,
         "Since which commit?": since,
         "What to run next?": command,
     }
-    items = "".join(f"<div><dt>{question}</dt><dd>{answer}</dd></div>" for question, answer in lines.items())
+    items = "".join(
+        f"<div><dt>{question}</dt><dd>{answer}</dd></div>" for question, answer in lines.items()
+    )
     return (
         f'<section class="verdict {answers.verdict.word}"><h2>{escape(answers.verdict.text)}</h2>'
         f'<dl class="answers">{items}</dl></section>'
@@ -110,7 +124,10 @@ def _verdict(report: Report, machine: str) -> str:
 
 
 def _charts(report: Report, machine: str, asv: str) -> str:
-    return f'<section class="cards" aria-label="charts">{"".join(cards(report, machine, asv))}</section>'
+    return (
+        '<section class="cards" aria-label="charts">'
+        f"{''.join(cards(report, machine, asv))}</section>"
+    )
 
 
 def _missing(made: dict[Callable[[Report], Section | None], Section | None]) -> list[Section]:
@@ -125,11 +142,16 @@ def _missing(made: dict[Callable[[Report], Section | None], Section | None]) -> 
 
 def _header(report: Report, machine: str) -> str:
     results, info = report.results, report.infos.get(report.head.commit)
-    newest = f"up to {results.rows['time'].max():%m-%d %H:%M} UTC" if len(results.rows) else "no rows yet"
+    newest = (
+        f"up to {results.rows['time'].max():%m-%d %H:%M} UTC"
+        if len(results.rows)
+        else "no rows yet"
+    )
     place = f"HEAD {report.link(report.head.commit)}" if report.head.commit else "no checkout"
     subject = f" {escape(info.subject)}" if info else ""
     options = "".join(
-        f"<option{' selected' if name == machine else ''}>{escape(name)}</option>" for name in results.machines
+        f"<option{' selected' if name == machine else ''}>{escape(name)}</option>"
+        for name in results.machines
     )
     return f"""<header><h1>hybrid-kv</h1><p>{place}{subject} · {results.total:,} rows, {newest}</p>
 <label>machine <select id="machine"><option value="">all</option>{options}</select></label></header>
@@ -142,8 +164,15 @@ def _footer(report: Report, asv: str) -> str:
     if results.foreign:
         parts.append(f"Of another kind, not read: {escape(', '.join(results.foreign))}.")
     if results.rule:
-        parts.append(f"Of {results.total:,} measurements the page holds {len(results.rows):,}: {results.rule}.")
-    columns = f'; <a href="{repository}/blob/HEAD/docs/results.md">their columns</a>' if repository else ""
+        parts.append(
+            f"Of {results.total:,} measurements the page holds {len(results.rows):,}: "
+            f"{results.rule}."
+        )
+    columns = (
+        f'; <a href="{repository}/blob/HEAD/docs/results.md">their columns</a>'
+        if repository
+        else ""
+    )
     parts.append(f'Download: <a href="{ALL_ROWS}" download>all rows as Parquet</a>{columns}.')
     if asv:
         parts.append(f'By commit: <a href="{asv}">pages of asv</a>, which need the network.')

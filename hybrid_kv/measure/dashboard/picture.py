@@ -1,4 +1,4 @@
-"""`python -m hybrid_kv.measure.dashboard.picture [--results FOLDER] [--out FILE]` takes a picture of the page.
+"""`python -m hybrid_kv.measure.dashboard.picture [--results FOLDER] [--out FILE]`: a screenshot.
 
 It is taken of a real page by a real browser: Chromium or Chrome, as the system has it.
 """
@@ -30,7 +30,7 @@ MAX_BYTES = 200_000
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    """Chromium, without a window.
+    """Start Chromium, without a window.
 
     Raises:
         HybridKVError: there is none.
@@ -40,9 +40,12 @@ def browser() -> Iterator[Browser]:
 
     program = next(filter(None, map(shutil.which, BROWSERS)), None)
     if program is None:
-        raise HybridKVError(f"none of {', '.join(BROWSERS)} is installed; on Debian, apt-get install chromium")
+        raise HybridKVError(
+            f"none of {', '.join(BROWSERS)} is installed; on Debian, apt-get install chromium"
+        )
     with sync_playwright() as playwright:
-        # Its sandbox needs rights that root in a container lacks; the only page is the project's own.
+        # Its sandbox needs rights that root in a container lacks; the only page is the project's
+        # own.
         started = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         try:
             yield started
@@ -51,7 +54,9 @@ def browser() -> Iterator[Browser]:
 
 
 def open_page(started: Browser, file: Path, width: int, height: int, dark: bool = False) -> Page:
-    """A page from a disk, when its script has run. Nothing else can be reached.
+    """Open a page from a disk, and return it when its script has run.
+
+    Nothing else can be reached.
 
     Args:
         width, height: of the window, in CSS pixels.
@@ -65,7 +70,7 @@ def open_page(started: Browser, file: Path, width: int, height: int, dark: bool 
 
 
 def take_picture(html: str) -> bytes:
-    """The first screen of a page as PNG.
+    """Take the first screen of a page as PNG.
 
     Raises:
         HybridKVError: there is no browser, or the picture is larger than `MAX_BYTES`.
@@ -75,12 +80,14 @@ def take_picture(html: str) -> bytes:
         write_whole(file, html)
         picture = open_page(started, file, WIDTH, HEIGHT).screenshot()
     if len(picture) > MAX_BYTES:
-        raise HybridKVError(f"the picture has {len(picture):,} bytes, more than {MAX_BYTES:,}; draw fewer charts")
+        raise HybridKVError(
+            f"the picture has {len(picture):,} bytes, more than {MAX_BYTES:,}; draw fewer charts"
+        )
     return picture
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0.
+    """Write the picture; return 0.
 
     Raises:
         HybridKVError: no results, no browser, or a file that cannot be written.
@@ -88,7 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m hybrid_kv.measure.dashboard.picture", description=take_picture.__doc__
     )
-    parser.add_argument("--results", type=Path, default=Path("results"), help="folder with CSVs or data sets")
+    parser.add_argument(
+        "--results", type=Path, default=Path("results"), help="folder with CSVs or data sets"
+    )
     parser.add_argument("--out", type=Path, default=Path("docs/report.png"), help="the picture")
     options = parser.parse_args(arguments)
     check_outputs(options.out)

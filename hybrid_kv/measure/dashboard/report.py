@@ -1,4 +1,4 @@
-"""What a section takes and returns: the rows, their histories and links; then a finding and its HTML."""
+"""The input and the output of a section: rows, histories and links; a finding and HTML."""
 
 from __future__ import annotations
 
@@ -51,21 +51,28 @@ class Section:
 
     @property
     def folded(self) -> str:
-        """The same as its title, which opens the rest."""
-        return f'<section id="{self.anchor}"><details><summary>{self._title}</summary>{self.body}</details></section>'
+        """The section as its title, which opens the rest."""
+        return (
+            f'<section id="{self.anchor}"><details><summary>{self._title}</summary>'
+            f"{self.body}</details></section>"
+        )
 
     @property
     def _title(self) -> str:
-        return f'<span class="kind">{escape(self.name)}</span><h2 class="{self.word}">{escape(self.finding)}</h2>'
+        return (
+            f'<span class="kind">{escape(self.name)}</span><h2 class="{self.word}">'
+            f"{escape(self.finding)}</h2>"
+        )
 
 
 @dataclass(frozen=True)
 class Report:
-    """What the page is made from.
+    """The rows of a page, and all that follows from them.
 
     Attributes:
         head: what is checked out; verdicts say how far their rows are from it.
-        repository: URL of a repository whose commits are at `URL/commit/SHA`; empty: commits have no link.
+        repository: URL of a repository whose commits are at `URL/commit/SHA`; empty: commits have
+            no link.
         site: URL that the report is served from, for links to it from elsewhere; may be empty.
 
     Raises:
@@ -78,7 +85,10 @@ class Report:
     site: str = ""
 
     def __post_init__(self) -> None:
-        for name, like in (("repository", "https://HOST/OWNER/NAME"), ("site", "https://OWNER.HOST/NAME")):
+        for name, like in (
+            ("repository", "https://HOST/OWNER/NAME"),
+            ("site", "https://OWNER.HOST/NAME"),
+        ):
             url = getattr(self, name)
             if url and not re.fullmatch(r"https?://[^\s\"'<>()]+", url):
                 raise ConfigError(f"{url!r} is not the URL of a {name}; write {like}")
@@ -91,28 +101,28 @@ class Report:
 
     @cached_property
     def failing(self) -> list[Failing]:
-        """What is failing now."""
+        """All that is failing now."""
         return find_failing(self.results.rows, self.series)
 
     def failing_on(self, machine: str = "") -> list[Failing]:
-        """What is failing on a machine, or in what belongs to none; on any for an empty name."""
+        """Return failures on a machine, or in what belongs to none; on any for an empty name."""
         return [one for one in self.failing if not machine or one.key[4] in (machine, "")]
 
     @cached_property
     def verdicts(self) -> list[SuiteVerdict]:
-        """Of the newest run of each suite on each machine, beside HEAD."""
+        """Verdicts of the newest run of each suite on each machine, by distance from HEAD."""
         return verdicts(self.results.rows, self.head)
 
     def verdicts_on(self, machine: str = "") -> list[SuiteVerdict]:
-        """Those of a machine and of what belongs to none; all for an empty name."""
+        """Return those of a machine and of what belongs to none; all for an empty name."""
         return [one for one in self.verdicts if not machine or one.machine in (machine, "")]
 
     def series_on(self, machine: str = "") -> list[Series]:
-        """Series of a machine and of what belongs to none; all for an empty name."""
+        """Return series of a machine and of what belongs to none; all for an empty name."""
         return [one for one in self.series if not machine or one.key[4] in (machine, "")]
 
     def answers(self, machine: str = "") -> Answers:
-        """What HEAD is, for page, summary and command, on a machine or on all."""
+        """Return the answers about HEAD for page, summary and command, on a machine or on all."""
         series = list(charted(self.series_on(machine)).values())
         return answers_of(self.verdicts_on(machine), self.failing_on(machine), series, self.head)
 
@@ -124,10 +134,12 @@ class Report:
     @cached_property
     def infos(self) -> dict[str, CommitInfo]:
         """Author, day and subject of the commits that have a page or began to fail."""
-        return self.head.describe([self.head.commit, *self.commits, *(one.first.commit for one in self.failing)])
+        return self.head.describe(
+            [self.head.commit, *self.commits, *(one.first.commit for one in self.failing)]
+        )
 
     def link(self, commit: str, folder: str = COMMITS) -> str:
-        """A commit as HTML, of a changed tree too: its page, or the repository's; anything else in its place is text.
+        """Return a commit as HTML, linked to its page or the repository's; else as text.
 
         Args:
             folder: from the page that the link is on to those of commits.
@@ -139,17 +151,27 @@ class Report:
         return linked + (" + changes" if clean != commit else "")
 
     def target(self, commit: str, folder: str = COMMITS) -> str:
-        """Where a commit leads: its page, or the repository's; empty if it has neither. It may stand in HTML."""
+        """Return the address of a commit's page, or of the repository's; empty without either.
+
+        It may stand in HTML.
+        """
         if not re.fullmatch(r"[0-9a-f]{7,40}", commit):
             return ""
         own = self.commits.get(commit)
         return folder + own.file if own else self.url(commit)
 
     def url(self, commit: str) -> str:
-        """Where the repository has it; empty without one. It may stand in HTML."""
+        """Return the address of a commit in the repository; empty without one.
+
+        It may stand in HTML.
+        """
         return f"{escape(self.repository)}/commit/{escape(commit)}" if self.repository else ""
 
     def by_machine(self, rows: pd.DataFrame, block: Callable[[pd.DataFrame], str]) -> str:
-        """A block per machine that has rows, those with the newest rows first."""
-        found = [m for m in [*self.results.machines, ""] if (rows["machine"] == m).any()][:MAX_MACHINES]
-        return "".join(of_machine(machine, block(rows[rows["machine"] == machine])) for machine in found)
+        """Return a block per machine that has rows, those with the newest rows first."""
+        found = [m for m in [*self.results.machines, ""] if (rows["machine"] == m).any()][
+            :MAX_MACHINES
+        ]
+        return "".join(
+            of_machine(machine, block(rows[rows["machine"] == machine])) for machine in found
+        )

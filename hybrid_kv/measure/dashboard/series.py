@@ -1,19 +1,22 @@
-"""One benchmark on one machine over time, and where its level changed: a rule with three conditions.
+"""A benchmark on a machine over time, and the places where its level changed.
 
-Exact metrics (counts, bytes, everything of suite `kernels`) have no noise: every change is a step. Any other series is
-cut where the rank sum of what comes before is least likely for one level, if (1) at least `MIN_SEGMENT` runs lie on
-either side, (2) the Wilcoxon p-value times the number of places that were tried is below `ALPHA`, and (3) the medians
-of both sides differ by `MIN_CHANGE` and by `MIN_SPREADS` robust standard deviations of one run from the next. Both
-sides are then cut again. Ranks and medians: one outlier is no step, whatever its size.
+Exact metrics (counts, bytes, everything of suite `kernels`) have no noise: every change is a step.
+Any other series is cut where the rank sum of what comes before is least likely for one level, if
+(1) at least `MIN_SEGMENT` runs lie on either side, (2) the Wilcoxon p-value times the number of
+places that were tried is below `ALPHA`, and (3) the medians of both sides differ by `MIN_CHANGE`
+and by `MIN_SPREADS` robust standard deviations of one run from the next. Both sides are then cut
+again. Ranks and medians: one outlier is no step, whatever its size.
 
-A threshold on the last run over the one before alarms on noise; penalised least absolute deviations (asv) have no error
-rate to state; Pettitt's test misses steps near the ends, where a new regression lies. This is Pettitt's test with the
-rank sum standardised at each place, so that the ends count alike.
+A threshold on the last run over the one before alarms on noise; penalised least absolute deviations
+(asv) have no error rate to state; Pettitt's test misses steps near the ends, where a new regression
+lies. This is Pettitt's test with the rank sum standardised at each place, so that the ends count
+alike.
 
-Of 2,000 series without a step (independent runs, log-normal, spread 5 %) the rule cuts 1.2 % of those with 10 runs,
-2.0 % with 20, 0.7 % with 60 and 0.1 % with 100; a step of 10 % in runs that spread by 2 % is found in 97 % or more five
-runs later. `tests/measure/dashboard/test_series.py` repeats both. The rule promises nothing for runs that depend on
-each other, such as a machine that warms up over days.
+Of 2,000 series without a step (independent runs, log-normal, spread 5 %) the rule cuts 1.2 % of
+those with 10 runs, 2.0 % with 20, 0.7 % with 60 and 0.1 % with 100; a step of 10 % in runs that
+spread by 2 % is found in 97 % or more five runs later. `tests/measure/dashboard/test_series.py`
+repeats both. The rule promises nothing for runs that depend on each other, such as a machine that
+warms up over days.
 """
 
 from __future__ import annotations
@@ -55,7 +58,11 @@ class Step:
     @property
     def change(self) -> float:
         """Relative to before; infinite where that is 0."""
-        return (self.after - self.before) / abs(self.before) if self.before else math.copysign(math.inf, self.after)
+        return (
+            (self.after - self.before) / abs(self.before)
+            if self.before
+            else math.copysign(math.inf, self.after)
+        )
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,8 @@ class Series:
     Attributes:
         key: values of `SERIES`.
         rows: the last row of each run, in order of time.
-        clean: [runs] positions in `rows` that steps are looked for in: measured on a commit, not on a changed tree.
+        clean: [runs] positions in `rows` that steps are looked for in: measured on a commit, not on
+            a changed tree.
         steps: their `index` counts in `clean`.
     """
 
@@ -83,22 +91,22 @@ class Series:
         return str(self.rows["unit"].iloc[-1])
 
     def step_row(self, step: Step) -> Any:
-        """The first run of the new level."""
+        """Return the first run of the new level."""
         return self.rows.iloc[int(self.clean[step.index])]
 
     def row_before(self, step: Step) -> Any:
-        """The last run of the old level: the cause lies between both commits."""
+        """Return the last run of the old level: the cause lies between both commits."""
         return self.rows.iloc[int(self.clean[step.index - 1])]
 
     def judge(self, step: Step) -> str:
-        """`worse`, `better` or `changed`, by what the rows call better."""
+        """Return `worse`, `better` or `changed`, by the rows' own `better`."""
         if self.better == "equal":
             return "changed"
         return "worse" if (step.after > step.before) == (self.better == "lower") else "better"
 
 
 def histories(rows: pd.DataFrame) -> list[Series]:
-    """All series with their steps, in order of their names."""
+    """Return all series with their steps, in order of their names."""
     once = rows[~rows["suite"].isin(NO_LEVEL)].drop_duplicates([*SERIES, "run_id"], keep="last")
     if once.empty:
         return []
@@ -106,12 +114,15 @@ def histories(rows: pd.DataFrame) -> list[Series]:
     order = np.argsort(number, kind="stable")
     once = once.iloc[order]
     starts = np.flatnonzero(np.diff(number[order], prepend=-1))
-    # Arrays, not frames: with ten thousand series a frame for each test would cost more than all the tests.
+    # Arrays, not frames: with ten thousand series a frame for each test would cost more than all
+    # the tests.
     usable = (~once["dirty"] & (once["verdict"] != "void")).to_numpy()
     values, exact = once["value"].to_numpy(), _is_exact(once, starts)
     keys = once[SERIES].iloc[starts].itertuples(index=False, name=None)
     found = []
-    for key, is_exact, (start, end) in zip(keys, exact, pairwise([*starts, len(once)]), strict=True):
+    for key, is_exact, (start, end) in zip(
+        keys, exact, pairwise([*starts, len(once)]), strict=True
+    ):
         clean = np.flatnonzero(usable[start:end])
         steps = find_steps(values[start:end][clean], bool(is_exact))
         found.append(Series(tuple(map(str, key)), once.iloc[start:end], clean, steps))
@@ -119,14 +130,21 @@ def histories(rows: pd.DataFrame) -> list[Series]:
 
 
 def _is_exact(rows: pd.DataFrame, starts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Of each series, whose rows begin at `starts`: static, or whole numbers without an interval that are no times."""
-    counted = ~rows["unit"].isin(TIME_UNITS) & rows["ci_low"].isna() & (rows["value"] == rows["value"].round())
+    """Return whether each series is exact; the rows of each begin at `starts`.
+
+    It is if it is static, or has whole numbers without an interval that are no times.
+    """
+    counted = (
+        ~rows["unit"].isin(TIME_UNITS)
+        & rows["ci_low"].isna()
+        & (rows["value"] == rows["value"].round())
+    )
     static = np.logical_or.reduceat((rows["suite"] == STATIC_SUITE).to_numpy(), starts)
     return np.asarray(static | np.logical_and.reduceat(counted.to_numpy(), starts))
 
 
 def find_steps(values: Floats, exact: bool) -> list[Step]:
-    """Steps of one series, in order.
+    """Return the steps of a series, in order.
 
     Args:
         values: [runs], in the order in which they were measured.
@@ -136,8 +154,11 @@ def find_steps(values: Floats, exact: bool) -> list[Step]:
         return []
     cuts = [int(i) + 1 for i in np.flatnonzero(np.diff(values))] if exact else _cuts(values, 0)
     levels = _levels(values, cuts)
-    # A level is shorter once it is cut itself, and its median another: condition 3 holds for what is left.
-    while not exact and (small := [c for c, (a, b) in zip(cuts, pairwise(levels), strict=True) if _is_small(a, b)]):
+    # A level is shorter once it is cut itself, and its median another: condition 3 holds for what
+    # is left.
+    while not exact and (
+        small := [c for c, (a, b) in zip(cuts, pairwise(levels), strict=True) if _is_small(a, b)]
+    ):
         cuts.remove(small[0])
         levels = _levels(values, cuts)
     return [Step(cut, *pair) for cut, pair in zip(cuts, pairwise(levels), strict=True)]
@@ -152,12 +173,17 @@ def _is_small(before: float, after: float) -> bool:
 
 
 def _cuts(values: Floats, offset: int) -> list[int]:
-    """Cut where the whole calls for it; else, as a level that came and went hides from the whole, in its parts."""
+    """Return cuts where the whole calls for them, else those in its parts.
+
+    A level that came and went hides from the whole.
+    """
     found = _best_cut(values, ALPHA)
     if found is None:
         parts = _parts(len(values))
         inside = [(_best_cut(values[a:b], ALPHA / len(parts)), a) for a, b in parts]
-        found = min(((p, place + a) for cut, a in inside if cut for p, place in [cut]), default=None)
+        found = min(
+            ((p, place + a) for cut, a in inside if cut for p, place in [cut]), default=None
+        )
     if found is None:
         return []
     place = found[1]
@@ -165,7 +191,10 @@ def _cuts(values: Floats, offset: int) -> list[int]:
 
 
 def _parts(n: int) -> list[tuple[int, int]]:
-    """Halves, quarters, … of a series, each overlapping the next by half (Kovács et al., seeded segmentation, 2023)."""
+    """Return halves, quarters, … of a series, each overlapping the next by half.
+
+    Kovács et al., seeded segmentation, 2023.
+    """
     found = []
     length = n // 2
     while length >= 2 * MIN_SEGMENT:
@@ -175,13 +204,15 @@ def _parts(n: int) -> list[tuple[int, int]]:
 
 
 def _best_cut(values: Floats, alpha: float) -> tuple[float, int] | None:
-    """The p-value and the place of the likeliest cut that fulfils all three conditions.
+    """Return the p-value and the place of the likeliest cut that fulfils all three conditions.
 
-    The p-value is that of the normal distribution, or, where all runs on one side are above all on the other, exact.
+    The p-value is that of the normal distribution, or, where all runs on one side are above all on
+    the other, exact.
     """
     n = len(values)
     places = np.arange(MIN_SEGMENT, n - MIN_SEGMENT + 1)
-    # No score exceeds sqrt(n - 1): it is a correlation of ranks with sides, times that. Most short parts end here.
+    # No score exceeds sqrt(n - 1): it is a correlation of ranks with sides, times that. Most short
+    # parts end here.
     if math.erfc(math.sqrt(max(0, n - 1) / 2)) * places.size >= alpha or not places.size:
         return None
     _, rank, ties = np.unique(values, return_inverse=True, return_counts=True)
@@ -195,7 +226,8 @@ def _best_cut(values: Floats, alpha: float) -> tuple[float, int] | None:
     place = int(places[best])
     p = math.erfc(scores[best] / math.sqrt(2))
     if ranks[:place].max() < ranks[place:].min() or ranks[:place].min() > ranks[place:].max():
-        # For few runs the normal distribution has too much in its tails: a level of eight would be missed.
+        # For few runs the normal distribution has too much in its tails: a level of eight would be
+        # missed.
         p = min(p, 2 / math.comb(n, place))
     p *= places.size
     if p >= alpha:

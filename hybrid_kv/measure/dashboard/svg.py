@@ -34,7 +34,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Mark:
-    """A step: where it is, what stands beside it, `worse`, `better` or `changed`, and the URL of its commit."""
+    """A step: its place, its label, `worse`, `better` or `changed`, and the URL of its commit."""
 
     x: float
     text: str
@@ -67,7 +67,7 @@ class Scale:
 
 
 def scale_of(values: Sequence[float], top: float, bottom: float) -> Scale:
-    """A scale on which these values have room, but for a few outliers."""
+    """Return a scale on which these values have room, but for a few outliers."""
     low, middle, high = (float(value) for value in np.percentile(values, [EDGE, 50, 100 - EDGE]))
     room = LEAST_SPAN * abs(middle) or 1.0
     return Scale(min(low, middle - room), max(high, middle + room), top, bottom)
@@ -80,7 +80,7 @@ def plot(
     marks: Sequence[Mark],
     second: Sequence[Point] = (),
 ) -> str:
-    """A chart as wide as its container.
+    """Return a chart as wide as its container.
 
     Args:
         name: what it shows, for who cannot see it.
@@ -107,13 +107,17 @@ def _trace(points: Sequence[Point], scale: Scale, css: str) -> str:
 
 
 def spark(values: Sequence[float], steps: Sequence[int], width: int = 120, height: int = 22) -> str:
-    """A line as high as one of text, with a tick at each step: the first runs of new levels, by number."""
+    """Return a line as high as one of text, with a tick at each step.
+
+    A step is the number of the first run of a new level.
+    """
     scale = scale_of(values, 2, height - 2)
     gap = (width - 4) / max(1, len(values) - 1)
     corners = " ".join(f"{2 + gap * i:.0f},{scale.y(value):.0f}" for i, value in enumerate(values))
     ticks = "".join(f'<path class="tick" d="M{2 + gap * i:.0f} 0V{height}"/>' for i in steps)
     return (
-        f'<svg class="spark" viewBox="0 0 {width} {height}" width="{width}" height="{height}" aria-hidden="true">'
+        f'<svg class="spark" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'aria-hidden="true">'
         f'{ticks}<polyline class="trace" points="{corners}"/></svg>'
     )
 

@@ -1,7 +1,7 @@
 """The verdict of the newest run of each suite, and whether what it measured is still HEAD's code.
 
-A run counts for HEAD as long as no file that it measures has changed since (`hybrid_kv.measure.results.measured`).
-Otherwise its `pass` is `stale`, by so many commits.
+A run counts for HEAD as long as no file that it measures has changed since
+(`hybrid_kv.measure.results.measured`). Otherwise its `pass` is `stale`, by so many commits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,15 @@ from typing import Any
 
 import pandas as pd
 
-from hybrid_kv.measure.dashboard.data import ACCURACY, COMPARE, CURVE, SERIES, STATIC_SUITE, last_rows, newest_run
+from hybrid_kv.measure.dashboard.data import (
+    ACCURACY,
+    COMPARE,
+    CURVE,
+    SERIES,
+    STATIC_SUITE,
+    last_rows,
+    newest_run,
+)
 from hybrid_kv.measure.dashboard.words import plural
 from hybrid_kv.measure.results import Head
 
@@ -36,10 +44,11 @@ def command_of(suite: str) -> str:
 
 @dataclass(frozen=True)
 class Freshness:
-    """How far the code that a run measured is from HEAD's.
+    """The distance of the code that a run measured from HEAD's.
 
     Attributes:
-        commits: that changed since then what the run measures; None: the checkout lacks the run's commit.
+        commits: that changed since then what the run measures; None: the checkout lacks the run's
+            commit.
         dirty: the run was of a changed tree.
     """
 
@@ -55,7 +64,11 @@ class Freshness:
         """From HEAD, in words."""
         if self.dirty:
             return "a changed tree"
-        return "a commit that this checkout lacks" if self.commits is None else plural(self.commits, "commit")
+        return (
+            "a commit that this checkout lacks"
+            if self.commits is None
+            else plural(self.commits, "commit")
+        )
 
     @property
     def text(self) -> str:
@@ -63,7 +76,10 @@ class Freshness:
 
 
 def freshness(rows: pd.DataFrame, head: Head) -> Freshness:
-    """Of the newest row of a suite: static metrics that did not change keep their older rows."""
+    """Return the freshness of the newest row of a suite.
+
+    Static metrics that did not change keep their older rows.
+    """
     newest = rows.iloc[-1]
     commit = str(newest["commit"])
     # An installed package and its rows have no commit.
@@ -72,16 +88,19 @@ def freshness(rows: pd.DataFrame, head: Head) -> Freshness:
 
 
 def newest_rows(suite: str, rows: pd.DataFrame) -> pd.DataFrame:
-    """What counts of a suite on a machine: the newest run of each check at the newest commit.
+    """Return the rows that count of a suite on a machine.
 
-    Static metrics are appended when they change, so that the last of each counts; each gate of accuracy has a command,
-    and so a newest run, of its own.
+    They are the newest run of each check at the newest commit. Static metrics are appended when
+    they change, so that the last of each counts; each gate of accuracy has a command, and so a
+    newest run, of its own.
     """
     newest = rows.iloc[-1]
     if suite == STATIC_SUITE:
         return last_rows(rows)
     if suite == ACCURACY:
-        return pd.concat([newest_run(own) for _, own in rows.groupby("metric", sort=False)]).sort_index()
+        return pd.concat(
+            [newest_run(own) for _, own in rows.groupby("metric", sort=False)]
+        ).sort_index()
     if not newest["commit"]:
         return newest_run(rows)
     same = rows[(rows["commit"] == newest["commit"]) & (rows["dirty"] == newest["dirty"])]
@@ -90,10 +109,13 @@ def newest_rows(suite: str, rows: pd.DataFrame) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class SuiteVerdict:
-    """Of the newest run of a suite on a machine. A void check did not see what it must see: it has not passed.
+    """The verdict of the newest run of a suite on a machine.
+
+    A void check did not see what it must see: it has not passed.
 
     Attributes:
-        fresh: beside HEAD; None where the verdict is about the commit that was measured, whatever came after.
+        fresh: beside HEAD; None where the verdict is about the commit that was measured, whatever
+            came after.
     """
 
     suite: str
@@ -103,7 +125,10 @@ class SuiteVerdict:
 
     @property
     def is_of_speed(self) -> bool:
-        """Its checks are ratios of times, or a comparison with another commit; nothing in it can be wrong."""
+        """True if its checks are ratios of times, or a comparison with another commit.
+
+        Nothing in it can be wrong then.
+        """
         return self.suite == COMPARE or bool((self.rows["unit"] == "time ratio").all())
 
     @property
@@ -120,15 +145,19 @@ class SuiteVerdict:
 
     @property
     def word(self) -> str:
-        """`fail` if one row failed, else `void` if one was void; else `pass`, or `stale` if HEAD is other code."""
+        """The word: `fail` if a row failed, else `void` if one was void, else `pass` or `stale`.
+
+        It is stale if HEAD is other code.
+        """
         word = overall(self.rows["verdict"])
         return "stale" if word == "pass" and self.is_stale else word
 
 
 def verdicts(rows: pd.DataFrame, head: Head | None = None) -> list[SuiteVerdict]:
-    """Per suite and machine the rows with a verdict of the newest run.
+    """Return, per suite and machine, the rows with a verdict of the newest run.
 
-    The operating curve judges the harness: a benchmark that fails there is quarantined, and nothing else has failed.
+    The operating curve judges the harness: a benchmark that fails there is quarantined, and nothing
+    else has failed.
     """
     judged = rows[(rows["verdict"] != "") & (rows["suite"] != CURVE)]
     found = []
@@ -141,6 +170,6 @@ def verdicts(rows: pd.DataFrame, head: Head | None = None) -> list[SuiteVerdict]
 
 
 def overall(words: Iterable[str]) -> str:
-    """`fail` before `void` before `stale` before `pass`; `none` without any."""
+    """Return the first of `fail`, `void`, `stale` and `pass` that is there; `none` without any."""
     found = set(words)
     return next((word for word in ("fail", "void", "stale", "pass") if word in found), "none")

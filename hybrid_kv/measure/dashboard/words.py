@@ -1,4 +1,4 @@
-"""How rows read in prose: verdicts, metrics with their units and intervals, days."""
+"""Rows in prose: verdicts, metrics with their units and intervals, days."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from hybrid_kv.measure.dashboard.series import Step
 SIGNS = {"pass": "✓", "fail": "✕", "worse": "✕", "void": "○", "stale": "△", "none": "–"}
 WORDS = {word: f"{sign} {word}" for word, sign in SIGNS.items()} | {"none": "no verdict"}
 NANOSECONDS = {"ns": 1.0, "us": 1e3, "ms": 1e6, "s": 1e9}
-AXES = {"": "value", "time ratio": "ratio of two times", "share": "share, %", "1/B": "per byte", "B": "bytes"}
+AXES = {
+    "": "value",
+    "time ratio": "ratio of two times",
+    "share": "share, %",
+    "1/B": "per byte",
+    "B": "bytes",
+}
 # Keys of metrics whose words are not the key without its underscores.
 METRICS = {
     "cpu_time": "CPU time",
@@ -30,7 +36,7 @@ METRICS = {
 
 
 def plural(count: int, noun: str) -> str:
-    """1 commit, 1,200 commits."""
+    """Return a count with its noun: 1 commit, 1,200 commits."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
@@ -39,38 +45,38 @@ def suite_name(suite: str) -> str:
 
 
 def metric_name(key: str) -> str:
-    """A metric in words."""
+    """Return a metric in words."""
     return METRICS.get(key, key.replace("/", ", ").replace("_", " "))
 
 
 def axis_name(unit: str) -> str:
-    """The title of an axis; times are drawn in seconds."""
+    """Return the title of an axis; times are drawn in seconds."""
     return "time, s" if unit in NANOSECONDS else AXES.get(unit, unit)
 
 
 def benchmark_name(key: Sequence[str]) -> str:
-    """A series, by its values of `SERIES`, without its case and machine."""
+    """Return a series, by its values of `SERIES`, without its case and machine."""
     suite, benchmark, metric, *_ = key
     return f"{suite}: {benchmark}, {metric_name(metric)}"
 
 
 def title(key: Sequence[str]) -> str:
-    """A series in words, without its machine."""
+    """Return a series in words, without its machine."""
     return benchmark_name(key) + (f" ({key[3]})" if key[3] else "")
 
 
 def levels_text(unit: str, step: Step) -> str:
-    """Both levels of a step: 100 ns → 120 ns."""
+    """Return both levels of a step: 100 ns → 120 ns."""
     return f"{metric(step.before, unit)} → {metric(step.after, unit)}"
 
 
 def change_text(step: Step) -> str:
-    """+12 %, or the difference where there was nothing before."""
+    """Return +12 %, or the difference where there was nothing before."""
     return f"{100 * step.change:+.3g} %" if step.before else f"{step.after - step.before:+.3g}"
 
 
 def short_change(step: Step) -> str:
-    """A change in two digits: +9 %, +0.03 where there was nothing before."""
+    """Return a change in two digits: +9 %, +0.03 where there was nothing before."""
     percent = 100 * step.change
     if not step.before:
         return f"{step.after:+.2g}"
@@ -78,8 +84,10 @@ def short_change(step: Step) -> str:
 
 
 def percent_change(row: Any) -> str:
-    """A time ratio as a change with its interval: +8 % (+7 to +9)."""
-    change, low, high = (f"{100 * (ratio - 1):+.3g}" for ratio in (row.value, row.ci_low, row.ci_high))
+    """Return a time ratio as a change with its interval: +8 % (+7 to +9)."""
+    change, low, high = (
+        f"{100 * (ratio - 1):+.3g}" for ratio in (row.value, row.ci_low, row.ci_high)
+    )
     return f"{change} % ({low} to {high})" if has_interval(row) else f"{change} %"
 
 
@@ -92,23 +100,27 @@ def day(row: Any) -> str:
 
 
 def commit_day(row: Any) -> str:
-    """When a row's commit was made; where that is not known, when it was measured."""
+    """Return the day of a row's commit; where that is not known, of its measurement."""
     return f"{row.moment:%Y-%m-%d}"
 
 
 def with_unit(row: Any) -> str:
-    """A row's value with its unit."""
+    """Return a row's value with its unit."""
     return metric(row.value, row.unit)
 
 
 def with_interval(row: Any) -> str:
-    """A row's value, its unit and its 95 % interval."""
-    ends = f" ({metric(row.ci_low, row.unit)} to {metric(row.ci_high, row.unit)})" if has_interval(row) else ""
+    """Return a row's value, its unit and its 95 % interval."""
+    ends = (
+        f" ({metric(row.ci_low, row.unit)} to {metric(row.ci_high, row.unit)})"
+        if has_interval(row)
+        else ""
+    )
     return with_unit(row) + ends
 
 
 def metric(value: float, unit: str) -> str:
-    """A value with its unit: 6.79 µs, 15.1×, 34, 100 %."""
+    """Return a value with its unit: 6.79 µs, 15.1×, 34, 100 %."""
     if unit in NANOSECONDS:
         return duration(value * NANOSECONDS[unit])
     if unit == "time ratio":
@@ -121,7 +133,7 @@ def metric(value: float, unit: str) -> str:
 
 
 def number(value: float, digits: int = 3) -> str:
-    """A value with `digits` significant digits, thousands set apart: 15,122, 6.79, 1.1e-13."""
+    """Return a value with `digits` significant digits: 15,122, 6.79, 1.1e-13."""
     if math.isnan(value):
         return "–"
     if math.isinf(value):
@@ -136,7 +148,7 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def duration(nanoseconds: float) -> str:
-    """A time with its unit: 410 ns, 6.79 µs, 15.1 ms."""
+    """Return a time with its unit: 410 ns, 6.79 µs, 15.1 ms."""
     units = (("s", 1e9), ("ms", 1e6), ("µs", 1e3))
     unit, size = next(((name, size) for name, size in units if nanoseconds >= size), ("ns", 1.0))
     return f"{number(nanoseconds / size)} {unit}"

@@ -12,13 +12,18 @@ LEAST = 25  # questions: with fewer the floor would let a quarter of them go
 
 
 @check(
-    "accuracy", quick=100, full=250, seconds=0.033, place=60, needs="safetensors tokenizers transformers lm_eval scipy"
+    "accuracy",
+    quick=100,
+    full=250,
+    seconds=0.033,
+    place=60,
+    needs="safetensors tokenizers transformers lm_eval scipy",
 )
 def check_accuracy(run: Run) -> Iterator[CheckResult]:
-    """The guard models on `gsm8k_synth`, each against its recorded share of correct answers.
+    """Hold each guard model's answers to `gsm8k_synth` against its recorded share.
 
-    An alarm needs a count of correct answers that the lower end of the recorded share's 95 % interval would give less
-    than once in 1000 runs (one-sided binomial).
+    An alarm needs a count of correct answers that the lower end of the recorded share's 95 %
+    interval would give less than once in 1000 runs (one-sided binomial).
     """
     for model in TRAINED.values():
         yield from _check(model, model.amount(run.amount, LEAST))
@@ -37,13 +42,29 @@ def _check(model: Trained, limit: int) -> Iterator[CheckResult]:
     invalid = sum(record.invalid for record in result.records)
     floor = int(binom.ppf(0.001, limit, recorded["accuracy_ci"][0]))
     params = {"seed": recorded["params"]["seed"], **model.params}
-    metrics = {"recorded_accuracy": recorded["accuracy"], "recorded_n": recorded["n"], "floor": floor}
+    metrics = {
+        "recorded_accuracy": recorded["accuracy"],
+        "recorded_n": recorded["n"],
+        "floor": floor,
+    }
+    loss = f"{correct} of {limit} correct, recorded were {recorded['accuracy']:.1%}"
     yield CheckResult(
-        f"correct answers to gsm8k_synth{model.suffix}", correct / limit, "share", f">= {floor / limit:.3f}", limit,
-        f"{correct} of {limit} correct, recorded were {recorded['accuracy']:.1%}" if correct < floor else "",
-        params, metrics,
-    )  # fmt: skip
+        f"correct answers to gsm8k_synth{model.suffix}",
+        correct / limit,
+        "share",
+        f">= {floor / limit:.3f}",
+        limit,
+        loss if correct < floor else "",
+        params,
+        metrics,
+    )
     yield CheckResult(
-        f"answers without a number{model.suffix}", invalid / limit, "share", f"<= {1 - floor / limit:.3f}", limit,
-        f"{invalid} invalid answers" if invalid > limit - floor else "", params, metrics,
-    )  # fmt: skip
+        f"answers without a number{model.suffix}",
+        invalid / limit,
+        "share",
+        f"<= {1 - floor / limit:.3f}",
+        limit,
+        f"{invalid} invalid answers" if invalid > limit - floor else "",
+        params,
+        metrics,
+    )

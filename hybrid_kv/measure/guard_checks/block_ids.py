@@ -9,11 +9,16 @@ from hybrid_kv.check.guard.registry import CheckResult, Run, check
 
 @check("block ids", quick=1, full=1, seconds=2.2, place=70, runs="alone")
 def check_expansion(run: Run) -> Iterator[CheckResult]:
-    """The engine's block-id path against models of vLLM's, as ratios in one run.
+    """Compare the engine's block-id path with models of vLLM's, as ratios in one run.
 
-    A ratio must reach what the benchmark requires. Results of a machine that is unfit for timing carry the mark.
+    A ratio must reach what the benchmark requires. Results of a machine that is unfit for timing
+    carry the mark.
     """
-    from hybrid_kv.measure.timing.block_ids import BLOCKS_PER_KV_BLOCK, guarded_ratios, required_ratio
+    from hybrid_kv.measure.timing.block_ids import (
+        BLOCKS_PER_KV_BLOCK,
+        guarded_ratios,
+        required_ratio,
+    )
     from hybrid_kv.measure.timing.fitness import MARK_SECONDS, examine
 
     ratios = guarded_ratios()
@@ -21,9 +26,15 @@ def check_expansion(run: Run) -> Iterator[CheckResult]:
     unfit = examine(MARK_SECONDS).unfit
     params = {"blocks_per_kv_block": BLOCKS_PER_KV_BLOCK, **({"unfit": unfit} if unfit else {})}
     for (scenario, subject), ratio in ratios.items():
-        required, between = required_ratio(scenario, subject), (ratio.low, ratio.high)
+        required = required_ratio(scenario, subject)
         detail = f"the interval {ratio.low:.2f} to {ratio.high:.2f} is below {required:.3g}"
         yield CheckResult(
-            f"{scenario}, {subject}, over the engine", ratio.value, "time ratio", f">= {required:.3g}", 1,
-            detail if ratio.high < required else "", params, interval=between,
-        )  # fmt: skip
+            f"{scenario}, {subject}, over the engine",
+            ratio.value,
+            "time ratio",
+            f">= {required:.3g}",
+            1,
+            detail if ratio.high < required else "",
+            params,
+            interval=(ratio.low, ratio.high),
+        )

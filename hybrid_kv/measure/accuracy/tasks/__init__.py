@@ -1,4 +1,4 @@
-"""The tasks: gsm8k_synth (generated, offline) and lm-eval's own gsm8k (from the hub or from a local folder)."""
+"""The tasks: gsm8k_synth (generated, offline) and lm-eval's gsm8k (the hub's or a folder's)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
 TASKS = ("gsm8k_synth", "gsm8k")
 GSM8K_FILES = ("train.jsonl", "test.jsonl")
-# What lm-eval's filters give when they find nothing, and what a rejected request gets: the engine's own message has
-# numbers, which `flexible-extract` would take for the answer.
+# What lm-eval's filters give when they find nothing, and what a rejected request gets: the engine's
+# own message has numbers, which `flexible-extract` would take for the answer.
 NO_ANSWER = "[invalid]"
-FEWSHOT_SEED = 1234  # lm-eval's default: seed 0 gives the prompts that `lm_eval --tasks gsm8k` gives
+FEWSHOT_SEED = (
+    1234  # lm-eval's default: seed 0 gives the prompts that `lm_eval --tasks gsm8k` gives
+)
 
 
 def check_task(task: str, gsm8k_dir: str | Path | None = None, limit: int | None = None) -> None:
@@ -39,7 +41,9 @@ def check_task(task: str, gsm8k_dir: str | Path | None = None, limit: int | None
     if gsm8k_dir is None:
         return
     if task != "gsm8k":
-        raise ConfigError(f"gsm8k_dir={gsm8k_dir} is for task gsm8k; {task} makes its own documents")
+        raise ConfigError(
+            f"gsm8k_dir={gsm8k_dir} is for task gsm8k; {task} makes its own documents"
+        )
     for name in GSM8K_FILES:
         _check_jsonl(Path(gsm8k_dir) / name)
 
@@ -49,7 +53,9 @@ def _check_jsonl(file: Path) -> None:
         lines = read_text(file).removesuffix("\n").split("\n")
     except OSError as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{file}: {reason}; the folder must hold {' and '.join(GSM8K_FILES)}") from None
+        raise ConfigError(
+            f"{file}: {reason}; the folder must hold {' and '.join(GSM8K_FILES)}"
+        ) from None
     if lines == [""]:
         raise ConfigError(f"{file} is empty")
     for number, line in enumerate(lines, 1):
@@ -59,13 +65,15 @@ def _check_jsonl(file: Path) -> None:
         except (ValueError, KeyError, TypeError, RecursionError):
             fine = False
         if not fine:
-            raise ConfigError(f"{file} line {number} is not a JSON object with the texts question and answer")
+            raise ConfigError(
+                f"{file} line {number} is not a JSON object with the texts question and answer"
+            )
 
 
 def load_task(
     task: str, seed: int = 0, limit: int | None = None, gsm8k_dir: str | Path | None = None
 ) -> ConfigurableTask:
-    """An lm-eval task, ready for `lm_eval.evaluate`.
+    """Load an lm-eval task, ready for `lm_eval.evaluate`.
 
     Args:
         task: one of `TASKS`.
@@ -86,22 +94,36 @@ def load_task(
         try:
             # Without lm-eval's own tasks, whose index takes 10 s to read.
             loaded = TaskManager(include_defaults=False).load([config])["tasks"][task]
-        except Exception as error:  # datasets and the hub's client raise many unrelated types for "cannot be had"
+        except (
+            Exception
+        ) as error:  # datasets and the hub's client raise many unrelated types for "cannot be had"
             if task == "gsm8k_synth":
                 raise
-            where = f"from {gsm8k_dir}" if gsm8k_dir is not None else "from the hub; offline, give --gsm8k-dir"
+            where = (
+                f"from {gsm8k_dir}"
+                if gsm8k_dir is not None
+                else "from the hub; offline, give --gsm8k-dir"
+            )
             raise ConfigError(f"gsm8k cannot be loaded {where} ({first_line(error)})") from None
     shots = loaded.config.num_fewshot
     if gsm8k_dir is not None and (there := len(loaded.training_docs())) < shots:
-        raise ConfigError(f"{gsm8k_dir}: train.jsonl has {there} questions, a prompt shows {shots} of them")
+        raise ConfigError(
+            f"{gsm8k_dir}: train.jsonl has {there} questions, a prompt shows {shots} of them"
+        )
     loaded.set_fewshot_seed(FEWSHOT_SEED + seed)
     return loaded
 
 
 def question_hashes(
-    task: str, seed: int, limit: int, gsm8k_dir: str | Path | None = None, template: Callable[..., str] | None = None
+    task: str,
+    seed: int,
+    limit: int,
+    gsm8k_dir: str | Path | None = None,
+    template: Callable[..., str] | None = None,
 ) -> dict[int, tuple[str, str]]:
-    """lm-eval's hashes of document and prompt of each question of a run, by doc_id, without running it.
+    """Return lm-eval's hashes of document and prompt of each question, by doc_id.
+
+    The task is not run.
 
     Args:
         template: of conversations, where the run applies it.
@@ -119,7 +141,7 @@ def question_hashes(
 
 
 def prompts(task: str, seed: int, limit: int, gsm8k_dir: str | Path | None = None) -> list[str]:
-    """The texts of the first questions, with their shots, as a model gets them.
+    """Return the texts of the first questions, with their shots, as a model gets them.
 
     Raises:
         ConfigError: as `load_task`.
@@ -128,7 +150,11 @@ def prompts(task: str, seed: int, limit: int, gsm8k_dir: str | Path | None = Non
 
 
 def _requests(
-    task: str, seed: int, limit: int, gsm8k_dir: str | Path | None, template: Callable[..., str] | None = None
+    task: str,
+    seed: int,
+    limit: int,
+    gsm8k_dir: str | Path | None,
+    template: Callable[..., str] | None = None,
 ) -> list[Instance]:
     loaded = load_task(task, seed, limit, gsm8k_dir)
     with quiet_lm_eval(), redirect_stderr(io.StringIO()):  # its bar cannot be switched off
@@ -141,36 +167,45 @@ def _synth_config(seed: int, limit: int | None) -> dict[str, Any]:
     from lm_eval.tasks._yaml_loader import load_yaml
 
     config: dict[str, Any] = load_yaml(Path(__file__).parent / "gsm8k_synth.yaml")
-    config["metadata"] |= {"dataset_seed": seed} | ({"num_docs": limit} if limit is not None else {})
+    config["metadata"] |= {"dataset_seed": seed} | (
+        {"num_docs": limit} if limit is not None else {}
+    )
     return config
 
 
 def _gsm8k_config(folder: str | Path | None) -> dict[str, Any]:
-    """lm-eval's own gsm8k.yaml; a folder replaces where its documents come from and nothing else."""
+    """Return lm-eval's gsm8k.yaml; a folder replaces its documents and nothing else."""
     import lm_eval.tasks
     from lm_eval.tasks._yaml_loader import load_yaml
 
     config: dict[str, Any] = load_yaml(Path(lm_eval.tasks.__file__).parent / "gsm8k" / "gsm8k.yaml")
     if folder is not None:
         files = {Path(name).stem: str(Path(folder).resolve() / name) for name in GSM8K_FILES}
-        config |= {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": files}}
+        config |= {
+            "dataset_path": "json",
+            "dataset_name": None,
+            "dataset_kwargs": {"data_files": files},
+        }
     return config
 
 
 def _require_hub(dataset: str) -> None:
-    """Raise where the hub does not answer: its client would retry for most of a minute, and print that."""
+    """Raise if the hub does not answer.
+
+    Its client would retry for most of a minute, and print that.
+    """
     from huggingface_hub import is_offline_mode
 
     if not is_offline_mode() and not hub_answers(dataset, "README.md", "dataset"):
         raise ConfigError(
-            f"{dataset} cannot be loaded, the hub does not answer within {HUB_SECONDS} s; give --gsm8k-dir, or set "
-            "HF_HUB_OFFLINE=1 to use an earlier download"
+            f"{dataset} cannot be loaded, the hub does not answer within {HUB_SECONDS} s; give "
+            "--gsm8k-dir, or set HF_HUB_OFFLINE=1 to use an earlier download"
         )
 
 
 @contextmanager
 def quiet_lm_eval() -> Iterator[None]:
-    """Keep lm-eval's advice (how to pass metadata, which defaults it takes) and datasets' bars off the terminal."""
+    """Keep lm-eval's advice and datasets' bars off the terminal."""
     import datasets
 
     log = logging.getLogger("lm_eval")

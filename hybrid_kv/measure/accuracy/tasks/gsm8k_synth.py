@@ -13,10 +13,13 @@ NUM_SHOTS = 5
 
 
 def load(dataset_seed: int = 0, num_docs: int = 1319, **_: Any) -> dict[str, datasets.Dataset]:
-    """The splits train (the shots) and test.
+    """Return the splits train (the shots) and test.
 
-    lm-eval calls this with the task's metadata, into which it mixes the model's arguments: the rest is ignored. A
-    smaller `num_docs` gives the first documents of a larger one.
+    lm-eval calls this with the task's metadata, into which it mixes the model's arguments: the rest
+    is ignored. A smaller `num_docs` gives the first documents of a larger one.
     """
     made = problems.dataset(int(dataset_seed), int(num_docs), shots=NUM_SHOTS)
-    return {"train": datasets.Dataset.from_list(made.shots), "test": datasets.Dataset.from_list(made.docs)}
+    return {
+        "train": datasets.Dataset.from_list(made.shots),
+        "test": datasets.Dataset.from_list(made.docs),
+    }

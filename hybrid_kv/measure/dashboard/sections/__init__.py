@@ -1,7 +1,7 @@
 """The sections of the page.
 
-A section is a function that takes the report and returns its finding with HTML, or None without rows. Adding one is a
-function and a line of `SECTIONS`.
+A section is a function that takes the report and returns its finding with HTML, or None without
+rows. Adding one is a function and a line of `SECTIONS`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from hybrid_kv.measure.dashboard.sections.times import (
     static_kernel_metrics,
 )
 
-# In the order of the page, each with the command that measures it; empty: not listed where rows are missing.
+# In the order of the page, each with the command that measures it; empty: not listed where rows are
+# missing.
 SECTIONS: dict[Callable[[Report], Section | None], str] = {
     failing_now: "",
     suites: "hybrid-kv guard --record",

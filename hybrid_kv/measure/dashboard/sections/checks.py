@@ -1,4 +1,4 @@
-"""What else was checked: answers to a task, hits and drafts by cache mode, swarms of the guard."""
+"""Other checks: answers to a task, hits and drafts by cache mode, swarms of the guard."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ from hybrid_kv.measure.dashboard.data import (
     newest_run,
     with_params,
 )
-from hybrid_kv.measure.dashboard.draw import code, coloured, name_of, paragraph, table, with_small_interval
+from hybrid_kv.measure.dashboard.draw import (
+    code,
+    coloured,
+    name_of,
+    paragraph,
+    table,
+    with_small_interval,
+)
 from hybrid_kv.measure.dashboard.report import Report, Section
 from hybrid_kv.measure.dashboard.words import WORDS, day, metric_name, number
 
@@ -29,7 +36,8 @@ PAIRED = {
     "mcnemar_p": "McNemar p, one-sided",
     "detectable_loss": "smallest loss found with 80 % power",
 }
-# The gates of accuracy, with what each is held against: a limit in the row's own run, or the noise of the same run.
+# The gates of accuracy, with what each is held against: a limit in the row's own run, or the noise
+# of the same run.
 GATES = {
     "exact_match_strict": "right answers, strict",
     "acceptance_length": "acceptance length",
@@ -44,9 +52,11 @@ METHODS = {"ngram": "n-gram", "mtp": "MTP"}
 
 
 def accuracy(report: Report) -> Section | None:
-    """The three gates of accuracy, shares of right answers, and paired tests of two versions."""
+    """Return the gates of accuracy, shares of right answers, and paired tests of two versions."""
     rows = report.results.of(ACCURACY)
-    rows = rows[rows["metric"].str.contains("match|invalid") | rows["metric"].isin({*PAIRED, *GATES})]
+    rows = rows[
+        rows["metric"].str.contains("match|invalid") | rows["metric"].isin({*PAIRED, *GATES})
+    ]
     if rows.empty:
         return None
 
@@ -57,13 +67,14 @@ def accuracy(report: Report) -> Section | None:
 
 
 def gates(rows: pd.DataFrame, report: Report) -> str:
-    """The newest figure of each gate that has been measured, for each task and model, with its verdict."""
+    """Return the newest figure of each gate, for each task and model, with its verdict."""
     rows = with_params(rows[rows["metric"].isin(GATES)], model=str)
     newest = rows.drop_duplicates(["benchmark", "model", "metric"], keep="last")
     order = {metric: place for place, metric in enumerate(GATES)}
     lines = [
         [
-            f"{escape(GATES[row.metric])}<br><small>{escape(f'{row.benchmark}, {row.model}')}</small>",
+            f"{escape(GATES[row.metric])}<br><small>"
+            f"{escape(f'{row.benchmark}, {row.model}')}</small>",
             with_small_interval(row),
             f"{row.n:,}",
             coloured(row.verdict, WORDS[row.verdict]) if row.verdict else "–",
@@ -75,9 +86,11 @@ def gates(rows: pd.DataFrame, report: Report) -> str:
 
 
 def right_answers(rows: pd.DataFrame) -> str:
-    """The newest share of each task, and the newest figures of the other two gates."""
+    """Return the newest share of each task, and the newest figures of the other two gates."""
     right = rows[rows["metric"] == "exact_match_strict"].drop_duplicates("benchmark", keep="last")
-    found = [f"{100 * row.value:.1f} % of {row.n:,} questions of {row.benchmark}" for row in each(right)]
+    found = [
+        f"{100 * row.value:.1f} % of {row.n:,} questions of {row.benchmark}" for row in each(right)
+    ]
     title = f"Right answers: {', '.join(found)}" if found else "Answers to the task's questions"
     for metric, name in (("acceptance_length", "acceptance length"), ("cached_kl", "cached KL")):
         own = rows[rows["metric"] == metric]
@@ -86,7 +99,10 @@ def right_answers(rows: pd.DataFrame) -> str:
 
 
 def shares(rows: pd.DataFrame) -> str:
-    """A line for each task, metric and settings of a model with its newest share; runs of other seeds are one line."""
+    """Return a line for each task, metric and settings of a model with its newest share.
+
+    Runs of other seeds are one line.
+    """
     rows = rows[rows["metric"].str.contains("match|invalid")]
     settings = [{k: v for k, v in p.items() if k not in NO_SETTING} for p in rows["parsed"]]
     rows = rows.assign(settings=[json.dumps(one, sort_keys=True) for one in settings])
@@ -95,7 +111,14 @@ def shares(rows: pd.DataFrame) -> str:
         newest = next(each(own.tail(1)))
         named = ", ".join(f"{name}={value}" for name, value in json.loads(str(text)).items())
         label = f"{escape(f'{task}, {metric_name(str(metric))}')}<br><small>{escape(named)}</small>"
-        lines.append([label, with_small_interval(newest._replace(unit="share")), f"{newest.n:,}", str(len(own))])
+        lines.append(
+            [
+                label,
+                with_small_interval(newest._replace(unit="share")),
+                f"{newest.n:,}",
+                str(len(own)),
+            ]
+        )
     return table(["answers", "newest share", "n", "runs"], lines[::-1]) if lines else ""
 
 
@@ -124,37 +147,61 @@ def _paired_value(row: Any) -> str:
         return "–"
     if row.metric not in ("paired_difference", "detectable_loss"):
         return number(row.value)
-    ends = "" if pd.isna(row.ci_low) else f" <small>({100 * row.ci_low:+.1f} to {100 * row.ci_high:+.1f})</small>"
+    ends = (
+        ""
+        if pd.isna(row.ci_low)
+        else f" <small>({100 * row.ci_low:+.1f} to {100 * row.ci_high:+.1f})</small>"
+    )
     return f"{100 * row.value:+.1f} points{ends}"
 
 
 def drafts_and_hits(report: Report) -> Section | None:
-    """Prefix hits and accepted drafts by cache mode, as the newest full guard counted them."""
+    """Return prefix hits and accepted drafts by cache mode, as the newest full guard has them."""
     rows = hit_rows(report.results)
     if rows.empty:
         return None
-    drafts = rows.dropna(subset=["method"])[["method", "K"]].drop_duplicates().itertuples(index=False, name=None)
+    drafts = (
+        rows.dropna(subset=["method"])[["method", "K"]]
+        .drop_duplicates()
+        .itertuples(index=False, name=None)
+    )
     columns = {(method, k): f"{METHODS.get(method, method)} {k}" for method, k in drafts}
     lines = []
     for mode, cells in rows.groupby("mode", sort=False):
-        rate = dict.fromkeys(_percent(share) for share in (cells["hit_rate"].min(), cells["hit_rate"].max()))
+        rate = dict.fromkeys(
+            _percent(share) for share in (cells["hit_rate"].min(), cells["hit_rate"].max())
+        )
         accepted = {(row.method, row.K): row.acceptance for row in each(cells)}
         shown = [_percent(accepted[key]) if key in accepted else "–" for key in columns]
         lines.append([code(str(mode)), " to ".join(rate), *shown])
     alike = all(line[2:] == lines[0][2:] for line in lines)
-    finding = "Caching costs no accepted draft" if alike else "Caching changes how many drafts are accepted"
-    note = f"{rows['n'].iloc[0]:,} questions per cell. Hit rate: prompt tokens from the cache; then accepted drafts."
+    finding = (
+        "Caching costs no accepted draft"
+        if alike
+        else "Caching changes how many drafts are accepted"
+    )
+    note = (
+        f"{rows['n'].iloc[0]:,} questions per cell. Hit rate: prompt tokens from the cache; then "
+        "accepted drafts."
+    )
     body = table(["mode", "hit rate", *columns.values()], lines) + paragraph(note)
     return Section("Hits and drafts", f"{finding}: hits and drafts by cache mode", body)
 
 
 def hit_rows(results: Results) -> pd.DataFrame:
-    """The newest full run of the guard's section *answers*: mode, method, K, hit_rate, acceptance of each cell."""
+    """Return cells of the newest full run of the guard's section *answers*.
+
+    Columns: mode, method, K, hit_rate, acceptance.
+    """
     rows = fullest_run(results.of("guard", "answers"))
-    rows = with_params(rows, mode=str, method=str, K=int, loaded_blocks=int, accepted=int, drafted=int)
+    rows = with_params(
+        rows, mode=str, method=str, K=int, loaded_blocks=int, accepted=int, drafted=int
+    )
     rows = rows.assign(hit_rate=column(rows, "hit_rate", int, float).astype(float))
     rows = rows[rows["loaded_blocks"].isna() & rows["mode"].notna()]
-    return rows.assign(acceptance=(rows["accepted"] / rows["drafted"].replace(0, None)).astype(float))
+    return rows.assign(
+        acceptance=(rows["accepted"] / rows["drafted"].replace(0, None)).astype(float)
+    )
 
 
 def _percent(share: float) -> str:
@@ -162,13 +209,15 @@ def _percent(share: float) -> str:
 
 
 def swarms(report: Report) -> Section | None:
-    """What swarms of the guard ran and covered, and which rules were violated."""
+    """Return runs of swarms, their coverage, and the rules that were violated."""
     rows = report.results.of(SWARM)
     if rows.empty:
         return None
     last = rows[rows["metric"] != "failures"].drop_duplicates(["run_id", "metric"], keep="last")
     requests = last[last["metric"] == "requests"]["value"].sum()
-    broken = last[(last["metric"] == "rules_broken") & last["run_id"].isin(newest_run(rows)["run_id"])]["value"]
+    broken = last[
+        (last["metric"] == "rules_broken") & last["run_id"].isin(newest_run(rows)["run_id"])
+    ]["value"]
     count = int(broken.iloc[-1]) if len(broken) else 0
     rules = f"{count or 'no'} rule{'s' * (count != 1)}"
     finding = f"Swarms ran {number(requests)} exact requests; the newest violated {rules}"
@@ -181,13 +230,23 @@ def _swarms(rows: pd.DataFrame, report: Report) -> str:
     for _, run in list(last.groupby("run_id", sort=False))[::-1]:
         of = {row.metric: row for row in each(run)}
         newest = next(each(run.tail(1)))
-        counts = [f"{number(of[name].value)}" if name in of else "–" for name in ("seeds", "requests")]
+        counts = [
+            f"{number(of[name].value)}" if name in of else "–" for name in ("seeds", "requests")
+        ]
         covered = [
-            f"{number(of[name].value)} of {of[name].n:,}" if name in of else "–" for name in ("patterns", "settings")
+            f"{number(of[name].value)} of {of[name].n:,}" if name in of else "–"
+            for name in ("patterns", "settings")
         ]
         lines.append([f"<time>{day(newest)}</time>", report.link(newest.commit), *counts, *covered])
     text = table(["run", "commit", "seeds", "requests", "request patterns", "settings"], lines)
     failures = with_params(rows[rows["metric"] == "failures"], rule=str).dropna(subset=["rule"])
     failures = failures.drop_duplicates(["run_id", "rule"], keep="last").iloc[::-1]
-    cells = [[name_of(row.rule), number(row.value), report.link(row.commit), day(row)] for row in each(failures)]
-    return text + (table(["rule that was violated first", "scenarios", "commit", "day"], cells) if cells else "")
+    cells = [
+        [name_of(row.rule), number(row.value), report.link(row.commit), day(row)]
+        for row in each(failures)
+    ]
+    return text + (
+        table(["rule that was violated first", "scenarios", "commit", "day"], cells)
+        if cells
+        else ""
+    )

@@ -10,23 +10,31 @@ import numpy.typing as npt
 
 from hybrid_kv.measure.dashboard.draw import coloured, name_of, paragraph, table, with_small_case
 from hybrid_kv.measure.dashboard.report import Report, Section
-from hybrid_kv.measure.dashboard.series import ALPHA, MIN_CHANGE, MIN_SEGMENT, MIN_SPREADS, Floats, Series
+from hybrid_kv.measure.dashboard.series import (
+    ALPHA,
+    MIN_CHANGE,
+    MIN_SEGMENT,
+    MIN_SPREADS,
+    Floats,
+    Series,
+)
 from hybrid_kv.measure.dashboard.svg import spark
 from hybrid_kv.measure.dashboard.words import change_text, metric
 
 MAX_SERIES = 2000  # of a page
 MAX_POINTS = 60  # of a line in the table
 STEP_RULE = (
-    "A step is a change of level on one machine, in the order of the commits. Counts, bytes and static kernel metrics "
-    "are exact: each change is a step. Other series are cut where the rank sum of one side is least likely, if "
-    f"{MIN_SEGMENT} runs lie on either side, its p-value times the places tried is below {ALPHA:g}, and the medians "
-    f"differ by {100 * MIN_CHANGE:g} % and by {MIN_SPREADS:g} robust standard deviations. Runs of a changed tree and "
-    "void ones are left out."
+    "A step is a change of level on one machine, in the order of the commits. Counts, bytes and "
+    "static kernel metrics are exact: each change is a step. Other series are cut where the rank "
+    f"sum of one side is least likely, if {MIN_SEGMENT} runs lie on either side, its p-value times "
+    f"the places tried is below {ALPHA:g}, and the medians differ by {100 * MIN_CHANGE:g} % and by "
+    f"{MIN_SPREADS:g} robust standard deviations. Runs of a changed tree and void ones are left "
+    "out."
 )
 
 
 def history(report: Report) -> Section | None:
-    """All series as lines of a table that the reader filters."""
+    """Return all series as lines of a table that the reader filters."""
     if not report.series:
         return None
     shown = newest_series(report.series)
@@ -37,9 +45,22 @@ def history(report: Report) -> Section | None:
         finding += f", {words.count('worse') or 'none'} of {len(words):,} steps for the worse"
     attributes = [f'data-machine="{escape(series.key[4])}"' for series in shown]
     head = ["series", "runs", "newest", "newest step", "", "between", "machine"]
-    rows = table(head, [_line(report, series) for series in shown], attributes, body_id="series", limit=MAX_SERIES)
-    left_out = f" {len(shown):,} of {len(report.series):,} series are here." if len(shown) < len(report.series) else ""
-    search = '<label class="search">filter <input id="filter" type="search" placeholder="scheduler decode K=3"></label>'
+    rows = table(
+        head,
+        [_line(report, series) for series in shown],
+        attributes,
+        body_id="series",
+        limit=MAX_SERIES,
+    )
+    left_out = (
+        f" {len(shown):,} of {len(report.series):,} series are here."
+        if len(shown) < len(report.series)
+        else ""
+    )
+    search = (
+        '<label class="search">filter <input id="filter" type="search" placeholder="scheduler '
+        'decode K=3"></label>'
+    )
     return Section("History", finding, search + rows + paragraph(STEP_RULE + left_out))
 
 
@@ -60,7 +81,7 @@ def _line(report: Report, series: Series) -> list[str]:
 
 
 def _spark(series: Series, values: Floats) -> str:
-    """The runs that steps are looked for in; of fewer than three there is nothing to see."""
+    """Return the runs that steps are looked for in; of fewer than three there is nothing to see."""
     if len(values) < 3:
         return ""
     kept = thin(values, MAX_POINTS)
@@ -69,7 +90,10 @@ def _spark(series: Series, values: Floats) -> str:
 
 
 def newest_series(series: list[Series], limit: int = MAX_SERIES) -> list[Series]:
-    """The `limit` series that matter most: those with steps, then the longest, then the newest."""
+    """Return the `limit` series that matter most.
+
+    Those with steps, then the longest, then the newest.
+    """
 
     def rank(one: Series) -> tuple[bool, int, float]:
         return bool(one.steps), len(one.rows), one.rows["moment"].iloc[-1].timestamp()
@@ -78,7 +102,7 @@ def newest_series(series: list[Series], limit: int = MAX_SERIES) -> list[Series]
 
 
 def thin(values: Floats, limit: int) -> npt.NDArray[np.int64]:
-    """Positions to keep: the first and the last, and the lowest and the highest of each of equal bins between them.
+    """Return positions to keep: the ends, and the extremes of equal bins between them.
 
     Args:
         values: [points]; at most `limit` >= 4 of them are kept.

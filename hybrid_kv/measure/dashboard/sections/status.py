@@ -1,4 +1,4 @@
-"""What is failing, the verdict of the newest runs, and the commits that were measured."""
+"""All that is failing, the verdict of the newest runs, and the commits that were measured."""
 
 from __future__ import annotations
 
@@ -8,27 +8,38 @@ from typing import Any
 
 from hybrid_kv.measure.dashboard.changes import MAX_COMMITS, Measured
 from hybrid_kv.measure.dashboard.data import column
-from hybrid_kv.measure.dashboard.draw import coloured, folded, name_of, paragraph, table, with_small_case
+from hybrid_kv.measure.dashboard.draw import (
+    coloured,
+    folded,
+    name_of,
+    paragraph,
+    table,
+    with_small_case,
+)
 from hybrid_kv.measure.dashboard.failing import Failing, counted
 from hybrid_kv.measure.dashboard.report import Report, Section
 from hybrid_kv.measure.dashboard.verdicts import SuiteVerdict, command_of, overall
 from hybrid_kv.measure.dashboard.words import WORDS, commit_day, day, suite_name
 
-NOTHING = "Every check of the newest runs passed, and no level that has no check is worse than it was."
+NOTHING = (
+    "Every check of the newest runs passed, and no level that has no check is worse than it was."
+)
 RULE = (
-    "A check fails since the first of its last runs in a row that did not pass, a level since a step for the worse "
-    "that was not reverted; where a check judges the level, its verdict counts. The cause lies between the last commit "
-    "that passed and the first that failed: hybrid-kv bisect GOOD BAD finds it."
+    "A check fails since the first of its last runs in a row that did not pass, a level since a "
+    "step for the worse that was not reverted; where a check judges the level, its verdict counts. "
+    "The cause lies between the last commit that passed and the first that failed: hybrid-kv "
+    "bisect GOOD BAD finds it."
 )
 STALE_RULE = (
-    "A run counts for HEAD as long as none of the files that it measures has changed since: the modules that its suite "
-    "imports, directly or not, and their data. Otherwise it is stale, by so many commits that changed one of them."
+    "A run counts for HEAD as long as none of the files that it measures has changed since: the "
+    "modules that its suite imports, directly or not, and their data. Otherwise it is stale, by so "
+    "many commits that changed one of them."
 )
 MAX_UNFOLDED = 8  # commits
 
 
 def failing_now(report: Report) -> Section | None:
-    """What is failing, since which commit, and its author."""
+    """Return all that is failing, since which commit, and its author."""
     failing = report.failing
     if not failing:
         judged = (report.results.rows["verdict"] != "").any()
@@ -58,14 +69,16 @@ def _run(report: Report, row: Any) -> str:
 
 
 def suites(report: Report) -> Section | None:
-    """What passed and what did not, in the newest run of each suite on each machine."""
+    """Return what passed and what did not, in the newest run of each suite on each machine."""
     found = report.verdicts
     if not found:
         return None
     passed, judged = sum(v.count("pass") for v in found), sum(len(v.rows) for v in found)
     finding = f"{passed:,} of {judged:,} checks of the newest runs passed"
     word = overall(v.word for v in found)
-    body = f'<ul class="tiles">{"".join(_tile(report, v) for v in found)}</ul>' + paragraph(STALE_RULE)
+    body = f'<ul class="tiles">{"".join(_tile(report, v) for v in found)}</ul>' + paragraph(
+        STALE_RULE
+    )
     return Section("Suites", finding, body, word)
 
 
@@ -85,7 +98,7 @@ def _tile(report: Report, v: SuiteVerdict) -> str:
 
 
 def commits(report: Report) -> Section | None:
-    """The commits that were measured, with a link to a page for each."""
+    """Return the commits that were measured, with a link to a page for each."""
     newest = list(report.commits.values())[::-1]
     if not newest:
         return None
@@ -93,11 +106,13 @@ def commits(report: Report) -> Section | None:
     if older := newest[MAX_UNFOLDED:]:
         body += folded(f"{len(older)} older ones", _commit_table(report, older))
     body += paragraph(
-        "Metrics are compared with those of the commit that was measured before. A commit is here if it was measured "
-        f"without changes on top; the newest {MAX_COMMITS} of them have a page."
+        "Metrics are compared with those of the commit that was measured before. A commit is here "
+        f"if it was measured without changes on top; the newest {MAX_COMMITS} of them have a page."
     )
     changed = sum(bool(len(one.changes)) and one.count("same") < len(one.changes) for one in newest)
-    return Section("Commits", f"{changed} of the {len(newest)} newest commits changed a metric", body)
+    return Section(
+        "Commits", f"{changed} of the {len(newest)} newest commits changed a metric", body
+    )
 
 
 def _commit_table(report: Report, found: Sequence[Measured]) -> str:

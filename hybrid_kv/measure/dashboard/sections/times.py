@@ -1,4 +1,4 @@
-"""How long things take: paired comparisons, other engines, GPUs, static metrics of kernels, errors of the harness."""
+"""Times: paired comparisons, other engines, GPUs, static metrics, errors of the harness."""
 
 from __future__ import annotations
 
@@ -23,18 +23,32 @@ from hybrid_kv.measure.dashboard.data import (
     newest_run,
     with_params,
 )
-from hybrid_kv.measure.dashboard.draw import coloured, folded, paragraph, row_name, table, with_small_interval
+from hybrid_kv.measure.dashboard.draw import (
+    coloured,
+    folded,
+    paragraph,
+    row_name,
+    table,
+    with_small_interval,
+)
 from hybrid_kv.measure.dashboard.report import Report, Section
 from hybrid_kv.measure.dashboard.words import day, number, percent_change, with_unit
 
 OUTCOMES = {"slower": "worse", "faster": "better", "inconclusive": "void"}
 WHOLE = "any benchmark"  # the row of the operating curve that is about a whole comparison
-STATIC_COLUMNS = ["registers", "spill_bytes", "shared_bytes", "blocks_per_sm", "load_bits", "store_bits"]
+STATIC_COLUMNS = [
+    "registers",
+    "spill_bytes",
+    "shared_bytes",
+    "blocks_per_sm",
+    "load_bits",
+    "store_bits",
+]
 STATIC_COLUMNS += ["instructions", "instructions_per_byte"]
 
 
 def comparison(report: Report) -> Section | None:
-    """The newest paired comparison of two versions."""
+    """Return the newest paired comparison of two versions."""
     rows = report.results.of(COMPARE)
     if rows.empty:
         return None
@@ -45,14 +59,16 @@ def comparison(report: Report) -> Section | None:
 
 
 def slower_text(rows: pd.DataFrame) -> str:
-    """How many benchmarks of a comparison are slower."""
+    """Return how many benchmarks of a comparison are slower."""
     timed = rows[rows["unit"] == "time ratio"]
     slower = int((timed["verdict"] == "fail").sum())
-    return f"{slower or 'None'} of {len(timed):,} benchmarks {'is' if slower <= 1 else 'are'} slower"
+    return (
+        f"{slower or 'None'} of {len(timed):,} benchmarks {'is' if slower <= 1 else 'are'} slower"
+    )
 
 
 def compared(rows: pd.DataFrame, link: Callable[[str], str]) -> str:
-    """One comparison as tables: what it compared, times that changed, counts that changed.
+    """Return a comparison as tables: its versions, times that changed, counts that changed.
 
     Args:
         link: a commit as HTML.
@@ -68,10 +84,17 @@ def compared(rows: pd.DataFrame, link: Callable[[str], str]) -> str:
     times, counts = rows[timed & changed], rows[~timed & changed]
     times = times.reindex(times["value"].map(math.log).abs().sort_values(ascending=False).index)
     lines = [
-        [row_name(row), coloured(OUTCOMES.get(row.outcome, "changed"), row.outcome), percent_change(row), f"{row.n:,}"]
+        [
+            row_name(row),
+            coloured(OUTCOMES.get(row.outcome, "changed"), row.outcome),
+            percent_change(row),
+            f"{row.n:,}",
+        ]
         for row in each(times)
     ]
-    text += table(["time", "", "change", "n"], lines) if lines else paragraph("Every time is the same.")
+    text += (
+        table(["time", "", "change", "n"], lines) if lines else paragraph("Every time is the same.")
+    )
     cells = [
         [
             row_name(row),
@@ -85,7 +108,7 @@ def compared(rows: pd.DataFrame, link: Callable[[str], str]) -> str:
 
 
 def other_engines(report: Report) -> Section | None:
-    """How many times as long other code takes as the engine, in every suite but those of a GPU."""
+    """Return how many times as long other code takes as the engine, without suites of a GPU."""
     rows = report.results.rows
     rows = rows[(rows["metric"] == "ratio_to_engine") & (rows["suite"] != "gpu")]
     if rows.empty:
@@ -98,22 +121,32 @@ def other_engines(report: Report) -> Section | None:
         found = []
         for (suite, benchmark), cells in own.groupby(["suite", "benchmark"], sort=False):
             last = last_rows(cells).sort_values("value")
-            lines = [[escape(row.case), with_small_interval(row), f"{row.n:,}"] for row in each(last)]
+            lines = [
+                [escape(row.case), with_small_interval(row), f"{row.n:,}"] for row in each(last)
+            ]
             summary = f"{suite}: {benchmark}, {len(lines)} cells"
-            found.append(folded(summary, table(["subject and case", "times the engine's time", "n"], lines)))
+            found.append(
+                folded(summary, table(["subject and case", "times the engine's time", "n"], lines))
+            )
         return "".join(found)
 
     return Section("Other engines", finding, report.by_machine(rows, block))
 
 
 def gpu(report: Report) -> Section | None:
-    """What `python -m bench.gpu` measured: our kernels beside plain torch and other projects' kernels."""
+    """Return rows of `python -m bench.gpu`: our kernels, plain torch, other projects' kernels."""
     rows = report.results.of("gpu")
     if rows.empty:
         return None
     shares = rows[rows["metric"] == "share_of_copy"].drop_duplicates(SERIES, keep="last")["value"]
-    span = " to ".join(dict.fromkeys(f"{100 * share:.0f}" for share in (shares.min(), shares.max())))
-    finding = f"Kernels move their bytes at {span} % of the bandwidth of a copy" if len(shares) else "Kernels on a GPU"
+    span = " to ".join(
+        dict.fromkeys(f"{100 * share:.0f}" for share in (shares.min(), shares.max()))
+    )
+    finding = (
+        f"Kernels move their bytes at {span} % of the bandwidth of a copy"
+        if len(shares)
+        else "Kernels on a GPU"
+    )
 
     def block(own: pd.DataFrame) -> str:
         groups = fullest_run(own).groupby("benchmark", sort=False)
@@ -123,11 +156,13 @@ def gpu(report: Report) -> Section | None:
 
 
 def _gpu_table(rows: pd.DataFrame) -> str:
-    """A line per case and subject, in the order in which they were measured."""
+    """Return a line per case and subject, in the order in which they were measured."""
     metrics: dict[tuple[str, str], dict[str, Any]] = {}
     for row in each(rows):
         apart = {*NO_IDENTITY, "subject", "launch"}
-        case = ", ".join(f"{name}={value}" for name, value in sorted(row.parsed.items()) if name not in apart)
+        case = ", ".join(
+            f"{name}={value}" for name, value in sorted(row.parsed.items()) if name not in apart
+        )
         eager = " (eager)" if row.parsed.get("launch") == "eager" else ""
         metric = "ratio" if row.metric.startswith("ratio_to_") else row.metric
         metrics.setdefault((case, f"{row.parsed.get('subject', '')}{eager}"), {})[metric] = row
@@ -145,18 +180,23 @@ def _gpu_table(rows: pd.DataFrame) -> str:
 
 
 def _raced_time(metrics: Mapping[str, Any]) -> str:
-    """The time that rivals were compared by, as HTML: end to end if it was measured, else the device's."""
+    """Return the time that rivals were compared by, as HTML.
+
+    It is from end to end if that was measured, else the device's.
+    """
     time = metrics.get("end_to_end_time", metrics.get("gpu_time"))
     return "" if time is None else with_small_interval(time)
 
 
 def static_kernel_metrics(report: Report) -> Section | None:
-    """Registers, spills, access and instructions of the kernels."""
+    """Return registers, spills, access and instructions of the kernels."""
     rows = static_table(report.results)
     if rows.empty:
         return None
     spilling = int((rows["spill_bytes"] > 0).sum())
-    finding = f"{spilling or 'None'} of {len(rows)} compiled cases spill{'s' * (spilling <= 1)} registers"
+    finding = (
+        f"{spilling or 'None'} of {len(rows)} compiled cases spill{'s' * (spilling <= 1)} registers"
+    )
     body = ""
     head = ["kernel", *(name.replace("_", " ") for name in STATIC_COLUMNS)]
     for target, own in rows.groupby("target", sort=False):
@@ -169,12 +209,15 @@ def static_kernel_metrics(report: Report) -> Section | None:
         ]
         body += folded(f"{target}, {len(own)} cases", table(head, cells, limit=1000))
     versions = ", ".join(sorted(set(report.results.of(STATIC_SUITE)["triton"]) - {""}))
-    note = f"Compiled ahead of time without a GPU, with Triton {versions}. Each instruction counts once."
+    note = (
+        f"Compiled ahead of time without a GPU, with Triton {versions}. Each instruction counts "
+        "once."
+    )
     return Section("Kernels", finding, body + paragraph(note))
 
 
 def static_table(results: Results) -> pd.DataFrame:
-    """One line per kernel, shape, dtype and target with the last value of each of `STATIC_COLUMNS`."""
+    """Return a line per kernel, shape, dtype and target with the last of `STATIC_COLUMNS`."""
     rows = with_params(results.of(STATIC_SUITE), shape=str, dtype=str, target=str)
     rows = rows.assign(name=rows["metric"].str.replace(r"^(sass|ptx|amdgcn)_", "", regex=True))
     rows = rows[rows["name"].isin(STATIC_COLUMNS)].dropna(subset=["shape", "dtype", "target"])
@@ -185,24 +228,40 @@ def static_table(results: Results) -> pd.DataFrame:
 
 
 def operating_curve(report: Report) -> Section | None:
-    """How often the harness errs: false alarms on equal code, injected slowdowns that it found."""
+    """Return the errors of the harness: false alarms on equal code, injected slowdowns found."""
     rows = curve_rows(report.results)
     if rows.empty:
         return None
     whole = rows[(rows["benchmark"] == WHOLE) & (rows["inject"] == 0)]
-    parts = [f"{count_text(row)} comparisons of equal code raised an alarm" for row in each(whole.tail(1))]
+    parts = [
+        f"{count_text(row)} comparisons of equal code raised an alarm"
+        for row in each(whole.tail(1))
+    ]
     found = rows[rows["inject"] == 5]["value"]
-    parts += [f"an injected slowdown of 5 % is found in {100 * found.min():.0f} % of the trials"] if len(found) else []
+    parts += (
+        [f"an injected slowdown of 5 % is found in {100 * found.min():.0f} % of the trials"]
+        if len(found)
+        else []
+    )
     calm = rows[(rows["inject"] == 0) & (rows["verdict"] == "fail")]["benchmark"].nunique()
     parts += [f"{calm} quarantined"] if calm else []
-    return Section("Operating curve", "; ".join(parts) or "How often the harness errs", report.by_machine(rows, _curve))
+    return Section(
+        "Operating curve",
+        "; ".join(parts) or "How often the harness errs",
+        report.by_machine(rows, _curve),
+    )
 
 
 def curve_rows(results: Results) -> pd.DataFrame:
-    """The last rates of the newest self-test, with column `inject`: the injected slowdown in percent, 0 for none."""
+    """Return the last rates of the newest self-test.
+
+    Column `inject` is the injected slowdown in percent, 0 for none.
+    """
     rows = results.of(CURVE)
     rows = rows[rows["metric"].isin(["false_alarm_rate", "detection_rate"])]
-    rows = with_params(rows, inject_percent=(int, float), experiment=str).rename(columns={"inject_percent": "inject"})
+    rows = with_params(rows, inject_percent=(int, float), experiment=str).rename(
+        columns={"inject_percent": "inject"}
+    )
     rows = rows.dropna(subset=["inject", "experiment"])
     rows = rows[rows["experiment"] == rows["experiment"].iloc[-1]] if len(rows) else rows
     return rows.drop_duplicates(["benchmark", "metric", "inject", "machine"], keep="last")
@@ -219,9 +278,12 @@ def _curve(rows: pd.DataFrame) -> str:
         ]
         for row in each(rows.sort_values(["inject", "value"], ascending=[True, False]))
     ]
-    return folded(f"{len(cells)} rates", table(["benchmark", "code", "alarms", "95 % interval", ""], cells, limit=1000))
+    return folded(
+        f"{len(cells)} rates",
+        table(["benchmark", "code", "alarms", "95 % interval", ""], cells, limit=1000),
+    )
 
 
 def count_text(row: Any) -> str:
-    """A rate as its count: 3 of 200."""
+    """Return a rate as its count: 3 of 200."""
     return f"{round(row.value * row.n)} of {row.n:,}"
