@@ -164,7 +164,7 @@ def play(kernels: str, mode: str, scheme: str, K: int) -> list[Step]:
             of_layers.clear()
             output = execute(scheduled)
             launched = [event for event in gpu.events[since:] if event.kind == "launch"]
-            more = {"_block_tables": sum(event.what == "_block_tables" for event in launched), **of_layers}
+            more = {"_block_tables": sum(event.operation == "_block_tables" for event in launched), **of_layers}
             more["sampling"] = sum(event.where.startswith(SAMPLING) for event in launched)
             kind, size = _kind(output.batch), tuple(item.num_tokens for item in output.batch)
             before, graphs[size] = graphs.get(size), graphs.pop(None)

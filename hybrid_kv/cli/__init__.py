@@ -68,7 +68,7 @@ _PANELS: dict[str, tuple[Callable[..., object], ...]] = {
     help.PLAN: (plan.plan, predict.predict, families.families),
     help.RUN: (generate.generate, serve.serve, families.checkpoint),
 }
-app.add_typer(accuracy.app, name="accuracy", cls=help.Group, rich_help_panel=help.MEASURE)
+app.add_typer(accuracy.app, name="accuracy", cls=help.CommandGroup, rich_help_panel=help.MEASURE)
 app.add_typer(results.app, name="results", rich_help_panel=help.MEASURE)
 for _panel, _commands in _PANELS.items():
     for _command in _commands:

@@ -24,7 +24,7 @@ from hybrid_kv.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from hybrid_kv.measure.accuracy.judge import Judgement
+    from hybrid_kv.measure.accuracy.judge import JudgedRun
 
 app = typer.Typer(
     invoke_without_command=True, help="Answer GSM8K-format questions; compare two runs."
@@ -42,7 +42,7 @@ _PACKAGES = ("safetensors", "tokenizers", "transformers", "lm_eval", "datasets",
 
 
 @dataclass(frozen=True, kw_only=True)
-class Questions:
+class TaskQuestions:
     """The questions of a run; None: the default of a comparison or of a floor."""
 
     task: Annotated[
@@ -131,7 +131,7 @@ class AnswersOutput(RowOutput):
 @dataclass_options
 def accuracy(
     context: typer.Context,
-    questions: Questions,
+    questions: TaskQuestions,
     gates: Gates,
     conversation: Conversation,
     output: AnswersOutput,
@@ -207,7 +207,7 @@ def _report_memory(model: str, engine: dict[str, Any]) -> None:
             report_memory(str(folder), engine)
 
 
-def _keep(judged: Judgement, csv: Path, output: AnswersOutput) -> None:
+def _keep(judged: JudgedRun, csv: Path, output: AnswersOutput) -> None:
     """Append the rows, write the answers and print the summary, each even if another fails."""
     from hybrid_kv.measure.accuracy.run import write_samples
     from hybrid_kv.measure.results import append_rows

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hybrid_kv.cli.options import Amount, Output, Subject, dataclass_options, given_options
+from hybrid_kv.cli.options import Amount, Output, SubjectOptions, dataclass_options, given_options
 
 Engine = Annotated[
     str,
@@ -20,7 +20,7 @@ Engine = Annotated[
 
 @dataclass_options
 def check(
-    context: typer.Context, engine: Engine, subject: Subject, amount: Amount, output: Output
+    context: typer.Context, engine: Engine, subject: SubjectOptions, amount: Amount, output: Output
 ) -> None:
     """Check another engine from outside: token ids in, token ids out, against an oracle.
 
@@ -40,7 +40,9 @@ def refuse_pairs(given: dict[str, str]) -> None:
             raise ConfigError(f"--{first} and --{second} exclude each other; give one of them")
 
 
-def check_engine(title: str, engine: str, subject: Subject, amount: Amount, output: Output) -> int:
+def check_engine(
+    title: str, engine: str, subject: SubjectOptions, amount: Amount, output: Output
+) -> int:
     """Check an engine once, or after each change of its files; return the exit code.
 
     Raises:

@@ -29,7 +29,7 @@ COMMANDS = {
 _PANELS = [help.CHECK, help.MEASURE, help.PLAN, help.RUN]
 
 
-class Commands(help.Group):
+class Commands(help.CommandGroup):
     """The commands of the package and, inside a checkout, those in `COMMANDS`."""
 
     def list_commands(self, ctx: Any) -> list[str]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class SamplingOptions:
     """The choice of tokens, and the end of an answer."""
 
     max_tokens: Annotated[int, typer.Option(help="Tokens per answer at most.")] = 64
@@ -34,7 +34,7 @@ class Sampling:
 @engine_options
 @dataclass_options
 def generate(
-    sampling: Sampling,
+    sampling: SamplingOptions,
     prompts: Annotated[
         list[str] | None,
         typer.Argument(help="Prompts; without any, one per line of stdin."),

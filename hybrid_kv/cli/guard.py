@@ -18,7 +18,7 @@ from hybrid_kv.cli.options import (
     Output,
     Record,
     ResultsFolder,
-    Subject,
+    SubjectOptions,
     dataclass_options,
     given_options,
     rows_file,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 Options = TypeVar("Options")
 
-_SUBJECT = tuple(field.name for field in fields(Subject))
+_SUBJECT = tuple(field.name for field in fields(SubjectOptions))
 _SHARED = {"seed", "jobs", "repro", "as_json", "out"}
 # By the option that chooses another kind of run, the options that go with it.
 _KINDS = {
@@ -104,7 +104,7 @@ _File = Annotated[Path | None, typer.Option(hidden=True)]
 class OlderSpellings:
     """Options of `replay`, `fuzz` and `check` that `guard` takes, too; its help does not list them.
 
-    Those not named here are the ones of `hybrid_kv.cli.options.Subject`.
+    Those not named here are the ones of `hybrid_kv.cli.options.SubjectOptions`.
 
     Attributes:
         replay: the file of `hybrid-kv replay`.
@@ -117,7 +117,7 @@ class OlderSpellings:
     swarm: Annotated[float | None, typer.Option(hidden=True)] = None
     ray: _Text = None
     target: _Text = None
-    model: Annotated[str, typer.Option(hidden=True)] = Subject.model
+    model: Annotated[str, typer.Option(hidden=True)] = SubjectOptions.model
     python: _File = None
     against: _Text = None
     matrix: Annotated[list[str] | None, typer.Option(hidden=True)] = None
@@ -137,8 +137,9 @@ def guard(
 ) -> None:
     """Check that the cache is right and fast: engine against oracles, accuracy, cost of block ids.
 
-    Needs no GPU. Exit code 0: all is well. 1: a check failed, an answer was wrong. 2: it could not
-    run. 3: nothing was wrong, but a check was void: something that it must see did not happen.
+    Needs no GPU; `hybrid-kv check` is for other engines. Exit code 0: all is well. 1: a check
+    failed, an answer was wrong. 2: it could not run. 3: nothing was wrong, but a check was void:
+    something that it must see did not happen.
     """
     from hybrid_kv.config import ConfigError
 
@@ -154,7 +155,7 @@ def guard(
             raise ConfigError(
                 f"--target {older.target}: give settings with --matrix, not with --only"
             )
-        subject = _taken(Subject, older)
+        subject = _taken(SubjectOptions, older)
         title = f"hybrid-kv guard --target {older.target}"
         raise typer.Exit(check_engine(title, older.target, subject, amount, output))
     raise typer.Exit(guard_this_engine(amount, options, output))

@@ -25,7 +25,7 @@ class Command(TyperCommand):
         return _with_types(super().get_params(ctx))
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """A group of commands whose help names types as click does."""
 
     def get_params(self, ctx: Any) -> list[Any]:

@@ -74,7 +74,7 @@ Record = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class SubjectOptions:
     """The model and the settings in which an engine is checked.
 
     Attributes:

@@ -31,7 +31,7 @@ WORST = {
 
 
 @dataclass(frozen=True)
-class Published:
+class EngineRun:
     """A run of an engine, as its rows name it.
 
     Attributes:
@@ -51,7 +51,7 @@ class Published:
         return runner, text_of(settings)
 
 
-def publish(folder: Path, run: Published, outcomes: Sequence[Outcome]) -> None:
+def publish(folder: Path, run: EngineRun, outcomes: Sequence[Outcome]) -> None:
     """Append a row for each setting of a run, and write the engine's page anew.
 
     The newest row of a cell counts.
@@ -68,7 +68,7 @@ def publish(folder: Path, run: Published, outcomes: Sequence[Outcome]) -> None:
     write_whole(folder / f"{name}.md", page(folder / FILE, run.engine))
 
 
-def _rows(run: Published, place: tuple[str, str], outcomes: Sequence[Outcome]) -> list[Row]:
+def _rows(run: EngineRun, place: tuple[str, str], outcomes: Sequence[Outcome]) -> list[Row]:
     """Return the rows of a runner's setting: wrong probes, and tokens."""
     runner, setting = place
     worst = next(

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from hybrid_kv.cli.help import Command, Group
+from hybrid_kv.cli.help import Command, CommandGroup
 from hybrid_kv.cli.options import AsJson, OutFile, Select, dataclass_options, show
 
 
-class _ListByDefault(Group):
+class _ListByDefault(CommandGroup):
     @property
     def default(self) -> Any:
         return self.commands["list"]

@@ -14,7 +14,7 @@ from hybrid_kv.errors import VOID
 
 if TYPE_CHECKING:
     from hybrid_kv.measure.study.cell import Done
-    from hybrid_kv.measure.study.matrix import Cell
+    from hybrid_kv.measure.study.matrix import StudyCell
 
 _WORDS = {0: "fine", 1: "failed", VOID: "void", None: "lost"}
 
@@ -77,7 +77,7 @@ def study(
     raise typer.Exit(1 if 1 in codes else max(codes))
 
 
-def _run(cells: list[Cell], place: Path, workers: Workers) -> dict[str, dict[str, Any]]:
+def _run(cells: list[StudyCell], place: Path, workers: Workers) -> dict[str, dict[str, Any]]:
     """Run the cells that have no result yet, and report each; return the record of each."""
     from hybrid_kv.check.progress import progress_bar
     from hybrid_kv.measure.study.run import locally, over_ray, run_study
@@ -88,7 +88,7 @@ def _run(cells: list[Cell], place: Path, workers: Workers) -> dict[str, dict[str
         pool = over_ray(workers.ray, workers.limit, workers.retries)
     with progress_bar(total=len(cells), unit="cell", desc="study") as bar:
 
-        def report(cell: Cell, done: Done) -> None:
+        def report(cell: StudyCell, done: Done) -> None:
             bar.update(done.is_result)
             word = _WORDS.get(done.code, f"could not run ({done.code})")
             bar.write(f"{cell.text}: {word} after {done.seconds:.0f} s", file=sys.stderr)
@@ -96,7 +96,7 @@ def _run(cells: list[Cell], place: Path, workers: Workers) -> dict[str, dict[str
         return run_study(cells, place, pool, workers.retries, report)
 
 
-def _check_options(group: Any, cells: list[Cell]) -> None:
+def _check_options(group: Any, cells: list[StudyCell]) -> None:
     """Raise wrong usage of a cell's command before hours of work.
 
     `bench`, which is not a part of it, raises its own.
@@ -107,12 +107,14 @@ def _check_options(group: Any, cells: list[Cell]) -> None:
             group.get_command(None, name).make_context(f"hybrid-kv {name}", words)
 
 
-def _print_cells(cells: list[Cell]) -> None:
+def _print_cells(cells: list[StudyCell]) -> None:
     for cell in cells:
         print(f"{cell.id}  {cell.text}")
 
 
-def _print(cells: list[Cell], records: dict[str, dict[str, Any]], place: Path, count: int) -> None:
+def _print(
+    cells: list[StudyCell], records: dict[str, dict[str, Any]], place: Path, count: int
+) -> None:
     codes: list[Any] = [records[cell.id].get("code") for cell in cells]
     for cell, code in zip(cells, codes, strict=True):
         if code != 0:

@@ -44,8 +44,8 @@ from hybrid_kv.check.targets.exact import is_exact
 from hybrid_kv.check.targets.kinds import for_model, kind_of, model_folder
 from hybrid_kv.check.targets.remote import python_of, renew_loader
 from hybrid_kv.check.targets.target import Kind, TargetError
-from hybrid_kv.cli.options import Amount, Output, Subject, show, write_document
-from hybrid_kv.cli.publish import Published, publish
+from hybrid_kv.cli.options import Amount, Output, SubjectOptions, show, write_document
+from hybrid_kv.cli.publish import EngineRun, publish
 from hybrid_kv.config import ConfigError
 from hybrid_kv.errors import VOID, HybridKVError, require
 from hybrid_kv.files import read_text
@@ -109,7 +109,7 @@ class EngineCheck:
     def __init__(
         self,
         engine: str,
-        subject: Subject,
+        subject: SubjectOptions,
         amount: Amount,
         output: Output,
         keep: Callable[[Sequence[Verdict]], None],
@@ -221,7 +221,7 @@ class EngineCheck:
             self._write()
         if self._subject.publish is not None:
             runner = guarded.kind.factors.get("runner", ("",))[0]
-            subject = Published(self._kind.name, guarded.version, model_run.model, seed, runner)
+            subject = EngineRun(self._kind.name, guarded.version, model_run.model, seed, runner)
             publish(self._subject.publish, subject, model_run.outcomes)
         reducer = Reducer(
             model_run, self._engine, SHRINK_SECONDS[self._size], self._output.repro, at_once

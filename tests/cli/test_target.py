@@ -14,7 +14,7 @@ from hybrid_kv.check.probes import guarded
 from hybrid_kv.check.probes.session import Outcome, Session
 from hybrid_kv.check.targets.target import Inside, Known
 from hybrid_kv.cli import target
-from hybrid_kv.cli.publish import Published, publish
+from hybrid_kv.cli.publish import EngineRun, publish
 from hybrid_kv.measure.results import read_rows
 from tests.check.probes.toy import ToyKind, ToyOracle
 from tests.cli.run import raising, refused, run
@@ -223,8 +223,8 @@ def test_a_folder_of_pages_has_the_newest_verdict_of_each_release(capsys, tmp_pa
 
 def test_a_page_has_a_column_for_each_runner_of_a_release(tmp_path):
     settings = ({}, {"runner": "v1"}, {"runner": "cpu", "prefix": "on"}, {"runner": "v2", "prefix": "on"})
-    publish(tmp_path, Published("toy", "1.0", "exact", 0, "v2"), [Outcome("alone", one) for one in settings])
-    publish(tmp_path, Published("toy", "1.0", "exact", 0), [Outcome("alone", {}, "void")])  # rows without a runner
+    publish(tmp_path, EngineRun("toy", "1.0", "exact", 0, "v2"), [Outcome("alone", one) for one in settings])
+    publish(tmp_path, EngineRun("toy", "1.0", "exact", 0), [Outcome("alone", {}, "void")])  # rows without a runner
     page = (tmp_path / "toy.md").read_text()
     assert "| setting | 1.0 v2 | 1.0 v1 | 1.0 |" in page and "its runner for CPUs" in page
     assert "| `plain` | right | right | void |" in page and "| `prefix=on` | right | – | right |" in page

@@ -20,12 +20,13 @@ from hybrid_kv.measure.results import Row
 
 ALPHA = 0.01  # how often an unchanged engine is said to have fallen, and as often to have risen
 DRAWS = 9_999
-NAME, METRIC = "acceptance length", "acceptance_length"
+NAME = "acceptance length"
+METRIC = "acceptance_length"
 PASSED = {"ok": "pass", "failed": "fail", "void": "void"}  # as a row has it
 
 
 @dataclass(frozen=True)
-class Drafts:
+class DraftCounts:
     """Counts of drafts.
 
     `num_verifications` counts the steps of a request that verified some.
@@ -40,7 +41,7 @@ class Drafts:
         return 1 + self.num_accepted / self.num_verifications if self.num_verifications else None
 
 
-NO_DRAFTS = Drafts(0, 0)
+NO_DRAFTS = DraftCounts(0, 0)
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ class AcceptanceChange:
         num_changed_answers: that have other tokens, right or wrong; None where that is not known.
     """
 
-    baseline: Sequence[Drafts]
-    candidate: Sequence[Drafts]
+    baseline: Sequence[DraftCounts]
+    candidate: Sequence[DraftCounts]
     num_changed_answers: int | None
 
     @cached_property
@@ -68,7 +69,7 @@ class AcceptanceChange:
         """[2, num_questions, 2]: verifications and accepted drafts."""
         runs = (self.baseline, self.candidate)
         return np.array(
-            [[(one.num_verifications, one.num_accepted) for one in run] for run in runs],
+            [[(drafts.num_verifications, drafts.num_accepted) for drafts in run] for run in runs],
             dtype=np.float64,
         )
 
@@ -141,7 +142,7 @@ def mark(rows: Sequence[Row], verdict: Verdict) -> list[Row]:
     ]
 
 
-def floor_verdict(drafts: Drafts, minimum: float) -> Verdict:
+def floor_verdict(drafts: DraftCounts, minimum: float) -> Verdict:
     """Return whether a run is at or above a floor; void where nothing was drafted."""
     length = drafts.acceptance_length
     if length is None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from hybrid_kv import files
 from hybrid_kv.config import HybridKVError
-from hybrid_kv.measure.accuracy.acceptance import NO_DRAFTS, Drafts
+from hybrid_kv.measure.accuracy.acceptance import NO_DRAFTS, DraftCounts
 
 HASHES = {
     "doc_hash": ("documents", "another data set or seed"),
@@ -25,7 +25,7 @@ HASHES = {
 
 
 @dataclass(frozen=True)
-class Answer:
+class QuestionAnswer:
     """An answer to a question in a run.
 
     `invalid`: no answer was found in the text; then it is not correct either.
@@ -41,7 +41,7 @@ class Answer:
     correct: bool
     invalid: bool
     output_sha: str | None
-    drafts: Drafts = NO_DRAFTS
+    drafts: DraftCounts = NO_DRAFTS
     question: str = ""
 
 
@@ -80,7 +80,8 @@ def thinks(settings: Mapping[str, Any]) -> bool | None:
 
     `reasoning_effort` and `chat_template_kwargs` say so.
     """
-    effort, variables = settings.get("reasoning_effort"), settings.get("chat_template_kwargs")
+    effort = settings.get("reasoning_effort")
+    variables = settings.get("chat_template_kwargs")
     if effort is not None:
         return bool(effort != "none")
     named = (
@@ -122,7 +123,7 @@ class Answers:
     task: str
     params: dict[str, Any]
     commit: str
-    by_doc: dict[int, Answer]
+    by_doc: dict[int, QuestionAnswer]
     chosen: bool = False
     protocol: Protocol = UNKNOWN
     repeats: int = 1

@@ -74,7 +74,8 @@ def mode_of(params: Mapping[str, Any]) -> ChatMode:
     """
     known = {name: params[name] for name in asdict(PLAIN) if name in params}
     kinds = {"apply_chat_template": bool, "think_end_token": str, "max_gen_toks": int}
-    if odd := [name for name, value in known.items() if type(value) is not kinds[name]]:
+    odd = [name for name, value in known.items() if type(value) is not kinds[name]]
+    if odd:
         raise HybridKVError(
             f"{odd[0]} {known[odd[0]]!r} of the baseline cannot be used; write the file again"
         )

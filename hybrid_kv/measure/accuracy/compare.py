@@ -22,7 +22,7 @@ from hybrid_kv.check.ci import Verdict
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.measure.accuracy import paired
 from hybrid_kv.measure.accuracy.acceptance import AcceptanceChange
-from hybrid_kv.measure.accuracy.answers import HASHES, Answer, Answers, Totals
+from hybrid_kv.measure.accuracy.answers import HASHES, Answers, QuestionAnswer, Totals
 from hybrid_kv.measure.accuracy.run import STRICT, AccuracyResult, table_of, wilson_interval
 from hybrid_kv.measure.accuracy.samples import answers_of
 from hybrid_kv.measure.results import Row
@@ -45,14 +45,14 @@ class Comparison:
     notes: tuple[str, ...] = ()
 
     @cached_property
-    def pairs(self) -> dict[int, tuple[Answer, Answer]]:
+    def pairs(self) -> dict[int, tuple[QuestionAnswer, QuestionAnswer]]:
         """Both answers to every question, by doc_id."""
         return {
             i: (self.baseline.by_doc[i], self.candidate.by_doc[i])
             for i in sorted(self.baseline.by_doc)
         }
 
-    def _count(self, holds: Callable[[Answer, Answer], bool]) -> int:
+    def _count(self, holds: Callable[[QuestionAnswer, QuestionAnswer], bool]) -> int:
         return sum(holds(*pair) for pair in self.pairs.values())
 
     @property
@@ -86,7 +86,7 @@ class Comparison:
     @property
     def outputs_changed(self) -> int | None:
         """Number of answers with other tokens; None where a file does not record the tokens."""
-        if any(one.output_sha is None for pair in self.pairs.values() for one in pair):
+        if any(answer.output_sha is None for pair in self.pairs.values() for answer in pair):
             return None
         return self._count(lambda before, after: before.output_sha != after.output_sha)
 
@@ -115,7 +115,7 @@ class Comparison:
         """The change of the acceptance length; None unless both runs record it by question."""
         before = [pair[0].drafts for pair in self.pairs.values()]
         after = [pair[1].drafts for pair in self.pairs.values()]
-        if not all(any(one.num_verifications for one in run) for run in (before, after)):
+        if not all(any(drafts.num_verifications for drafts in run) for run in (before, after)):
             return None
         return AcceptanceChange(before, after, self.outputs_changed)
 
@@ -208,7 +208,8 @@ class Comparison:
             "questions_lost": {"value": self.lost, "unit": "questions", "better": "lower"},
             "questions_gained": {"value": self.gained, "unit": "questions"},
         }
-        if (loss := document["detectable_loss"]) is not None:
+        loss = document["detectable_loss"]
+        if loss is not None:
             made["detectable_loss"] = {"value": loss, "better": "lower"}
         shared = {
             "params": params,
@@ -218,8 +219,8 @@ class Comparison:
         }
         try:
             written = [
-                Row("accuracy", self.task, metric, **{**shared, **one})
-                for metric, one in made.items()
+                Row("accuracy", self.task, metric, **{**shared, **fields})
+                for metric, fields in made.items()
             ]
             if self.acceptance is not None:
                 written += self.acceptance.rows(self.task, params, self.baseline.commit)
@@ -245,7 +246,8 @@ class Comparison:
             )
         console.print(table)
         low, high = document["difference_ci"]
-        loss, changed = document["detectable_loss"], document["outputs_changed"]
+        loss = document["detectable_loss"]
+        changed = document["outputs_changed"]
         lines = [
             f"evidence: {self.n:,} pairs of answers to the same questions",
             *(f"note: {note}" for note in self.notes),
@@ -293,7 +295,8 @@ def compare(baseline: Answers, candidate: Answers, **look: Any) -> Comparison:
     baseline, candidate = _renumbered(baseline, candidate)
     notes = notes_on(baseline, candidate)
     questions = min(len(baseline.by_doc), len(candidate.by_doc))
-    baseline, candidate = baseline.first(questions), candidate.first(questions)
+    baseline = baseline.first(questions)
+    candidate = candidate.first(questions)
     check_questions(
         baseline,
         candidate.name,
@@ -405,11 +408,11 @@ def check_questions(baseline: Answers, name: str, hashes: Mapping[int, tuple[str
             f"{baseline.name} has {len(ours)} questions, {name} {len(hashes)}, "
             f"{len(ours.keys() & hashes)} are in both; ask both runs the same (--limit)"
         )
-    for place, (hash_name, (what, why)) in enumerate(HASHES.items()):
+    for place, (hash_name, (things, why)) in enumerate(HASHES.items()):
         differ = [i for i in sorted(ours) if _differs(ours[i].hashes, hashes[i], place)]
         if differ:
             raise HybridKVError(
-                f"the {what} of {len(differ)} of {len(ours)} questions differ ({hash_name} of "
+                f"the {things} of {len(differ)} of {len(ours)} questions differ ({hash_name} of "
                 f"question {differ[0]}): {why}; {baseline.name} and {name} cannot be compared"
             )
 

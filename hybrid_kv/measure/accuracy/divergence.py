@@ -34,7 +34,8 @@ from hybrid_kv.measure.accuracy.tasks import prompts as task_prompts
 from hybrid_kv.measure.results import Row
 from hybrid_kv.models.loader import load_tokenizer
 
-PROMPTS, MAX_TOKENS = 32, 64
+PROMPTS = 32
+MAX_TOKENS = 64
 MIN_PROMPTS = (
     8  # fewer cannot show a difference: half to the power of their number is the smallest p
 )
@@ -92,20 +93,22 @@ class Divergence:
     @property
     def hit_rate(self) -> float:
         """Share of the warm prompts' tokens that came from the cache."""
-        return sum(one.num_cached_tokens for one in self.warm) / sum(
-            one.num_prompt_tokens for one in self.warm
+        return sum(passage.num_cached_tokens for passage in self.warm) / sum(
+            passage.num_prompt_tokens for passage in self.warm
         )
 
     @property
     def num_tokens(self) -> int:
         """Forced tokens of warm answers."""
-        return sum(one.num_tokens for one in self.warm)
+        return sum(passage.num_tokens for passage in self.warm)
 
     @property
     def unlikely_share(self) -> float:
         """Share of all tokens that are more than `UNLIKELY` below the likeliest."""
         every = [*self.cold, *self.warm]
-        return sum(one.num_unlikely for one in every) / sum(one.num_tokens for one in every)
+        return sum(passage.num_unlikely for passage in every) / sum(
+            passage.num_tokens for passage in every
+        )
 
     @cached_property
     def p(self) -> float:
@@ -115,7 +118,7 @@ class Divergence:
         """
         from scipy.stats import permutation_test
 
-        pairs = [[one.kl for one in run] for run in (self.warm, self.cold)]
+        pairs = [[passage.kl for passage in run] for run in (self.warm, self.cold)]
         if pairs[0] == pairs[1]:
             return 1.0
         result = permutation_test(
@@ -139,13 +142,14 @@ class Divergence:
             f"KL {self.kl:.3g} per token from the cache, {self.noise:.3g} without it, p = "
             f"{self.p:.2g}"
         )
-        if not any(one.num_cached_tokens for one in self.warm):
+        if not any(passage.num_cached_tokens for passage in self.warm):
             return Verdict(
                 name,
                 "void",
                 "no token came from the prefix cache, so nothing was compared; is it on?",
             )
-        if read := sum(one.num_cached_tokens for one in self.cold):
+        read = sum(passage.num_cached_tokens for passage in self.cold)
+        if read:
             return Verdict(
                 name, "void", f"answers that should be cold read {read} tokens from the cache"
             )
@@ -166,7 +170,7 @@ class Divergence:
 
     def rows(self) -> list[Row]:
         """Return the run as rows of the results file."""
-        kl_verdict, token_verdict = (PASSED[one.word] for one in self.verdicts)
+        kl_verdict, token_verdict = (PASSED[verdict.word] for verdict in self.verdicts)
         shared: dict[str, Any] = {"params": self.params, "n": self.num_tokens}
         return [
             Row(
@@ -205,7 +209,8 @@ class Divergence:
             "prefix_hit_rate": self.hit_rate,
             "unlikely_tokens": self.unlikely_share,
             "verdicts": {
-                one.name: {"word": one.word, "message": one.message} for one in self.verdicts
+                verdict.name: {"word": verdict.word, "message": verdict.message}
+                for verdict in self.verdicts
             },
         }
 
@@ -215,8 +220,8 @@ class Divergence:
             f"{len(self.warm)} prompts, {self.num_tokens:,} forced tokens; "
             f"{self.hit_rate:.1%} of the warm prompts' tokens came from the cache"
         )
-        for one in self.verdicts:
-            print(f"{one.name}: {one.word}: {one.message}")
+        for verdict in self.verdicts:
+            print(f"{verdict.name}: {verdict.word}: {verdict.message}")
 
 
 def evaluate(
@@ -294,18 +299,18 @@ def measure(
             f"target {target.name}: there is no sign that it {lacks[0]}, which this comparison "
             "needs"
         )
-    fitting = [tuple(one) for one in prompts if 2 * (len(one) + max_tokens) <= target.longest]
+    fitting = [tuple(turn) for turn in prompts if 2 * (len(turn) + max_tokens) <= target.longest]
     if len(fitting) < MIN_PROMPTS:
         raise ConfigError(
             f"{len(fitting)} of {len(prompts)} prompts fit twice, with their answers, into the "
             f"{target.longest} tokens of a request; {MIN_PROMPTS} are needed: more prompts, "
             "shorter answers or a larger max_model_len"
         )
-    first = _answers(target, [Ask(one, max_tokens) for one in fitting])
-    turns = [(*one, *answer.token_ids, *one) for one, answer in zip(fitting, first, strict=True)]
+    first = _answers(target, [Ask(turn, max_tokens) for turn in fitting])
+    turns = [(*turn, *answer.token_ids, *turn) for turn, answer in zip(fitting, first, strict=True)]
     cold = _cold(target, turns, max_tokens)
-    _answers(target, [Ask(one, max_tokens) for one in fitting])  # a reset may have forgotten them
-    warm = _answers(target, [Ask(one, max_tokens, logprobs=True) for one in turns])
+    _answers(target, [Ask(turn, max_tokens) for turn in fitting])  # a reset may have forgotten them
+    warm = _answers(target, [Ask(turn, max_tokens, logprobs=True) for turn in turns])
     return Divergence(
         task, params, _passages(target, turns, cold), _passages(target, turns, warm), max_kl
     )
@@ -314,19 +319,20 @@ def measure(
 def _cold(target: Target, turns: Sequence[tuple[int, ...]], max_tokens: int) -> list[Answer]:
     if "salt" in target.can:
         salted = [
-            Ask(one, max_tokens, logprobs=True, salt=f"cold {i}") for i, one in enumerate(turns)
+            Ask(turn, max_tokens, logprobs=True, salt=f"cold {i}") for i, turn in enumerate(turns)
         ]
         return _answers(target, salted)
     answers = []
-    for one in turns:
+    for turn in turns:
         target.reset()
-        answers += _answers(target, [Ask(one, max_tokens, logprobs=True)])
+        answers += _answers(target, [Ask(turn, max_tokens, logprobs=True)])
     return answers
 
 
 def _answers(target: Target, asks: Sequence[Ask]) -> list[Answer]:
     answers = target.ask(asks)
-    if refused := [one.error for one in answers if one.error]:
+    refused = [answer.error for answer in answers if answer.error]
+    if refused:
         raise TargetError(
             f"{target.name} failed at {len(refused)} of {len(asks)} requests; the first: "
             f"{refused[0]}"
@@ -338,7 +344,7 @@ def _passages(
     target: Target, turns: Sequence[tuple[int, ...]], answers: Sequence[Answer]
 ) -> tuple[Passage, ...]:
     texts = [(*turn, *answer.token_ids) for turn, answer in zip(turns, answers, strict=True)]
-    scored = _answers(target, [Ask(one, 1, score=True) for one in texts])
+    scored = _answers(target, [Ask(text, 1, score=True) for text in texts])
     return tuple(
         _passage(turn, answer, score.prompt_logprobs[len(turn) - 1 :])
         for turn, answer, score in zip(turns, answers, scored, strict=True)
@@ -367,8 +373,8 @@ def _passage(turn: Sequence[int], answer: Answer, scores: Sequence[Mapping[int, 
 
 
 def _mean_kl(passages: Sequence[Passage]) -> float:
-    total = sum(one.kl * one.num_tokens for one in passages)
-    return total / sum(one.num_tokens for one in passages)
+    total = sum(passage.kl * passage.num_tokens for passage in passages)
+    return total / sum(passage.num_tokens for passage in passages)
 
 
 def _difference(warm: npt.NDArray[np.float64], cold: npt.NDArray[np.float64], axis: int) -> Any:

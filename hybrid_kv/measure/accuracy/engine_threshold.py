@@ -14,7 +14,7 @@ from typing import Any
 from scipy.stats import norm
 
 from hybrid_kv.config import HybridKVError
-from hybrid_kv.measure.accuracy.acceptance import Drafts
+from hybrid_kv.measure.accuracy.acceptance import DraftCounts
 from hybrid_kv.measure.accuracy.answers import Answers, Protocol, Totals
 from hybrid_kv.measure.accuracy.noise import (
     FALSE_ALARMS,
@@ -59,7 +59,7 @@ class EngineThreshold:
         return self.noise.loss_below(self.threshold)
 
     def comment(self) -> list[str]:
-        """Return the comment lines on the runs behind the threshold."""
+        """Return the comment lines on the runs that made the threshold."""
         noise = self.noise
         counted = (
             f"{noise.runs} runs of {noise.questions:,} questions: mean {noise.mean:.4f}, sd "
@@ -101,19 +101,19 @@ def threshold_from_files(
             ones.
     """
     runs = [read_run(file) for file in files]
-    own = {run.digest: run for run in runs}
-    distinct = list(own.values())
+    by_digest = {run.digest: run for run in runs}
+    distinct = list(by_digest.values())
     if len(distinct) < MIN_RUNS:
         copies = len(runs) - len(distinct)
-        what = (
+        note = (
             f" ({copies} of {len(runs)} files are copies or retries of another)" if copies else ""
         )
         raise HybridKVError(
-            f"{len(distinct)} different runs{what} are too few for a threshold; it takes {MIN_RUNS}"
+            f"{len(distinct)} different runs{note} are too few for a threshold; it takes {MIN_RUNS}"
         )
     totals = [run.totals if isinstance(run, Answers) else run for run in distinct]
     _check_equal(totals)
-    noise = noise_of([one.num_right / one.num_questions for one in totals], totals[0].num_questions)
+    noise = noise_of([run.num_right / run.num_questions for run in totals], totals[0].num_questions)
     if noise.sd == 0:
         raise HybridKVError(
             f"all {noise.runs} runs have the same score, so nothing tells how often the next one "
@@ -151,9 +151,9 @@ def _min_acceptance_length(runs: Sequence[Answers | Totals], false_alarms: float
         drafts = (
             [answer.drafts for answer in run.by_doc.values()] if isinstance(run, Answers) else []
         )
-        verifications = sum(one.num_verifications for one in drafts)
-        accepted = sum(one.num_accepted for one in drafts)
-        lengths.append(Drafts(verifications, accepted).acceptance_length)
+        verifications = sum(counts.num_verifications for counts in drafts)
+        accepted = sum(counts.num_accepted for counts in drafts)
+        lengths.append(DraftCounts(verifications, accepted).acceptance_length)
     known = [length for length in lengths if length is not None]
     if len(known) < len(runs):
         return None

@@ -34,7 +34,7 @@ QUESTIONS = 250  # as many as a first look at two runs takes (`paired.looks`)
 
 
 @dataclass(frozen=True)
-class Judgement:
+class JudgedRun:
     """A run, and the comparison or the floors that it was compared with, if any."""
 
     result: AccuracyResult
@@ -108,7 +108,7 @@ def judge(
     repro: Path | None = None,
     mode: ChatMode = PLAIN,
     **engine_options: Any,
-) -> Judgement:
+) -> JudgedRun:
     """Run a task and compare its answers with what is known.
 
     Args:
@@ -138,7 +138,8 @@ def judge(
         task = _same("task", task, baseline.task or None)
         seed = _same("seed", seed, _seed_of(baseline))
         mode = _same_mode(mode, baseline)
-    task, seed = task or "gsm8k_synth", seed or 0
+    task = task or "gsm8k_synth"
+    seed = seed or 0
 
     def ask(questions: int, only: Sequence[int] | None = None) -> AccuracyResult:
         return run.evaluate(
@@ -165,10 +166,10 @@ def judge(
         if baseline.chosen:
             result = ask(total, sorted(baseline.by_doc))
             ours = answers_of(result, answer_filter)
-            return Judgement(result, compare.compare(baseline, ours, answer_filter=answer_filter))
+            return JudgedRun(result, compare.compare(baseline, ours, answer_filter=answer_filter))
         result, comparison = compare.compare_live(baseline, ask, answer_filter)
         if repro is None or comparison.verdict != "worse":
-            return Judgement(result, comparison)
+            return JudgedRun(result, comparison)
         docs = load_task(task, seed, total, gsm8k_dir).eval_docs
         texts = {number: docs[number]["question"] for number in comparison.lost_questions}
         few = fewest(baseline, comparison, texts, lambda only: ask(total, only))
@@ -177,13 +178,15 @@ def judge(
             f"alone, {len(few)} of them lose an answer again: hybrid-kv accuracy --against {file}, "
             "same options"
         )
-        return Judgement(result, comparison, lost=f"{report}\n{texts[few[0]]}")
-    count, floor = limit or QUESTIONS, None
+        return JudgedRun(result, comparison, lost=f"{report}\n{texts[few[0]]}")
+    count = limit or QUESTIONS
+    floor = None
     if check_floor:
         floor = threshold.find_floor(Path(model or "guard_model").name, task, answer_filter, count)
-        if (there := len(load_task(task, seed, count, gsm8k_dir).eval_docs)) < count:
+        there = len(load_task(task, seed, count, gsm8k_dir).eval_docs)
+        if there < count:
             raise ConfigError(f"the floor is for {count} questions, the task has {there}")
-    return Judgement(ask(count), floor=floor)
+    return JudgedRun(ask(count), floor=floor)
 
 
 def _same(name: str, given: Any, recorded: Any) -> Any:

@@ -15,7 +15,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import lm_eval.models  # noqa: F401 - lm-eval fills its registry only while that is empty: let it, before we register
+# lm-eval fills its registry only while that is empty: let it, before we register.
+import lm_eval.models  # noqa: F401 - see above
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
@@ -189,7 +190,8 @@ class HybridKVLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         from hybrid_kv.sampling import SamplingParams
 
         kwargs: dict[str, Any] = dict(normalize_gen_kwargs(generation_kwargs, self.max_gen_toks))
-        if unknown := sorted(set(kwargs) - _GENERATION_KEYS):
+        unknown = sorted(set(kwargs) - _GENERATION_KEYS)
+        if unknown:
             raise ConfigError(
                 f"generation_kwargs {', '.join(unknown)} not supported; use "
                 f"{', '.join(sorted(_GENERATION_KEYS))}"
@@ -230,7 +232,8 @@ class HybridKVLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
             texts.append(text)
             if output.error is None:
                 self.cache_hook.add_partial("generate_until", request.args, text)
-        if errors := [output.error for output in outputs if output.error is not None]:
+        errors = [output.error for output in outputs if output.error is not None]
+        if errors:
             _log.warning(
                 "%d of %d requests could not run; the first: %s",
                 len(errors),
@@ -252,9 +255,9 @@ class HybridKVLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
             rolling = get_rolling_token_windows(
                 self.tok_encode(text), self.prefix_token_id, self.max_length, 1
             )
-            own = [make_disjoint_window(window) for window in rolling]
-            windows += [(None, *window) for window in own]
-            lengths.append(len(own))
+            disjoint = [make_disjoint_window(window) for window in rolling]
+            windows += [(None, *window) for window in disjoint]
+            lengths.append(len(disjoint))
         scores = iter(self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm))
         totals = [sum(next(scores)[0] for _ in range(length)) for length in lengths]
         for request, total in zip(requests, totals, strict=True):
@@ -276,7 +279,8 @@ class HybridKVLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         """
         from hybrid_kv.measure.accuracy.score import score
 
-        pairs, num_cut = [], 0
+        pairs = []
+        num_cut = 0
         for _text, context, continuation in requests:
             if not 0 < len(continuation) <= self.max_length:
                 raise HybridKVError(
@@ -297,9 +301,9 @@ class HybridKVLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
             *score(self.llm, pairs, self.progress and not disable_tqdm)
         ]
         self.seconds += time.perf_counter() - start
-        for request, found in zip(requests, scores, strict=True):
+        for request, scored in zip(requests, scores, strict=True):
             if request[0] is not None:
-                self.cache_hook.add_partial("loglikelihood", request[0], found)
+                self.cache_hook.add_partial("loglikelihood", request[0], scored)
         return scores
 
 

@@ -17,7 +17,8 @@ from scipy.optimize import brentq
 from scipy.stats import binom
 
 ALPHA = 0.05  # how often the rule may call a model worse that is not
-FIRST_QUESTIONS, FIRST_ALPHA = 250, 0.001
+FIRST_QUESTIONS = 250
+FIRST_ALPHA = 0.001
 POWER = 0.8
 Verdict = Literal["worse", "no loss shown", "undecided"]
 
@@ -65,7 +66,8 @@ def difference_interval(lost: int, gained: int, n: int, z: float = 1.959964) -> 
     def excess(difference: float) -> float:
         # The most likely share of losses if that were the true difference: the root of a x^2 + b x
         # + c.
-        a, b = 2 * n, (2 * n - gained + lost) * difference - gained - lost
+        a = 2 * n
+        b = (2 * n - gained + lost) * difference - gained - lost
         c = -lost * difference * (1 - difference)
         share = (math.sqrt(max(0.0, b * b - 4 * a * c)) - b) / (2 * a)
         return n * (observed - difference) ** 2 - z * z * (
@@ -73,10 +75,9 @@ def difference_interval(lost: int, gained: int, n: int, z: float = 1.959964) -> 
         )
 
     def bound(end: float) -> float:
-        beside = observed + math.copysign(
-            1e-12, end
-        )  # where nothing flipped the observed difference is a root, too
-        return end if excess(end) <= 0 else float(brentq(excess, beside, end))
+        # Where nothing flipped the observed difference is a root, too.
+        start = observed + math.copysign(1e-12, end)
+        return end if excess(end) <= 0 else float(brentq(excess, start, end))
 
     return bound(-1.0), bound(1.0)
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from hybrid_kv.check.guard_model import FOLDERS, embedded
 from hybrid_kv.config import ConfigError, HybridKVError
 from hybrid_kv.files import write_whole
-from hybrid_kv.measure.accuracy.acceptance import Drafts
+from hybrid_kv.measure.accuracy.acceptance import DraftCounts
 from hybrid_kv.measure.accuracy.chat import PLAIN, ChatMode, template_of
 from hybrid_kv.measure.accuracy.tasks import NO_ANSWER, check_task, load_task, quiet_lm_eval
 from hybrid_kv.measure.results import Row, provenance
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from hybrid_kv.measure.accuracy.lm_eval_model import HybridKVLM
     from hybrid_kv.measure.accuracy.target_model import TargetLM
 
-STRICT, FLEXIBLE = "strict-match", "flexible-extract"
+STRICT = "strict-match"
+FLEXIBLE = "flexible-extract"
 
 
 @dataclass(frozen=True)
@@ -131,15 +132,15 @@ class AccuracyResult:
         )
 
     @property
-    def drafts(self) -> Drafts:
-        """Drafts of all questions."""
-        return Drafts(self.num_verifications, self.num_accepted_draft_tokens)
+    def drafts(self) -> DraftCounts:
+        """DraftCounts of all questions."""
+        return DraftCounts(self.num_verifications, self.num_accepted_draft_tokens)
 
     def groups(self) -> dict[str, list[QuestionRecord]]:
         """Return all questions, and those by latch and by number of steps where these are known."""
         groups = {"all": list(self.records)}
-        for name, wanted in (("latch", True), ("self-contained", False)):
-            groups[name] = [record for record in self.records if record.needs_latch is wanted]
+        for name, is_latch in (("latch", True), ("self-contained", False)):
+            groups[name] = [record for record in self.records if record.needs_latch is is_latch]
         for steps in sorted({record.steps for record in self.records if record.steps is not None}):
             groups[f"{steps} step{'s' * (steps > 1)}"] = [
                 record for record in self.records if record.steps == steps
@@ -304,8 +305,8 @@ def _lm(
             **engine_options,
         )
     if folder is None or engine_options:
-        what = next(iter(engine_options), "a ready engine")
-        raise ConfigError(f"target {target}: {what} is for this engine alone; leave it out")
+        option = next(iter(engine_options), "a ready engine")
+        raise ConfigError(f"target {target}: {option} is for this engine alone; leave it out")
     from hybrid_kv.measure.accuracy.target_model import TargetLM
 
     return TargetLM(target, folder, mode)
@@ -395,7 +396,8 @@ def rows(result: AccuracyResult) -> list[Row]:
     ):
         if share is not None:  # 0.0 is a finding
             made.append(row(metric, share, better="higher"))
-    if (length := result.drafts.acceptance_length) is not None:
+    length = result.drafts.acceptance_length
+    if length is not None:
         # Neither way is better: see `acceptance`.
         made.append(row("acceptance_length", length, "tokens", n=result.num_verifications))
     return made
@@ -452,9 +454,11 @@ def print_result(result: AccuracyResult) -> None:
         console.print(
             f"{result.acceptance:.1%} of {result.num_draft_tokens:,} draft tokens were accepted"
         )
-    if (length := result.drafts.acceptance_length) is not None:
+    length = result.drafts.acceptance_length
+    if length is not None:
         console.print(f"acceptance length {length:.3f}: tokens per step with drafts")
-    if refused := [record for record in result.records if record.error is not None]:
+    refused = [record for record in result.records if record.error is not None]
+    if refused:
         console.print(
             f"{len(refused)} questions refused; the first: {refused[0].error}", soft_wrap=True
         )

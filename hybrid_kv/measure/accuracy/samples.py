@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_kv.config import HybridKVError
-from hybrid_kv.measure.accuracy.acceptance import Drafts
+from hybrid_kv.measure.accuracy.acceptance import DraftCounts
 from hybrid_kv.measure.accuracy.answers import (
     HASHES,
-    Answer,
     Answers,
     Protocol,
+    QuestionAnswer,
     digest_of,
     json_document,
     json_lines,
@@ -46,7 +46,7 @@ def answers_in(
     _refuse_errors(
         place, [line["error"] for _, line in lines if line.get("error") is not None], len(lines)
     )
-    by_doc: dict[int, Answer] = {}
+    by_doc: dict[int, QuestionAnswer] = {}
     for number, line in lines:
         if ("filter" in line) != bool(filters):
             raise HybridKVError(
@@ -61,8 +61,8 @@ def answers_in(
             )
         by_doc[doc_id] = answer
     if not by_doc:
-        found = f"its filters are {', '.join(sorted(filters))}" if filters else "the file is empty"
-        raise HybridKVError(f"{place} has no answers of filter {answer_filter!r}: {found}")
+        reason = f"its filters are {', '.join(sorted(filters))}" if filters else "the file is empty"
+        raise HybridKVError(f"{place} has no answers of filter {answer_filter!r}: {reason}")
     first = lines[0][1]
     noted = first.get("params")
     params: dict[str, Any] = noted if isinstance(noted, dict) else {}
@@ -92,7 +92,7 @@ def _refuse_errors(place: str, errors: Sequence[Any], total: int) -> None:
         )
 
 
-def _answer(line: Mapping[str, Any], answer_filter: str, place: str) -> tuple[int, Answer]:
+def _answer(line: Mapping[str, Any], answer_filter: str, place: str) -> tuple[int, QuestionAnswer]:
     try:
         doc_id = line["doc_id"]
         hashes = tuple(line[name] for name in HASHES)
@@ -112,17 +112,18 @@ def _answer(line: Mapping[str, Any], answer_filter: str, place: str) -> tuple[in
         *((count, int) for count in drafts),
     ]
     kinds += [(made.correct, bool), (made.invalid, bool), (made.question, str)]
-    if wrong := [value for value, kind in kinds if type(value) is not kind]:
+    wrong = [value for value, kind in kinds if type(value) is not kind]
+    if wrong:
         raise HybridKVError(
             f"{place} is not an answer of hybrid-kv or lm-eval: {wrong[0]!r} has the wrong type"
         )
     return doc_id, made
 
 
-def _lm_eval_answer(line: Mapping[str, Any], hashes: tuple[str, ...]) -> Answer:
+def _lm_eval_answer(line: Mapping[str, Any], hashes: tuple[str, ...]) -> QuestionAnswer:
     document = line.get("doc")
     question = document.get("question") if isinstance(document, dict) else None
-    return Answer(
+    return QuestionAnswer(
         hashes=hashes,
         correct={0: False, 1: True}[line["exact_match"]],
         invalid=line["filtered_resps"][0] == NO_ANSWER,
@@ -131,22 +132,25 @@ def _lm_eval_answer(line: Mapping[str, Any], hashes: tuple[str, ...]) -> Answer:
     )
 
 
-def _own_answer(line: Mapping[str, Any], hashes: tuple[str, ...], answer_filter: str) -> Answer:
+def _own_answer(
+    line: Mapping[str, Any], hashes: tuple[str, ...], answer_filter: str
+) -> QuestionAnswer:
     correct = line["correct" if answer_filter == STRICT else "correct_flexible"]
-    return Answer(
+    return QuestionAnswer(
         hashes=hashes,
         correct=correct,
         # Ours notes an answer that the strict filter missed; one that the flexible one got right
         # was found.
         invalid=line["invalid"] and not correct,
         output_sha=line["output_sha"],
-        drafts=Drafts(line.get("n_verifications", 0), line.get("n_accepted", 0)),
+        drafts=DraftCounts(line.get("n_verifications", 0), line.get("n_accepted", 0)),
         question=line.get("question_sha", ""),
     )
 
 
 def _own_protocol(params: Mapping[str, Any]) -> Protocol:
-    shots, tokens = params.get("num_fewshot"), params.get("max_gen_toks", LM_EVAL_MAX_TOKENS)
+    shots = params.get("num_fewshot")
+    tokens = params.get("max_gen_toks", LM_EVAL_MAX_TOKENS)
     return Protocol(
         endpoint="chat" if params.get("apply_chat_template") else "completions",
         num_shots=shots if type(shots) is int else None,
@@ -177,10 +181,10 @@ def _lm_eval_protocol(line: Mapping[str, Any], task: str, results: Mapping[str, 
 def results_beside(path: Path) -> dict[str, Any] | None:
     """Return lm-eval's results of the run whose samples these are."""
     match = re.fullmatch(r"samples_.+_(\d{4}-\d\d-\d\dT.*)\.jsonl", path.name)
-    beside = path.with_name(f"results_{match[1]}.json") if match else path
-    if beside == path or not beside.exists():
+    other = path.with_name(f"results_{match[1]}.json") if match else path
+    if other == path or not other.exists():
         return None
-    return json_document(read_text(beside), str(beside))
+    return json_document(read_text(other), str(other))
 
 
 def _task_in(name: str) -> str:

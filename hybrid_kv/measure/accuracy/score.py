@@ -45,7 +45,7 @@ class _Target:
 
     first: int
     tokens: Sequence[int]
-    found: list[tuple[float, bool] | None]
+    scores: list[tuple[float, bool] | None]
 
 
 def score(
@@ -62,9 +62,9 @@ def score(
         by_prompt[(*context, *continuation[:-1])].append(target)  # nothing follows the last token
     _run(llm, by_prompt, [SamplingParams(max_tokens=1)] * len(by_prompt), progress)
     skipped = {
-        prompt: own
-        for prompt, own in by_prompt.items()
-        if any(None in target.found for target in own)
+        prompt: targets
+        for prompt, targets in by_prompt.items()
+        if any(None in target.scores for target in targets)
     }
     if skipped:
         _run(
@@ -84,19 +84,20 @@ def _run(
 ) -> None:
     def seen(item: ScheduledRequest, hidden: torch.Tensor) -> None:
         prompt = tuple(item.request.prompt_token_ids)
-        own = by_prompt[prompt]
+        targets = by_prompt[prompt]
         offset = item.num_computed_tokens
-        begin = max(offset, min(target.first for target in own))
+        begin = max(offset, min(target.first for target in targets))
         end = min(offset + item.num_tokens, len(prompt))
         for start in range(begin, end, ROWS):
             logits = llm.model.compute_logits(
                 hidden[start - offset : min(start + ROWS, end) - offset]
             )
-            _note(logits, start, own)
+            _note(logits, start, targets)
 
     with recorded(llm, seen):
         outputs = llm.generate(list(by_prompt), params, progress)
-    if refused := [output.error for output in outputs if output.error is not None]:
+    refused = [output.error for output in outputs if output.error is not None]
+    if refused:
         raise HybridKVError(
             f"{len(refused)} of {len(outputs)} prompts cannot be scored; the first: {refused[0]}"
         )
@@ -111,16 +112,16 @@ def _note(logits: torch.Tensor, start: int, targets: Sequence[_Target]) -> None:
     for target in targets:
         begin = max(0, start - target.first)  # in its tokens
         row = target.first + begin - start
-        if tokens := target.tokens[begin : begin + max(0, len(logits) - row)]:
-            found = zip(
-                tokens, token_logprobs(logits[row : row + len(tokens)], tokens, 1), strict=True
-            )
-            target.found[begin : begin + len(tokens)] = [
-                (one.logprob, one.top[0][0] == token) for token, one in found
+        tokens = target.tokens[begin : begin + max(0, len(logits) - row)]
+        if tokens:
+            logprobs = token_logprobs(logits[row : row + len(tokens)], tokens, 1)
+            target.scores[begin : begin + len(tokens)] = [
+                (entry.logprob, entry.top[0][0] == token)
+                for token, entry in zip(tokens, logprobs, strict=True)
             ]
 
 
 def _sum(target: _Target) -> Score:
-    found = [one for one in target.found if one is not None]
-    assert len(found) == len(target.tokens), "a prompt under a new salt has no hit"
-    return Score(sum(value for value, _ in found), all(is_best for _, is_best in found))
+    scores = [score for score in target.scores if score is not None]
+    assert len(scores) == len(target.tokens), "a prompt under a new salt has no hit"
+    return Score(sum(value for value, _ in scores), all(is_best for _, is_best in scores))

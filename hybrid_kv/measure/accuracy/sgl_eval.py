@@ -9,9 +9,9 @@ from typing import Any
 
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.measure.accuracy.answers import (
-    Answer,
     Answers,
     Protocol,
+    QuestionAnswer,
     Totals,
     digest_of,
     json_document,
@@ -44,7 +44,8 @@ def read_folder(folder: Path) -> Answers | Totals:
     repeats = sorted(folder.glob(REPEATS))
     if repeats:
         return _answers(folder.name, repeats, _metrics_in(folder))
-    if (metrics := _metrics_in(folder)) is None:
+    metrics = _metrics_in(folder)
+    if metrics is None:
         raise HybridKVError(
             f"{folder} has neither {REPEATS} nor {METRICS}: it is no folder of sgl-eval"
         )
@@ -66,7 +67,8 @@ def read_metrics(file: Path, document: Mapping[str, Any]) -> Answers | Totals:
     Raises:
         HybridKVError: as `read_folder`.
     """
-    if repeats := sorted(file.parent.glob(REPEATS)):
+    repeats = sorted(file.parent.glob(REPEATS))
+    if repeats:
         return _answers(file.parent.name or file.name, repeats, document)
     return _totals(file, document)
 
@@ -79,11 +81,12 @@ def _metrics_in(folder: Path) -> dict[str, Any] | None:
 def _answers(name: str, repeats: Sequence[Path], metrics: Mapping[str, Any] | None) -> Answers:
     texts = [read_text(file) for file in repeats]
     asked = [_lines(str(file), text) for file, text in zip(repeats, texts, strict=True)]
-    if odd := [
+    odd = [
         file.name
         for file, lines in zip(repeats, asked, strict=True)
         if lines.keys() != asked[0].keys()
-    ]:
+    ]
+    if odd:
         raise HybridKVError(
             f"{odd[0]} has other questions than {repeats[0].name}: the run is not complete"
         )
@@ -105,7 +108,7 @@ def _answers(name: str, repeats: Sequence[Path], metrics: Mapping[str, Any] | No
 
 def _lines(place: str, text: str) -> dict[str, dict[str, Any]]:
     """Return the answers of a repeat by id."""
-    found: dict[str, dict[str, Any]] = {}
+    lines: dict[str, dict[str, Any]] = {}
     for number, line in json_lines(text, place):
         if (
             not is_answer(line)
@@ -118,15 +121,15 @@ def _lines(place: str, text: str) -> dict[str, dict[str, Any]]:
                 f"{place} line {number}: the engine refused question {line['id']}, which says "
                 "nothing about accuracy"
             )
-        if line["id"] in found:
+        if line["id"] in lines:
             raise HybridKVError(
                 f"{place} line {number}: question {line['id']} is there twice; two runs in one "
                 "file?"
             )
-        found[line["id"]] = line
-    if not found:
+        lines[line["id"]] = line
+    if not lines:
         raise HybridKVError(f"{place} has no answers: the file is empty")
-    return found
+    return lines
 
 
 def _numbers(ids: Sequence[str]) -> dict[str, int]:
@@ -134,18 +137,18 @@ def _numbers(ids: Sequence[str]) -> dict[str, int]:
 
     `gsm8k-17` is the 17th; lines come in the order in which answers ended.
     """
-    ends = [re.fullmatch(r".+-(\d+)", one) for one in ids]
+    ends = [re.fullmatch(r".+-(\d+)", name) for name in ids]
     if all(ends):
-        return {one: int(end[1]) for one, end in zip(ids, ends, strict=True) if end}
-    return {one: number for number, one in enumerate(sorted(ids))}
+        return {name: int(end[1]) for name, end in zip(ids, ends, strict=True) if end}
+    return {name: number for number, name in enumerate(sorted(ids))}
 
 
-def _majority(lines: Sequence[Mapping[str, Any]]) -> Answer:
+def _majority(lines: Sequence[Mapping[str, Any]]) -> QuestionAnswer:
     """Return an answer for all repeats: right or invalid if more than half are."""
     right = sum(line["symbolic_correct"] for line in lines)
     none = sum(line.get("predicted_answer") is None for line in lines)
     problem = lines[0].get("problem")
-    return Answer(
+    return QuestionAnswer(
         hashes=("", "", ""),
         correct=2 * right > len(lines),
         invalid=2 * none > len(lines) and not 2 * right > len(lines),
@@ -157,7 +160,8 @@ def _majority(lines: Sequence[Mapping[str, Any]]) -> Answer:
 def _totals(file: Path, metrics: Mapping[str, Any]) -> Totals:
     _refuse_partial(str(file), metrics)
     try:
-        questions, score = metrics["num_examples"], float(metrics["aggregate"]["score"])
+        questions = metrics["num_examples"]
+        score = float(metrics["aggregate"]["score"])
         invalid = float(metrics["aggregate"].get("no_answer", 0.0))
         if (
             type(questions) is not int

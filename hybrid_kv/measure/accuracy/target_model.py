@@ -45,11 +45,11 @@ def start_target(target: str, folder: str | Path, caches: bool = False) -> Targe
     settings = {"prefix": "on" if "on" in levels else levels[1]} if levels else {}
     started = kind.start(str(resolve_folder(folder)), settings)
     served = getattr(started, "model", None)
-    wanted = Path(folder).name
-    if served is not None and Path(served).name != wanted:
+    expected = Path(folder).name
+    if served is not None and Path(served).name != expected:
         started.close()
         raise ConfigError(
-            f"--target {target} serves {served}, not {wanted}; name its checkpoint with --model"
+            f"--target {target} serves {served}, not {expected}; name its checkpoint with --model"
         )
     return started
 
@@ -76,12 +76,14 @@ class TargetLM(LM):  # type: ignore[misc]  # lm-eval is not typed
 
     def __init__(self, target: str, folder: str | Path, mode: ChatMode = PLAIN) -> None:
         super().__init__()
-        self.mode, self._name = mode, Path(folder).name
+        self.mode = mode
+        self._name = Path(folder).name
         self.tokenizer = load_tokenizer(folder)
         self._ends = load_eos_token_ids(resolve_folder(folder))
         self.target = start_target(target, folder)
         self.outputs: dict[tuple[str | None, int | None], list[RequestOutput]] = defaultdict(list)
-        self.seconds, self.caches_prefixes = 0.0, False
+        self.seconds = 0.0
+        self.caches_prefixes = False
         self._counted: dict[str, int] = {}
 
     @property
@@ -180,9 +182,15 @@ class TargetLM(LM):  # type: ignore[misc]  # lm-eval is not typed
         elif tokens and tokens[-1] in self._ends:
             text = self._text(tokens[:-1])
         return RequestOutput(
-            "", prompt, list(ask.prompt), tokens, text, "error" if answer.error else reason,
-            error=answer.error or None, cached_tokens=answer.cached_tokens or 0,
-        )  # fmt: skip
+            "",
+            prompt,
+            list(ask.prompt),
+            tokens,
+            text,
+            "error" if answer.error else reason,
+            error=answer.error or None,
+            cached_tokens=answer.cached_tokens or 0,
+        )
 
     def _ended(self, token_ids: Sequence[int], stops: tuple[str, ...]) -> tuple[list[int], str]:
         """Return the tokens up to the first that ends the answer, and that one."""

@@ -72,17 +72,16 @@ class Floor:
     commit: str
 
     def __post_init__(self) -> None:
+        kinds = {"int": int, "float": float, "str": str}
         for field in fields(self):
-            value, kind = (
-                getattr(self, field.name),
-                {"int": int, "float": float, "str": str}[str(field.type)],
-            )
-            if type(value) is not kind:
+            value = getattr(self, field.name)
+            if type(value) is not kinds[str(field.type)]:
                 raise ConfigError(f"{field.name}: {value!r} is not of type {field.type}")
         if self.runs < MIN_RUNS:
             raise ConfigError(f"runs: {self.runs} are too few for a floor; it takes {MIN_RUNS}")
         for name in ("questions", "distinct"):
-            if not 1 <= (count := getattr(self, name)) <= MAX_QUESTIONS:
+            count = getattr(self, name)
+            if not 1 <= count <= MAX_QUESTIONS:
                 raise ConfigError(f"{name}: {count} must be 1 to {MAX_QUESTIONS:,}")
         expected = floor_of(self.mean, self.sd, self.questions, self.distinct)
         if not math.isclose(self.floor, expected, abs_tol=1e-9):
@@ -132,8 +131,9 @@ def floor_from_rows(
         (frame["n"] == questions) & (frame["commit"] != "") & ~frame["dirty"].astype(bool)
     ]
     params = frame["params"].map(json.loads)
-    plain = params.map(lambda one: one.get("model") == model and set(one) <= _PLAIN)
-    frame, params = frame[plain.astype(bool)], params[plain.astype(bool)]
+    plain = params.map(lambda settings: settings.get("model") == model and set(settings) <= _PLAIN)
+    frame = frame[plain.astype(bool)]
+    params = params[plain.astype(bool)]
     runs = frame.drop_duplicates("run_id").groupby("commit", sort=False)
     sizes = runs.size()
     most = max(sizes, default=0)
@@ -146,7 +146,8 @@ def floor_from_rows(
     used = runs.get_group(commit)
     scores = [float(score) for score in used["value"]]
     seeds = {repr(params[index].get("seed")) for index in used.index}
-    mean, sd = statistics.fmean(scores), statistics.stdev(scores)
+    mean = statistics.fmean(scores)
+    sd = statistics.stdev(scores)
     # A seed of gsm8k chooses the shots; the questions stay.
     distinct = questions * (len(seeds) if task == "gsm8k_synth" else 1)
     floor = floor_of(mean, sd, questions, distinct)
@@ -227,7 +228,8 @@ def write_floor(floor: Floor, file: str | Path = FILE) -> Floor | None:
 
 def mark(rows: list[Row], floor: Floor, passed: bool) -> list[Row]:
     """Return the rows of a run, with the floor's verdict on its score."""
-    metric, verdict = METRICS[floor.filter], "pass" if passed else "fail"
+    metric = METRICS[floor.filter]
+    verdict = "pass" if passed else "fail"
     return [
         replace(row, verdict=verdict, baseline_commit=floor.commit) if row.metric == metric else row
         for row in rows

@@ -14,7 +14,7 @@ from hybrid_kv.measure.results import Head
 
 
 @dataclass(frozen=True)
-class Answer:
+class HeadAnswer:
     """An answer: a word for its colour and the text, its sign first.
 
     The word is `pass`, `stale`, `void`, `fail`, `worse` or `none`.
@@ -25,8 +25,8 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Answers:
-    """Answers about HEAD.
+class HeadAnswers:
+    """HeadAnswers about HEAD.
 
     Attributes:
         verdict: one line; `fail`, `void`, `worse`, `stale`, `pass` or `none`.
@@ -36,37 +36,45 @@ class Answers:
         stale: suites that check what is right, and whose newest run is no longer of HEAD's code.
     """
 
-    verdict: Answer
-    right: Answer
-    slower: Answer
+    verdict: HeadAnswer
+    right: HeadAnswer
+    slower: HeadAnswer
     cause: Failing | None
     command: str
     stale: tuple[SuiteVerdict, ...]
 
 
 def answers_of(
-    found: Sequence[SuiteVerdict], failing: Sequence[Failing], charted: Sequence[Series], head: Head
-) -> Answers:
+    suites: Sequence[SuiteVerdict],
+    failing: Sequence[Failing],
+    charted: Sequence[Series],
+    head: Head,
+) -> HeadAnswers:
     """Return the answers that follow from the newest runs.
 
     Args:
-        found: their verdicts beside HEAD.
+        suites: their verdicts and distance from HEAD.
         failing: what is failing, the worst first.
         charted: the series of the first screen.
     """
-    checks = [one for one in found if not one.is_of_speed]
-    speed = {(one.suite, one.machine) for one in found if one.is_of_speed}
-    worse = [one for one in failing if one.word == "worse" or (one.key[0], one.key[4]) in speed]
-    wrong = [one for one in failing if one not in worse]
-    right, slower = _right(checks, wrong), _slower(worse, charted, head)
+    checks = [suite for suite in suites if not suite.is_of_speed]
+    speed = {(suite.suite, suite.machine) for suite in suites if suite.is_of_speed}
+    worse = [
+        failure
+        for failure in failing
+        if failure.word == "worse" or (failure.key[0], failure.key[4]) in speed
+    ]
+    wrong = [failure for failure in failing if failure not in worse]
+    right = _right(checks, wrong)
+    slower = _slower(worse, charted, head)
     cause = next(iter([*wrong, *worse]), None)
-    old = sorted((one for one in checks if one.is_stale), key=_distance)
-    return Answers(
+    old = sorted((suite for suite in checks if suite.is_stale), key=_distance)
+    return HeadAnswers(
         _verdict(right, slower), right, slower, cause, _command(cause, checks), tuple(old)
     )
 
 
-def _verdict(right: Answer, slower: Answer) -> Answer:
+def _verdict(right: HeadAnswer, slower: HeadAnswer) -> HeadAnswer:
     is_worse = slower.word == "worse" and right.word in ("pass", "stale")
     word = "worse" if is_worse else right.word
     texts = {
@@ -79,53 +87,56 @@ def _verdict(right: Answer, slower: Answer) -> Answer:
         "pass": "HEAD is right, and no slower" if slower.word == "pass" else "HEAD is right",
         "none": "No check has run yet",
     }
-    return Answer(word, f"{SIGNS[word]} {texts[word]}")
+    return HeadAnswer(word, f"{SIGNS[word]} {texts[word]}")
 
 
-def _right(found: Sequence[SuiteVerdict], wrong: Sequence[Failing]) -> Answer:
-    word = overall(one.word for one in found)
-    judged = sum(len(one.rows) for one in found)
-    passed = sum(one.count("pass") for one in found)
-    old = sum(one.is_stale for one in found)
+def _right(suites: Sequence[SuiteVerdict], wrong: Sequence[Failing]) -> HeadAnswer:
+    word = overall(suite.word for suite in suites)
+    judged = sum(len(suite.rows) for suite in suites)
+    passed = sum(suite.count("pass") for suite in suites)
+    old = sum(suite.is_stale for suite in suites)
+    failed = [failure for failure in wrong if failure.word == "fail"]
+    void = [failure for failure in wrong if failure.word == "void"]
     texts = {
-        "fail": f"no: {counted([one for one in wrong if one.word == 'fail'])}",
-        "void": f"not known: {counted([one for one in wrong if one.word == 'void'])}",
-        "stale": f"not known: {old} of {plural(len(found), 'suite')} measured other code",
+        "fail": f"no: {counted(failed)}",
+        "void": f"not known: {counted(void)}",
+        "stale": f"not known: {old} of {plural(len(suites), 'suite')} measured other code",
         "pass": f"yes: {passed:,} of {plural(judged, 'check')} passed",
         "none": "not known: no check has run",
     }
-    return Answer(word, f"{SIGNS[word]} {texts[word]}")
+    return HeadAnswer(word, f"{SIGNS[word]} {texts[word]}")
 
 
-def _slower(worse: Sequence[Failing], charted: Sequence[Series], head: Head) -> Answer:
-    """Answer whether HEAD is slower.
+def _slower(worse: Sequence[Failing], charted: Sequence[Series], head: Head) -> HeadAnswer:
+    """HeadAnswer whether HEAD is slower.
 
     A step can be seen in a series of twice `MIN_SEGMENT` runs, and at HEAD if the newest of them is
     of its code.
     """
-    long = [one for one in charted if len(one.clean) >= 2 * MIN_SEGMENT]
-    old = [one for one in long if not freshness(one.rows, head).is_current]
+    long = [series for series in charted if len(series.clean) >= 2 * MIN_SEGMENT]
+    old = [series for series in long if not freshness(series.rows, head).is_current]
+    charts = plural(len(long), "chart")
     if worse:
         more = f", and {len(worse) - 1:,} more" if len(worse) > 1 else ""
-        word, text = "worse", f"yes: {worse[0].key[0]} {worse[0].key[1]} {worse[0].text}{more}"
-    elif not long:
-        word, text = "none", f"not known: no chart has {2 * MIN_SEGMENT} runs"
-    elif old:
-        word, text = (
-            "stale",
-            f"not known: {len(old)} of {plural(len(long), 'chart')} end before HEAD",
-        )
-    else:
-        word, text = "pass", f"no: the levels of {plural(len(long), 'chart')} stand"
-    return Answer(word, f"{SIGNS[word]} {text}")
+        suite, benchmark, *_ = worse[0].key
+        return _signed("worse", f"yes: {suite} {benchmark} {worse[0].text}{more}")
+    if not long:
+        return _signed("none", f"not known: no chart has {2 * MIN_SEGMENT} runs")
+    if old:
+        return _signed("stale", f"not known: {len(old)} of {charts} end before HEAD")
+    return _signed("pass", f"no: the levels of {charts} stand")
 
 
-def _command(cause: Failing | None, found: Sequence[SuiteVerdict]) -> str:
+def _signed(word: str, text: str) -> HeadAnswer:
+    return HeadAnswer(word, f"{SIGNS[word]} {text}")
+
+
+def _command(cause: Failing | None, suites: Sequence[SuiteVerdict]) -> str:
     if cause is None:
-        old = [one for one in found if one.is_stale]
+        old = [suite for suite in suites if suite.is_stale]
         if old:
             return command_of(max(old, key=_urgency).suite)
-        return "" if found else command_of("guard")
+        return "" if suites else command_of("guard")
     suite, benchmark, *_ = cause.key
     newest = cause.newest
     if suite == COMPARE:
@@ -135,7 +146,8 @@ def _command(cause: Failing | None, found: Sequence[SuiteVerdict]) -> str:
         )
     if cause.step is None:
         return f'hybrid-kv guard -k "{benchmark}"' if suite == "guard" else command_of(suite)
-    good, bad = cause.passed.commit[:10], cause.first.commit[:10]
+    good = cause.passed.commit[:10]
+    bad = cause.first.commit[:10]
     return f"hybrid-kv bisect {good} {bad} --benchmark {suite}/{benchmark}"
 
 

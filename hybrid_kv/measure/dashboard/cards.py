@@ -30,7 +30,8 @@ from hybrid_kv.measure.dashboard.words import (
     with_interval,
 )
 
-OURS, BY_ASV = "subject=engine", "by=asv, "  # rivals are measured by `python -m bench` alone
+OURS = "subject=engine"
+BY_ASV = "by=asv, "  # rivals are measured by `python -m bench` alone
 ARROWS = {"worse": "▲", "better": "▼", "changed": "◆"}
 
 
@@ -65,8 +66,8 @@ def cards(report: Report, machine: str, asv: str) -> list[str]:
     series = report.series_on(machine)
     chosen = charted(series)
     seconds = [chart.second.choose(series) for chart in chosen if chart.second]
-    axis = axis_of([*chosen.values(), *(one for one in seconds if one is not None)])
-    return [_card(report, chart, found, series, axis, asv) for chart, found in chosen.items()]
+    axis = axis_of([*chosen.values(), *(line for line in seconds if line is not None)])
+    return [_card(report, chart, line, series, axis, asv) for chart, line in chosen.items()]
 
 
 def _card(
@@ -74,7 +75,7 @@ def _card(
 ) -> str:
     second = chart.second.choose(others) if chart.second else None
     newest = next(each(series.rows.tail(1)))
-    standing = next((one for one in report.failing if one.key == series.key), None)
+    standing = next((failing for failing in report.failing if failing.key == series.key), None)
     word = standing.word if standing else ""
     beside = _second_text(chart, second) + _rival_text(report, chart, series)
     drawn = plot(
@@ -170,7 +171,8 @@ def _levels(series: Series, axis: Axis) -> list[Level]:
     rows = series.rows.iloc[series.clean]
     if not len(rows):
         return []
-    values, places = rows["value"].to_numpy(), [axis.x(row) for row in each(rows)]
+    values = rows["value"].to_numpy()
+    places = [axis.x(row) for row in each(rows)]
     edges = [0, *(step.index for step in series.steps), len(rows)]
     return [
         Level(places[a], places[b - 1], float(np.median(values[a:b]))) for a, b in pairwise(edges)
@@ -178,7 +180,8 @@ def _levels(series: Series, axis: Axis) -> list[Level]:
 
 
 def _mark(report: Report, series: Series, step: Step, axis: Axis) -> Mark:
-    row, word = series.step_row(step), series.judge(step)
+    row = series.step_row(step)
+    word = series.judge(step)
     before = series.row_before(step).commit[:7]
     label = (
         f"{change_text(step)} {word}, {levels_text(series.unit, step)}, between {before} and "

@@ -21,7 +21,7 @@ from hybrid_kv.measure.dashboard.series import Series, Step
 from hybrid_kv.measure.dashboard.verdicts import SuiteVerdict, verdicts
 from hybrid_kv.measure.results import TIME_UNITS
 
-# A history of months, or 12 MB of pages beside the report.
+# A history of months, or 12 MB of pages next to the report.
 MAX_COMMITS = 150
 BEFORE = ["value", "ci_low", "ci_high", "commit"]
 
@@ -65,17 +65,17 @@ def newest_commits(
         rows: of `Results`.
         series: their `histories`.
     """
-    own = rows[~rows["dirty"]]
-    commits = [c for c in own["commit"].drop_duplicates() if re.fullmatch(r"[0-9a-f]{40}", c)][
+    clean = rows[~rows["dirty"]]
+    commits = [c for c in clean["commit"].drop_duplicates() if re.fullmatch(r"[0-9a-f]{40}", c)][
         -limit:
     ]
-    of = dict(list(own[own["commit"].isin(commits)].groupby("commit", sort=False)))
+    of = dict(list(clean[clean["commit"].isin(commits)].groupby("commit", sort=False)))
     changes = changed_rows(rows, commits)
     changes_of = dict(list(changes.groupby("commit", sort=False)))
     steps: dict[str, list[tuple[Series, Step]]] = {}
-    for one in series:
-        for step in one.steps:
-            steps.setdefault(one.step_row(step).commit, []).append((one, step))
+    for history in series:
+        for step in history.steps:
+            steps.setdefault(history.step_row(step).commit, []).append((history, step))
     none = changes.iloc[:0]
     return {c: Measured(c, of[c], changes_of.get(c, none), steps.get(c, [])) for c in commits}
 
@@ -87,17 +87,19 @@ def changed_rows(rows: pd.DataFrame, commits: Sequence[str]) -> pd.DataFrame:
     number = usable.groupby([*SERIES, "commit"], sort=False).ngroup()
     last = usable.assign(number=number).drop_duplicates("number", keep="last").sort_values("number")
     was = last.groupby(SERIES, sort=False)[BEFORE].shift().add_prefix("was_")
-    found = last.join(was)[last["commit"].isin(commits) & was["was_commit"].notna()]
-    return found.assign(change=_judged(found))
+    compared = last.join(was)[last["commit"].isin(commits) & was["was_commit"].notna()]
+    return compared.assign(change=_judged(compared))
 
 
 def _judged(rows: pd.DataFrame) -> list[str]:
-    now, before = rows["value"], rows["was_value"].astype(float)
+    now = rows["value"]
+    before = rows["was_value"].astype(float)
     ends = rows[["ci_low", "ci_high", "was_ci_low", "was_ci_high"]].astype(float)
     apart = (ends["ci_low"] > ends["was_ci_high"]) | (ends["ci_high"] < ends["was_ci_low"])
     whole = (now == now.round()) & (before == before.round()) & ~rows["unit"].isin(TIME_UNITS)
     exact = ends.isna().any(axis=1) & (whole | (rows["suite"] == STATIC_SUITE)) & (now != before)
-    lower, higher = rows["better"] == "lower", rows["better"] == "higher"
+    lower = rows["better"] == "lower"
+    higher = rows["better"] == "higher"
     worse = (lower & (now > before)) | (higher & (now < before))
     words = np.select(
         [~(apart | exact), worse, lower | higher], ["same", "worse", "better"], "changed"

@@ -30,12 +30,12 @@ class Line:
     def choose(self, series: Sequence[Series]) -> Series | None:
         """Return the series; None if none of them has these names."""
         names = (self.suite, self.benchmark, self.metric)
-        fitting = [one for one in series if one.key[:3] == names and is_ours(one.key[3])]
+        fitting = [each for each in series if each.key[:3] == names and is_ours(each.key[3])]
         return max(fitting, key=self._rank, default=None)
 
     def _rank(self, series: Series) -> tuple[int, int]:
         words = series.key[3].split(", ")
-        return sum(wanted in words for wanted in self.case), len(series.rows)
+        return sum(word in words for word in self.case), len(series.rows)
 
 
 @dataclass(frozen=True)
@@ -100,4 +100,5 @@ CHARTS = (
 
 def charted(series: Sequence[Series]) -> dict[Chart, Series]:
     """Return the charts that have a series among these."""
-    return {chart: found for chart in CHARTS if (found := chart.line.choose(series)) is not None}
+    chosen = {chart: chart.line.choose(series) for chart in CHARTS}
+    return {chart: line for chart, line in chosen.items() if line is not None}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from hybrid_kv.files import write_whole
 from hybrid_kv.measure.dashboard.changes import Measured
@@ -30,6 +31,7 @@ from hybrid_kv.measure.dashboard.draw import (
 from hybrid_kv.measure.dashboard.page import document
 from hybrid_kv.measure.dashboard.report import MAX_MACHINES, Report, Section
 from hybrid_kv.measure.dashboard.sections.times import compared, slower_text
+from hybrid_kv.measure.dashboard.series import Series, Step
 from hybrid_kv.measure.dashboard.verdicts import SuiteVerdict, overall
 from hybrid_kv.measure.dashboard.words import (
     WORDS,
@@ -43,14 +45,21 @@ from hybrid_kv.measure.dashboard.words import (
 
 def build_commits(report: Report) -> Iterator[tuple[str, str]]:
     """Name of its file and HTML of each commit's page, one after the other."""
-    found = list(report.commits.values())
-    for before, one, after in zip([None, *found], found, [*found[1:], None], strict=False):
-        made = (_verdict(one), _steps(report, one), _comparison(report, one), _changes(report, one))
+    commits = list(report.commits.values())
+    for before, measured, after in zip(
+        [None, *commits], commits, [*commits[1:], None], strict=False
+    ):
+        made = (
+            _verdict(measured),
+            _steps(report, measured),
+            _comparison(report, measured),
+            _changes(report, measured),
+        )
         body = (
-            _header(report, one, before, after)
+            _header(report, measured, before, after)
             + f"<main>{''.join(s.html for s in made if s)}</main>\n"
         )
-        yield one.file, document(f"hybrid-kv {one.commit[:7]}", body)
+        yield measured.file, document(f"hybrid-kv {measured.commit[:7]}", body)
 
 
 def write_commits(report: Report, folder: Path) -> None:
@@ -68,38 +77,42 @@ def write_commits(report: Report, folder: Path) -> None:
             old.unlink()
 
 
-def _header(report: Report, one: Measured, before: Measured | None, after: Measured | None) -> str:
-    info, url = report.infos.get(one.commit), report.url(one.commit)
-    name = f"<code>{one.commit}</code>"
+def _header(
+    report: Report, measured: Measured, before: Measured | None, after: Measured | None
+) -> str:
+    info = report.infos.get(measured.commit)
+    url = report.url(measured.commit)
+    name = f"<code>{measured.commit}</code>"
     lines = [f'<a href="{url}">{name}</a>' if url else name]
     if info:
         lines.append(f"{escape(info.author)}, {info.day}")
-    machines = list(dict.fromkeys(one.rows["machine"][one.rows["machine"] != ""]))
+    machines = list(dict.fromkeys(measured.rows["machine"][measured.rows["machine"] != ""]))
     more = (
         [f"and {len(machines) - MAX_MACHINES:,} more machines"]
         if len(machines) > MAX_MACHINES
         else []
     )
     places = ", ".join([*machines[:MAX_MACHINES], *more])
-    first, last = one.rows["time_utc"].iloc[0][:10], one.rows["time_utc"].iloc[-1][:10]
-    lines.append(
-        f"{len(one.rows):,} measurements of {first}{f' to {last}' if last != first else ''}"
-    )
+    first = measured.rows["time_utc"].iloc[0][:10]
+    last = measured.rows["time_utc"].iloc[-1][:10]
+    days = first if last == first else f"{first} to {last}"
+    lines.append(f"{len(measured.rows):,} measurements of {days}")
     around = ['<a href="../index.html">all commits</a>']
     around += [f'before: <a href="{before.file}">{before.commit[:7]}</a>'] if before else []
     around += [f'after: <a href="{after.file}">{after.commit[:7]}</a>'] if after else []
-    subject = escape(info.subject) if info and info.subject else f"Commit {one.commit[:7]}"
+    subject = escape(info.subject) if info and info.subject else f"Commit {measured.commit[:7]}"
     return f"""<header><h1>{subject}</h1>
 <p>{"<br>".join([*lines, escape(places)])}</p><p>{" · ".join(around)}</p></header>
 """
 
 
-def _verdict(one: Measured) -> Section:
-    found = one.verdicts
-    word = overall(v.word for v in found)
+def _verdict(measured: Measured) -> Section:
+    suites = measured.verdicts
+    word = overall(v.word for v in suites)
     if word == "none":
         return Section("Verdict", "No check ran on it", "")
-    passed, judged = sum(v.count("pass") for v in found), sum(len(v.rows) for v in found)
+    passed = sum(v.count("pass") for v in suites)
+    judged = sum(len(v.rows) for v in suites)
     rows = [
         [
             escape(suite_name(v.suite)),
@@ -108,13 +121,13 @@ def _verdict(one: Measured) -> Section:
             day(v.newest),
             name_of(v.machine or "any"),
         ]
-        for v in found
+        for v in suites
     ]
-    body = table(["suite", "", "passed", "on", "machine"], rows) + _not_passed(found)
+    body = table(["suite", "", "passed", "on", "machine"], rows) + _not_passed(suites)
     return Section("Verdict", f"{WORDS[word]}: {passed:,} of {judged:,} checks", body, word)
 
 
-def _not_passed(found: Sequence[SuiteVerdict]) -> str:
+def _not_passed(suites: Sequence[SuiteVerdict]) -> str:
     """Return checks with another verdict than `pass`, as a table; empty without any."""
     rows = [
         [
@@ -124,17 +137,17 @@ def _not_passed(found: Sequence[SuiteVerdict]) -> str:
             name_of(str(row.parsed.get("limit", ""))),
             f"{row.n:,}",
         ]
-        for v in found
+        for v in suites
         for row in each(v.rows[v.rows["verdict"] != "pass"])
     ]
     return table(["what did not pass", "", "value", "limit", "n"], rows) if rows else ""
 
 
-def _steps(report: Report, one: Measured) -> Section | None:
-    if not one.steps:
+def _steps(report: Report, measured: Measured) -> Section | None:
+    if not measured.steps:
         return None
-    judged = [(series.judge(step), series, step) for series, step in one.steps]
-    judged.sort(key=lambda line: (line[0] != "worse", line[1].key))
+    judged = [(series.judge(step), series, step) for series, step in measured.steps]
+    judged.sort(key=_worse_first)
     rows = [
         [
             with_small_case(series.key),
@@ -153,28 +166,33 @@ def _steps(report: Report, one: Measured) -> Section | None:
     return Section("Steps", finding, body, "fail" if worse else "")
 
 
-def _comparison(report: Report, one: Measured) -> Section | None:
-    rows = one.rows[one.rows["suite"] == COMPARE]
+def _worse_first(line: tuple[str, Series, Step]) -> tuple[bool, tuple[str, ...]]:
+    word, series, _ = line
+    return word != "worse", series.key
+
+
+def _comparison(report: Report, measured: Measured) -> Section | None:
+    rows = measured.rows[measured.rows["suite"] == COMPARE]
     if rows.empty:
         return None
-    body = report.by_machine(
-        rows, lambda own: compared(newest_run(own), partial(report.link, folder=""))
-    )
+
+    def block(machine_rows: pd.DataFrame) -> str:
+        return compared(newest_run(machine_rows), partial(report.link, folder=""))
+
+    body = report.by_machine(rows, block)
     return Section(
         "Comparison", slower_text(rows), body, "fail" if (rows["verdict"] == "fail").any() else ""
     )
 
 
-def _changes(report: Report, one: Measured) -> Section:
-    rows = one.changes[one.changes["change"] != "same"]
-    if one.changes.empty:
+def _changes(report: Report, measured: Measured) -> Section:
+    rows = measured.changes[measured.changes["change"] != "same"]
+    if measured.changes.empty:
         return Section("Metrics", "No commit before it was measured in the same series", "")
-    counts = ", ".join(
-        f"{count:,} {word}" for word in ("worse", "better", "changed") if (count := one.count(word))
-    )
-    finding = (
-        f"{counts or 'None'} of {len(one.changes):,} metrics, beside the commit measured before"
-    )
+    counts = {word: measured.count(word) for word in ("worse", "better", "changed")}
+    words = ", ".join(f"{count:,} {word}" for word, count in counts.items() if count)
+    total = f"{len(measured.changes):,} metrics"
+    finding = f"{words or 'None'} of {total}, beside the commit measured before"
     with np.errstate(divide="ignore"):  # from or to zero is infinitely far
         far = np.log((rows["value"] / rows["was_value"].astype(float)).abs()).abs()
     rank = rows["change"].map({"worse": 0, "changed": 1, "better": 2})
@@ -187,9 +205,9 @@ def _changes(report: Report, one: Measured) -> Section:
         else ""
     )
     note = (
-        f"{one.count('same'):,} are the same: equal, or their 95 % intervals overlap, or neither a "
-        "count nor with an interval. Each run had its own day and load: hybrid-kv compare measures "
-        "a time that matters side by side."
+        f"{measured.count('same'):,} are the same: equal, or their 95 % intervals overlap, or "
+        "neither a count nor with an interval. Each run had its own day and load: hybrid-kv "
+        "compare measures a time that matters side by side."
     )
     return Section("Metrics", finding, body + paragraph(note))
 

@@ -29,7 +29,11 @@ NO_IDENTITY = {
     "unfit",
 }
 NO_IDENTITY |= {"outcome", "was", "p", "clock_mhz", "head_commit", "quarantined"}  # of a comparison
-COMPARE, CURVE, BISECT, SWARM, MUTANTS = "compare", "operating_curve", "bisect", "swarm", "mutants"
+COMPARE = "compare"
+CURVE = "operating_curve"
+BISECT = "bisect"
+SWARM = "swarm"
+MUTANTS = "mutants"
 # Ratios to some baseline, rates of the harness, counts that grow, and figures of an engine that is
 # wrong on purpose: these have no level over time.
 NO_LEVEL = (COMPARE, CURVE, BISECT, SWARM, MUTANTS)
@@ -101,26 +105,26 @@ def find_files(folder: Path) -> Files:
             f"{folder} is no folder with results; `hybrid-kv guard --record` makes one, --results "
             "names another"
         )
-    found = Files([], [], [])
+    files = Files([], [], [])
     for path in sorted([*folder.glob("*.csv"), *folder.glob(f"*{DATASET}")]):
         if path.suffix == DATASET:
-            found.names.append(path.name)
-            found.read.append(path)
+            files.names.append(path.name)
+            files.read.append(path)
             continue
         require_regular(path)
         with path.open("rb") as file:
             head = file.readline()
         if head[:7] != b"schema,"[: len(head)]:
-            found.foreign.append(path.name)
+            files.foreign.append(path.name)
             continue
-        found.names.append(path.name)
+        files.names.append(path.name)
         if head.endswith(b"\n"):  # A header without its end has no rows.
-            found.read.append(path)
-    if not found.names:
+            files.read.append(path)
+    if not files.names:
         raise HybridKVError(
             f"{folder} has no CSV of results; `hybrid-kv guard --results {folder}` makes one"
         )
-    return found
+    return files
 
 
 def load(folder: Path, head: Head = NO_HEAD) -> Results:
@@ -246,17 +250,13 @@ def _fold_guard(frame: pd.DataFrame) -> pd.DataFrame:
         value = int(row.value) if float(row.value).is_integer() else float(row.value)
         numbers.setdefault((row.run_id, row.benchmark, check), {})[name] = value
     checks = zip(frame["run_id"], frame["benchmark"], frame["metric"], frame["parsed"], strict=True)
-    frame["parsed"] = pd.Series(
-        [
-            {**parsed, **own, "limit": _limit(own)}
-            if (own := numbers.get((run, benchmark, metric)))
-            else parsed
-            for run, benchmark, metric, parsed in checks
-        ],
-        frame.index,
-        dtype=object,
-    )
+    parsed = [_with_numbers(params, numbers.get(tuple(key))) for *key, params in checks]
+    frame["parsed"] = pd.Series(parsed, frame.index, dtype=object)
     return frame[~behind].reset_index(drop=True)
+
+
+def _with_numbers(params: dict[str, Any], numbers: dict[str, Any] | None) -> dict[str, Any]:
+    return {**params, **numbers, "limit": _limit(numbers)} if numbers else params
 
 
 def _limit(numbers: dict[str, Any]) -> str:
@@ -282,11 +282,11 @@ def column(rows: pd.DataFrame, name: str, *kinds: type) -> pd.Series[Any]:
 
 def with_params(rows: pd.DataFrame, **kinds: type | tuple[type, ...]) -> pd.DataFrame:
     """Return rows with some of their params as columns of these types."""
-    found = {
+    columns = {
         name: column(rows, name, *(kind if isinstance(kind, tuple) else (kind,)))
         for name, kind in kinds.items()
     }
-    return rows.assign(**found)
+    return rows.assign(**columns)
 
 
 def each(rows: pd.DataFrame) -> Iterator[Any]:

@@ -62,13 +62,15 @@ def find_failing(rows: pd.DataFrame, series: Sequence[Series]) -> list[Failing]:
         series: their `histories`.
     """
     checks = _checks(rows)
-    known = {one.key for one in checks}
-    found = [
-        *checks,
-        *(one for s in series if s.key not in known and (one := _level(s)) is not None),
-    ]
-    order = {"fail": 0, "void": 1, "worse": 2}
-    return sorted(found, key=lambda one: (order[one.word], -one.first.time.timestamp(), one.key))
+    known = {check.key for check in checks}
+    levels = [_level(line) for line in series if line.key not in known]
+    failures = [*checks, *(level for level in levels if level is not None)]
+    return sorted(failures, key=_order)
+
+
+def _order(failing: Failing) -> tuple[int, float, tuple[str, ...]]:
+    kinds = {"fail": 0, "void": 1, "worse": 2}
+    return kinds[failing.word], -failing.first.time.timestamp(), failing.key
 
 
 def new_failures(now: Sequence[Failing], before: Sequence[Failing]) -> list[Failing]:
@@ -76,8 +78,8 @@ def new_failures(now: Sequence[Failing], before: Sequence[Failing]) -> list[Fail
 
     A step that more rows date otherwise is not new.
     """
-    known = {(one.key, one.depth) for one in before}
-    return [one for one in now if (one.key, one.depth) not in known]
+    known = {(failing.key, failing.depth) for failing in before}
+    return [failing for failing in now if (failing.key, failing.depth) not in known]
 
 
 def counted(failing: Sequence[Failing]) -> str:
@@ -87,11 +89,11 @@ def counted(failing: Sequence[Failing]) -> str:
         "void": ("check was void", "checks were void"),
     }
     words["worse"] = ("level is worse", "levels are worse")
-    count = Counter(one.word for one in failing)
-    found = [
+    count = Counter(failure.word for failure in failing)
+    failures = [
         f"{count[word]:,} {forms[count[word] != 1]}" for word, forms in words.items() if count[word]
     ]
-    return ", ".join(found) or "Nothing is failing"
+    return ", ".join(failures) or "Nothing is failing"
 
 
 def _checks(rows: pd.DataFrame) -> list[Failing]:
@@ -100,19 +102,19 @@ def _checks(rows: pd.DataFrame) -> list[Failing]:
     if keys.empty:
         return []
     judged = rows[rows["verdict"] != ""].merge(keys, on=SERIES)
-    found = []
-    for key, own in judged.groupby(SERIES, sort=False):
-        lines = list(each(own))
+    failures = []
+    for key, history in judged.groupby(SERIES, sort=False):
+        lines = list(each(history))
         while lines[-1].verdict == "pass":  # of another run at the same time
             lines.pop()
         passed = next((i for i in range(len(lines) - 1, -1, -1) if lines[i].verdict == "pass"), -1)
         last_passed = lines[passed] if passed >= 0 else None
-        found.append(
+        failures.append(
             Failing(
                 tuple(map(str, key)), lines[-1].verdict, lines[-1], lines[passed + 1], last_passed
             )
         )
-    return found
+    return failures
 
 
 def _stands(series: Series, steps: Sequence[Step]) -> bool:

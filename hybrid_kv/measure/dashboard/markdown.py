@@ -22,8 +22,8 @@ def summary(report: Report, machine: str = "") -> str:
     Args:
         machine: only rows of this one, and those without a machine; empty: all.
     """
-    found = report.verdicts_on(machine)
-    if not found:
+    suites = report.verdicts_on(machine)
+    if not suites:
         return (
             f"{MARKER}\n### hybrid-kv: no verdict\n\nNo check has run yet: `hybrid-kv guard "
             "--record`\n"
@@ -33,8 +33,9 @@ def summary(report: Report, machine: str = "") -> str:
     lines += [f"Right? {answers.right.text}. Slower? {answers.slower.text}.", ""]
     if answers.command:
         lines += [f"Next: {plain(answers.command)}", ""]
-    lines += _verdict_lines(report, found)
-    if failing := report.failing_on(machine):
+    lines += _verdict_lines(report, suites)
+    failing = report.failing_on(machine)
+    if failing:
         lines += ["", *failing_lines(report, failing)]
     return "\n".join(lines) + "\n"
 
@@ -45,18 +46,18 @@ def failing_lines(report: Report, failing: Sequence[Failing]) -> list[str]:
         "| failing | value | limit | since | author | last passed |",
         "|---|--:|--:|---|---|---|",
     ]
-    for one in failing[:MAX_LINES]:
-        value = f"{change_text(one.step)}, {one.value}" if one.step else one.value
-        info = report.infos.get(one.first.commit)
+    for failure in failing[:MAX_LINES]:
+        value = f"{change_text(failure.step)}, {failure.value}" if failure.step else failure.value
+        info = report.infos.get(failure.first.commit)
         cells = [
-            plain(title(one.key)),
+            plain(title(failure.key)),
             plain(value),
-            plain(str(one.newest.parsed.get("limit", ""))),
+            plain(str(failure.newest.parsed.get("limit", ""))),
         ]
         cells += [
-            _run(report, one.first),
+            _run(report, failure.first),
             plain(info.author if info else ""),
-            _run(report, one.passed) if one.passed else "never",
+            _run(report, failure.passed) if failure.passed else "never",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return [
@@ -71,14 +72,17 @@ def _run(report: Report, row: Any) -> str:
 
 def _commit(report: Report, row: Any) -> str:
     """Return a commit, linked to its page if the report is on a site."""
-    own, short = report.commits.get(row.commit), plain(row.commit[:7])
-    linked = f"[{short}]({report.site}/{COMMITS}{own.file})" if own and report.site else short
-    return linked + (" + changes" if row.dirty else "")
+    measured = report.commits.get(row.commit)
+    short = plain(row.commit[:7])
+    changes = " + changes" if row.dirty else ""
+    if measured is None or not report.site:
+        return short + changes
+    return f"[{short}]({report.site}/{COMMITS}{measured.file}){changes}"
 
 
-def _verdict_lines(report: Report, found: list[SuiteVerdict]) -> list[str]:
+def _verdict_lines(report: Report, suites: list[SuiteVerdict]) -> list[str]:
     lines = ["| suite | | passed | commit | machine |", "|---|---|--:|---|---|"]
-    for verdict in found:
+    for verdict in suites:
         commit = _commit(report, verdict.newest)
         count = f"{verdict.count('pass'):,} of {len(verdict.rows):,}"
         place = plain(verdict.machine or "any")

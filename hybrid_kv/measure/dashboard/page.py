@@ -7,6 +7,7 @@ everything else is folded.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from html import escape
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from hybrid_kv.measure.dashboard.report import MAX_MACHINES, Report, Section
 from hybrid_kv.measure.dashboard.sections import SECTIONS
 from hybrid_kv.measure.dashboard.sections.status import failing_now
 
-ASV_PAGES = "asv/index.html"  # beside the page
+ASV_PAGES = "asv/index.html"  # next to the page
 ALL_ROWS = "rows.parquet"
 _FOLDER = Path(__file__).parent
 
@@ -27,7 +28,7 @@ def build_page(report: Report, machine: str = "", asv: bool = False) -> str:
 
     Args:
         machine: that the filter starts with; empty: all.
-        asv: asv's own pages are in the folder `asv` beside it, to be linked.
+        asv: asv's own pages are in the folder `asv` next to it, to be linked.
 
     Raises:
         ConfigError: no row is from `machine`.
@@ -42,8 +43,8 @@ def build_page(report: Report, machine: str = "", asv: bool = False) -> str:
     folded = [section for section in made.values() if section is not None] + _missing(made)
     pages = ASV_PAGES if asv else ""
     main = [
-        _views(report, machine, lambda name: _verdict(report, name)),
-        _views(report, machine, lambda name: _charts(report, name, pages)),
+        _views(report, machine, partial(_verdict, report)),
+        _views(report, machine, partial(_charts, report, asv=pages)),
         failing.html if failing else "",
         *(section.folded for section in folded),
     ]
@@ -104,7 +105,9 @@ def _verdict(report: Report, machine: str) -> str:
         if answers.command
         else "nothing"
     )
-    old = ", ".join(f"{one.suite} by {one.fresh.distance}" for one in answers.stale if one.fresh)
+    old = ", ".join(
+        f"{suite.suite} by {suite.fresh.distance}" for suite in answers.stale if suite.fresh
+    )
     stale = f"<small>stale: {escape(old)}</small>" if old else ""
     right = f'<b class="{answers.right.word}">{escape(answers.right.text)}</b>'
     slower = f'<b class="{answers.slower.word}">{escape(answers.slower.text)}</b>'
@@ -141,7 +144,8 @@ def _missing(made: dict[Callable[[Report], Section | None], Section | None]) -> 
 
 
 def _header(report: Report, machine: str) -> str:
-    results, info = report.results, report.infos.get(report.head.commit)
+    results = report.results
+    info = report.infos.get(report.head.commit)
     newest = (
         f"up to {results.rows['time'].max():%m-%d %H:%M} UTC"
         if len(results.rows)
@@ -159,7 +163,8 @@ def _header(report: Report, machine: str) -> str:
 
 
 def _footer(report: Report, asv: str) -> str:
-    results, repository = report.results, escape(report.repository)
+    results = report.results
+    repository = escape(report.repository)
     parts = [f"Drawn from {escape(', '.join(results.files) or 'no file')}."]
     if results.foreign:
         parts.append(f"Of another kind, not read: {escape(', '.join(results.foreign))}.")

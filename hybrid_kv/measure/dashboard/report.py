@@ -11,7 +11,7 @@ from html import escape
 import pandas as pd
 
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.measure.dashboard.answers import Answers, answers_of
+from hybrid_kv.measure.dashboard.answers import HeadAnswers, answers_of
 from hybrid_kv.measure.dashboard.changes import Measured, newest_commits
 from hybrid_kv.measure.dashboard.charts import charted
 from hybrid_kv.measure.dashboard.data import Results
@@ -21,7 +21,7 @@ from hybrid_kv.measure.dashboard.series import Series, histories
 from hybrid_kv.measure.dashboard.verdicts import SuiteVerdict, verdicts
 from hybrid_kv.measure.results import NO_HEAD, CommitInfo, Head
 
-COMMITS = "commits/"  # beside the page, with a page for each
+COMMITS = "commits/"  # next to the page, with a page for each
 MAX_MACHINES = 6  # with a block of their own; the history has all of them
 
 
@@ -106,7 +106,9 @@ class Report:
 
     def failing_on(self, machine: str = "") -> list[Failing]:
         """Return failures on a machine, or in what belongs to none; on any for an empty name."""
-        return [one for one in self.failing if not machine or one.key[4] in (machine, "")]
+        return [
+            failing for failing in self.failing if not machine or failing.key[4] in (machine, "")
+        ]
 
     @cached_property
     def verdicts(self) -> list[SuiteVerdict]:
@@ -115,13 +117,15 @@ class Report:
 
     def verdicts_on(self, machine: str = "") -> list[SuiteVerdict]:
         """Return those of a machine and of what belongs to none; all for an empty name."""
-        return [one for one in self.verdicts if not machine or one.machine in (machine, "")]
+        return [
+            verdict for verdict in self.verdicts if not machine or verdict.machine in (machine, "")
+        ]
 
     def series_on(self, machine: str = "") -> list[Series]:
         """Return series of a machine and of what belongs to none; all for an empty name."""
-        return [one for one in self.series if not machine or one.key[4] in (machine, "")]
+        return [series for series in self.series if not machine or series.key[4] in (machine, "")]
 
-    def answers(self, machine: str = "") -> Answers:
+    def answers(self, machine: str = "") -> HeadAnswers:
         """Return the answers about HEAD for page, summary and command, on a machine or on all."""
         series = list(charted(self.series_on(machine)).values())
         return answers_of(self.verdicts_on(machine), self.failing_on(machine), series, self.head)
@@ -135,7 +139,7 @@ class Report:
     def infos(self) -> dict[str, CommitInfo]:
         """Author, day and subject of the commits that have a page or began to fail."""
         return self.head.describe(
-            [self.head.commit, *self.commits, *(one.first.commit for one in self.failing)]
+            [self.head.commit, *self.commits, *(failing.first.commit for failing in self.failing)]
         )
 
     def link(self, commit: str, folder: str = COMMITS) -> str:
@@ -157,8 +161,8 @@ class Report:
         """
         if not re.fullmatch(r"[0-9a-f]{7,40}", commit):
             return ""
-        own = self.commits.get(commit)
-        return folder + own.file if own else self.url(commit)
+        measured = self.commits.get(commit)
+        return folder + measured.file if measured else self.url(commit)
 
     def url(self, commit: str) -> str:
         """Return the address of a commit in the repository; empty without one.
@@ -169,9 +173,9 @@ class Report:
 
     def by_machine(self, rows: pd.DataFrame, block: Callable[[pd.DataFrame], str]) -> str:
         """Return a block per machine that has rows, those with the newest rows first."""
-        found = [m for m in [*self.results.machines, ""] if (rows["machine"] == m).any()][
+        machines = [m for m in [*self.results.machines, ""] if (rows["machine"] == m).any()][
             :MAX_MACHINES
         ]
         return "".join(
-            of_machine(machine, block(rows[rows["machine"] == machine])) for machine in found
+            of_machine(machine, block(rows[rows["machine"] == machine])) for machine in machines
         )

@@ -117,16 +117,17 @@ def histories(rows: pd.DataFrame) -> list[Series]:
     # Arrays, not frames: with ten thousand series a frame for each test would cost more than all
     # the tests.
     usable = (~once["dirty"] & (once["verdict"] != "void")).to_numpy()
-    values, exact = once["value"].to_numpy(), _is_exact(once, starts)
+    values = once["value"].to_numpy()
+    exact = _is_exact(once, starts)
     keys = once[SERIES].iloc[starts].itertuples(index=False, name=None)
-    found = []
+    series = []
     for key, is_exact, (start, end) in zip(
         keys, exact, pairwise([*starts, len(once)]), strict=True
     ):
         clean = np.flatnonzero(usable[start:end])
         steps = find_steps(values[start:end][clean], bool(is_exact))
-        found.append(Series(tuple(map(str, key)), once.iloc[start:end], clean, steps))
-    return found
+        series.append(Series(tuple(map(str, key)), once.iloc[start:end], clean, steps))
+    return series
 
 
 def _is_exact(rows: pd.DataFrame, starts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -156,16 +157,20 @@ def find_steps(values: Floats, exact: bool) -> list[Step]:
     levels = _levels(values, cuts)
     # A level is shorter once it is cut itself, and its median another: condition 3 holds for what
     # is left.
-    while not exact and (
-        small := [c for c, (a, b) in zip(cuts, pairwise(levels), strict=True) if _is_small(a, b)]
-    ):
+    small = [] if exact else _small_cuts(cuts, levels)
+    while small:
         cuts.remove(small[0])
         levels = _levels(values, cuts)
+        small = _small_cuts(cuts, levels)
     return [Step(cut, *pair) for cut, pair in zip(cuts, pairwise(levels), strict=True)]
 
 
 def _levels(values: Floats, cuts: list[int]) -> list[float]:
     return [float(np.median(values[a:b])) for a, b in pairwise([0, *cuts, len(values)])]
+
+
+def _small_cuts(cuts: list[int], levels: list[float]) -> list[int]:
+    return [cut for cut, pair in zip(cuts, pairwise(levels), strict=True) if _is_small(*pair)]
 
 
 def _is_small(before: float, after: float) -> bool:
@@ -177,17 +182,18 @@ def _cuts(values: Floats, offset: int) -> list[int]:
 
     A level that came and went hides from the whole.
     """
-    found = _best_cut(values, ALPHA)
-    if found is None:
-        parts = _parts(len(values))
-        inside = [(_best_cut(values[a:b], ALPHA / len(parts)), a) for a, b in parts]
-        found = min(
-            ((p, place + a) for cut, a in inside if cut for p, place in [cut]), default=None
-        )
-    if found is None:
+    cut = _best_cut(values, ALPHA) or _best_cut_inside(values)
+    if cut is None:
         return []
-    place = found[1]
+    place = cut[1]
     return [*_cuts(values[:place], offset), offset + place, *_cuts(values[place:], offset + place)]
+
+
+def _best_cut_inside(values: Floats) -> tuple[float, int] | None:
+    """Return the p-value and the place of the likeliest cut in a part of a series."""
+    parts = _parts(len(values))
+    cuts = [(_best_cut(values[a:b], ALPHA / len(parts)), a) for a, b in parts]
+    return min(((cut[0], cut[1] + a) for cut, a in cuts if cut is not None), default=None)
 
 
 def _parts(n: int) -> list[tuple[int, int]]:
@@ -195,12 +201,12 @@ def _parts(n: int) -> list[tuple[int, int]]:
 
     Kovács et al., seeded segmentation, 2023.
     """
-    found = []
+    parts = []
     length = n // 2
     while length >= 2 * MIN_SEGMENT:
-        found += [(start, start + length) for start in range(0, n - length + 1, length // 2)]
+        parts += [(start, start + length) for start in range(0, n - length + 1, length // 2)]
         length //= 2
-    return found
+    return parts
 
 
 def _best_cut(values: Floats, alpha: float) -> tuple[float, int] | None:
@@ -232,7 +238,8 @@ def _best_cut(values: Floats, alpha: float) -> tuple[float, int] | None:
     p *= places.size
     if p >= alpha:
         return None
-    before, after = np.median(values[:place]), np.median(values[place:])
+    before = np.median(values[:place])
+    after = np.median(values[place:])
     # Of neighbours' differences, which another step among these runs does not widen.
     noise = _MAD_TO_SD * float(np.median(np.abs(np.diff(values)))) / math.sqrt(2)
     needed = max(MIN_CHANGE * abs(before), MIN_SPREADS * noise)

@@ -8,8 +8,10 @@ from html import escape
 
 import numpy as np
 
-WIDTH, HEIGHT = 300, 92
-TOP, SIDE = 18, 6  # room for the texts of steps, and for half a point
+WIDTH = 300
+HEIGHT = 92
+TOP = 18
+SIDE = 6  # room for the texts of steps, and for half a point
 LEAST_SPAN = 0.2  # of the middle, up and down: noise must not fill the chart
 EDGE = 2  # percent of the runs on either side that may lie beyond the chart, at its edge
 

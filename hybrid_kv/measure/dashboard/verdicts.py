@@ -99,7 +99,7 @@ def newest_rows(suite: str, rows: pd.DataFrame) -> pd.DataFrame:
         return last_rows(rows)
     if suite == ACCURACY:
         return pd.concat(
-            [newest_run(own) for _, own in rows.groupby("metric", sort=False)]
+            [newest_run(gate_rows) for _, gate_rows in rows.groupby("metric", sort=False)]
         ).sort_index()
     if not newest["commit"]:
         return newest_run(rows)
@@ -114,8 +114,8 @@ class SuiteVerdict:
     A void check did not see what it must see: it has not passed.
 
     Attributes:
-        fresh: beside HEAD; None where the verdict is about the commit that was measured, whatever
-            came after.
+        fresh: its distance from HEAD; None where the verdict is about the commit that was
+            measured, whatever came after.
     """
 
     suite: str
@@ -160,16 +160,16 @@ def verdicts(rows: pd.DataFrame, head: Head | None = None) -> list[SuiteVerdict]
     else has failed.
     """
     judged = rows[(rows["verdict"] != "") & (rows["suite"] != CURVE)]
-    found = []
+    suites = []
     for key, group in judged.groupby(["suite", "machine"], sort=True):
         suite, machine = map(str, key)
         newest = newest_rows(suite, group)
         fresh = None if head is None else freshness(newest, head)
-        found.append(SuiteVerdict(suite, machine, newest, fresh))
-    return found
+        suites.append(SuiteVerdict(suite, machine, newest, fresh))
+    return suites
 
 
 def overall(words: Iterable[str]) -> str:
     """Return the first of `fail`, `void`, `stale` and `pass` that is there; `none` without any."""
-    found = set(words)
-    return next((word for word in ("fail", "void", "stale", "pass") if word in found), "none")
+    present = set(words)
+    return next((word for word in ("fail", "void", "stale", "pass") if word in present), "none")

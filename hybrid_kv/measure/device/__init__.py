@@ -4,7 +4,7 @@
         llm = LLM(folder, device="cuda:0", attention_backend="TORCH")
         llm.generate(prompts)
     gpu.counts()  # launches, waits, uploads, bytes, allocations
-    [(event.where, event.what) for event in gpu.events if event.kind == "wait"]
+    [(event.where, event.operation) for event in gpu.events if event.kind == "wait"]
 
 It computes on the CPU, so tokens must be the CPU's. It refuses what a GPU refuses: tensors of both
 devices in one operation. It notes a *wait* where the host would wait for the device: a copy that
@@ -22,10 +22,17 @@ Nothing of the engine imports this package; it is for tests and counts.
 from hybrid_kv.measure.device.machine import pretend_gpu
 from hybrid_kv.measure.device.pretend import (
     DeviceError,
-    Event,
+    DeviceEvent,
     PretendGPU,
     PretendTensor,
     why_not_replayed,
 )
 
-__all__ = ["DeviceError", "Event", "PretendGPU", "PretendTensor", "pretend_gpu", "why_not_replayed"]
+__all__ = [
+    "DeviceError",
+    "DeviceEvent",
+    "PretendGPU",
+    "PretendTensor",
+    "pretend_gpu",
+    "why_not_replayed",
+]

@@ -57,7 +57,7 @@ def _guard() -> _Guard:
     return guard
 
 
-class _Stream:
+class _PretendStream:
     """A stream: all of them are one."""
 
     gpu: ClassVar[PretendGPU]
@@ -75,7 +75,7 @@ class _Stream:
 class _Cuda:
     """The functions of `torch.cuda` on the pretended machine."""
 
-    def __init__(self, gpu: PretendGPU, stream: type[_Stream]) -> None:
+    def __init__(self, gpu: PretendGPU, stream: type[_PretendStream]) -> None:
         self._gpu = gpu
         self.Stream = stream
 
@@ -100,7 +100,7 @@ class _Cuda:
     def stream(self, _: Any) -> Any:
         return nullcontext()
 
-    def current_stream(self, *_: Any) -> _Stream:
+    def current_stream(self, *_: Any) -> _PretendStream:
         return self.Stream()
 
     def synchronize(self, *_: Any) -> None:
@@ -120,7 +120,7 @@ def pretend_gpu() -> Iterator[PretendGPU]:
     _guard()
     pretended = PretendGPU()
 
-    class Stream(_Stream):  # a class, since annotations name it
+    class Stream(_PretendStream):  # a class, since annotations name it
         gpu = pretended
 
     cuda = _Cuda(pretended, Stream)

@@ -63,7 +63,7 @@ class DeviceError(RuntimeError):
     """An operation that a GPU would refuse, or compute with wrong values."""
 
 
-class Event(NamedTuple):
+class DeviceEvent(NamedTuple):
     """An event: its kind, of `KINDS`, and the operation, file and line.
 
     `nbytes` is of copies and allocations; `is_pinned` says that the host's end of a copy is
@@ -71,7 +71,7 @@ class Event(NamedTuple):
     """
 
     kind: str
-    what: str
+    operation: str
     where: str
     nbytes: int = 0
     is_pinned: bool = False
@@ -154,7 +154,7 @@ class PretendGPU(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.events: list[Event] = []
+        self.events: list[DeviceEvent] = []
         self.in_flight: list[_Copy] = []
         self._num_allocations = 0
         self._graph: list[tuple[Any, ...]] | None = None
@@ -379,7 +379,7 @@ class PretendGPU(TorchDispatchMode):
         return PretendTensor(value)
 
     def _note(self, kind: str, operation: str, nbytes: int = 0, is_pinned: bool = False) -> None:
-        self.events.append(Event(kind, operation, caller(), nbytes, is_pinned))
+        self.events.append(DeviceEvent(kind, operation, caller(), nbytes, is_pinned))
         if self._graph is not None and kind in ("wait", "upload", "download"):
             self._graph.append((self.events[-1].where, kind, operation))
 

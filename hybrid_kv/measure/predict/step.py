@@ -195,13 +195,17 @@ def update_bytes(spec: MambaSpec, acceptance: float) -> float:
     return moved
 
 
-def _reads_half(spec: MambaSpec, part: StatePart) -> bool:
+def _reads_half(spec: MambaSpec, state_part: StatePart) -> bool:
     """Return whether a step without a flush reads the upper plane of a float32 state alone.
 
     It does so with bfloat16 inputs.
     """
     dtypes = {str(inputs.dtype) for inputs in spec.inputs[:1]}
-    return spec.rollback.writes_late and part.dtype.itemsize == 4 and dtypes == {"torch.bfloat16"}
+    return (
+        spec.rollback.writes_late
+        and state_part.dtype.itemsize == 4
+        and dtypes == {"torch.bfloat16"}
+    )
 
 
 @cache

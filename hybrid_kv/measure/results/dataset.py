@@ -94,10 +94,7 @@ def trim_file(file: Path) -> tuple[int, int]:
     meanwhile.
 
     Returns:
-        How many rows there were, and are.
-
-    Of static kernel metrics the newest row of each is kept. Nothing may append to the file
-    meanwhile.
+        The numbers of rows before and after.
 
     Raises:
         HybridKVError: the file cannot be read or written.

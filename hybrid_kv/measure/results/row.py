@@ -33,9 +33,7 @@ _CHECKED = (
 def metric_key(name: str) -> str:
     """Return a stable key of a metric's name: `all/mtp_3` of `all, mtp 3: hits 70 %`.
 
-    After a colon stands a metric.
-
-    After a colon stands a metric.
+    The rest after a colon is a metric.
     """
     return re.sub(r"[^a-z0-9./]+", "_", name.partition(": ")[0].lower().replace(", ", "/")).strip(
         "_"

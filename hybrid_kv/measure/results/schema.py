@@ -58,7 +58,7 @@ MAX_DEPTH = 20  # of the brackets in params
 
 
 @dataclass(frozen=True)
-class Kind:
+class ColumnKind:
     """The kind of a column's cells.
 
     Attributes:
@@ -138,35 +138,39 @@ def check_params(params: str) -> str:
     return params
 
 
-_COUNT = Kind(f"a whole number from 0 to {MAX_COUNT}", _whole, "int64", "BIGINT")
-_TEXT = Kind("printable text", _printable)
-_BOUND = Kind("a finite number or nothing", _bound, "float64", "DOUBLE")
+_COUNT = ColumnKind(f"a whole number from 0 to {MAX_COUNT}", _whole, "int64", "BIGINT")
+_TEXT = ColumnKind("printable text", _printable)
+_BOUND = ColumnKind("a finite number or nothing", _bound, "float64", "DOUBLE")
 # docs/results.md says what each column means.
 KINDS = {
-    "schema": Kind(
+    "schema": ColumnKind(
         f"{SCHEMA}, which this version reads", {str(SCHEMA): SCHEMA}.__getitem__, "int64", "BIGINT"
     ),
     "run_id": _TEXT,
-    "time_utc": Kind("a UTC time of the years 2000 to 2199, such as 2026-11-21T06:02:47Z", _moment),
+    "time_utc": ColumnKind(
+        "a UTC time of the years 2000 to 2199, such as 2026-11-21T06:02:47Z", _moment
+    ),
     "commit": _TEXT,
-    "dirty": Kind("True or False", {"True": True, "False": False}.__getitem__, "bool", "BOOLEAN"),
+    "dirty": ColumnKind(
+        "True or False", {"True": True, "False": False}.__getitem__, "bool", "BOOLEAN"
+    ),
     "suite": _TEXT,
     "benchmark": _TEXT,
-    "params": Kind(
+    "params": ColumnKind(
         f"a JSON object at most {MAX_DEPTH} levels deep, its numbers finite and of 64 bits",
         check_params,
     ),
     "metric": _TEXT,
-    "value": Kind("a finite number", _finite, "float64", "DOUBLE"),
-    "unit": Kind(
+    "value": ColumnKind("a finite number", _finite, "float64", "DOUBLE"),
+    "unit": ColumnKind(
         "a unit of hybrid_kv.measure.results.UNITS; add it there unless it is a time",
         _among(*UNITS),
     ),
     "ci_low": _BOUND,
     "ci_high": _BOUND,
     "n": _COUNT,
-    "better": Kind("lower, higher or equal", _among(*BETTER)),
-    "verdict": Kind("pass, fail, void or nothing", _among(*VERDICTS)),
+    "better": ColumnKind("lower, higher or equal", _among(*BETTER)),
+    "verdict": ColumnKind("pass, fail, void or nothing", _among(*VERDICTS)),
     "baseline_commit": _TEXT,
     "device": _TEXT,
     "machine": _TEXT,

@@ -29,21 +29,19 @@ class Done:
         code: the exit code; -9 for a process that was ended because its time was up, None for one
             that was lost with its machine.
         files: the CSVs by name.
-        said: the end of what it printed.
+        tail: the end of its output.
         host: where it ran.
     """
 
     code: int | None
     files: dict[str, bytes]
-    said: str
+    tail: str
     seconds: float
     host: str = ""
 
     @property
     def is_result(self) -> bool:
         """True if the cell ran to its end.
-
-        A failed check is a result, and a void one.
 
         A failed check is a result, and a void one.
         """

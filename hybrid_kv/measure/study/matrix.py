@@ -49,7 +49,7 @@ _KEYS = {"runs", "axes", "without", "gpus"}
 
 
 @dataclass(frozen=True)
-class Cell:
+class StudyCell:
     """One run.
 
     Attributes:
@@ -73,7 +73,7 @@ class Cell:
         return [sys.executable, *self.words, f"{folder}/{self.file}"]
 
 
-def read_study(file: Path) -> list[Cell]:
+def read_study(file: Path) -> list[StudyCell]:
     """Read the cells of a study, each once, in the order of its runs and axes.
 
     Raises:
@@ -92,7 +92,7 @@ def read_study(file: Path) -> list[Cell]:
         raise ConfigError(f"study {file}: {' '.join(str(error).split())}") from None
 
 
-def _cells(study: Any) -> list[Cell]:
+def _cells(study: Any) -> list[StudyCell]:
     if not isinstance(study, dict):
         raise ValueError("it names no runs")
     unknown = sorted(map(str, study.keys() - _KEYS))
@@ -131,7 +131,7 @@ def _cells_of(
     axes: Mapping[str, Mapping[str, str]],
     without: Sequence[Mapping[str, str]],
     gpus: float,
-) -> Iterator[Cell]:
+) -> Iterator[StudyCell]:
     names = [name for _, name, _, _ in Formatter().parse(run) if name is not None]
     unknown = [name for name in names if name not in axes]
     if unknown:
@@ -158,7 +158,7 @@ def _cells_of(
             command = " ".join(
                 run.format_map({axis: axes[axis][level] for axis, level in levels.items()}).split()
             )
-            yield Cell(_id(command), command, *_words(command), levels, gpus)
+            yield StudyCell(_id(command), command, *_words(command), levels, gpus)
 
 
 def _levels(name: Any, levels: Any) -> dict[str, str]:

@@ -21,21 +21,21 @@ from hybrid_kv.errors import HybridKVError
 from hybrid_kv.measure.results.dataset import export_rows, merge_rows
 from hybrid_kv.measure.study import work
 from hybrid_kv.measure.study.cell import Done, Running, run_cell
-from hybrid_kv.measure.study.matrix import Cell
+from hybrid_kv.measure.study.matrix import StudyCell
 from hybrid_kv.measure.study.work import Lost, Task
 
-Pool = Callable[[Sequence[Cell]], Iterator[tuple[Cell, Done]]]
+Pool = Callable[[Sequence[StudyCell]], Iterator[tuple[StudyCell, Done]]]
 
 DONE = "done.json"
 REFUSED = 2
 
 
 def run_study(
-    cells: Sequence[Cell],
+    cells: Sequence[StudyCell],
     folder: Path,
     pool: Pool,
     retries: int,
-    report: Callable[[Cell, Done], None],
+    report: Callable[[StudyCell, Done], None],
 ) -> dict[str, dict[str, Any]]:
     """Run the cells without a result; return the record of each.
 
@@ -69,7 +69,7 @@ def run_study(
     for cell in cells:
         file = place / cell.id / DONE
         failure = (
-            {"code": lost[cell.id].code, "said": lost[cell.id].said} if cell.id in lost else {}
+            {"code": lost[cell.id].code, "said": lost[cell.id].tail} if cell.id in lost else {}
         )
         known[cell.id] = (
             json.loads(file.read_text()) if file.exists() else {"command": cell.text, **failure}
@@ -77,7 +77,7 @@ def run_study(
     return known
 
 
-def _keep(cell: Cell, done: Done, place: Path) -> None:
+def _keep(cell: StudyCell, done: Done, place: Path) -> None:
     made = Path(tempfile.mkdtemp(dir=place, prefix=".part-"))
     try:
         for name, data in done.files.items():
@@ -89,7 +89,7 @@ def _keep(cell: Cell, done: Done, place: Path) -> None:
             "seconds": done.seconds,
         }
         (made / DONE).write_text(
-            json.dumps({**about, "host": done.host, "said": done.said}, indent=1)
+            json.dumps({**about, "host": done.host, "said": done.tail}, indent=1)
         )
         made.chmod(0o755)
         os.rename(made, place / cell.id)
@@ -100,7 +100,7 @@ def _keep(cell: Cell, done: Done, place: Path) -> None:
         shutil.rmtree(made, ignore_errors=True)
 
 
-def gather(folder: Path, cells: Sequence[Cell]) -> int:
+def gather(folder: Path, cells: Sequence[StudyCell]) -> int:
     """Bring the rows of all cells into `FOLDER/rows.parquet`; return how many were new."""
     files = [file for cell in cells for file in sorted((folder / "cells" / cell.id).glob("*.csv"))]
     target = folder / "rows.parquet"
@@ -116,7 +116,7 @@ def locally(jobs: int, limit: float) -> Pool:
     """Run `jobs` cells at a time, each with its share of the cores; they end with this iterator."""
     threads = max(1, (os.cpu_count() or 1) // jobs)
 
-    def run(cells: Sequence[Cell]) -> Iterator[tuple[Cell, Done]]:
+    def run(cells: Sequence[StudyCell]) -> Iterator[tuple[StudyCell, Done]]:
         running = Running()
         with ThreadPoolExecutor(jobs) as executor:
             try:
@@ -131,15 +131,15 @@ def locally(jobs: int, limit: float) -> Pool:
 def over_ray(address: str, limit: float, retries: int) -> Pool:
     """Run each cell as a task; one lost with its node starts on another, `retries` times."""
 
-    def run(cells: Sequence[Cell]) -> Iterator[tuple[Cell, Done]]:
+    def run(cells: Sequence[StudyCell]) -> Iterator[tuple[StudyCell, Done]]:
         yield from _done(cells, work.over_ray(address, retries), (limit, 1))
 
     return run
 
 
 def _done(
-    cells: Sequence[Cell], pool: work.Pool, how: tuple[Any, ...]
-) -> Iterator[tuple[Cell, Done]]:
+    cells: Sequence[StudyCell], pool: work.Pool, how: tuple[Any, ...]
+) -> Iterator[tuple[StudyCell, Done]]:
     tasks = {Task(run_cell, (cell.command, *how), cell.gpus): cell for cell in cells}
     waiting = iter(tasks)
 
@@ -147,4 +147,4 @@ def _done(
         return next(waiting, None)
 
     for task, done in pool(give):
-        yield tasks[task], Done(None, {}, done.said, 0.0) if isinstance(done, Lost) else done
+        yield tasks[task], Done(None, {}, done.reason, 0.0) if isinstance(done, Lost) else done

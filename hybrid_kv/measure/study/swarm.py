@@ -217,7 +217,7 @@ class Swarm:
         if isinstance(result, Lost):
             self.tally.lost += 1
             if not self.tally.seeds:
-                raise HybridKVError(f"the first batch could not be played: {result.said}")
+                raise HybridKVError(f"the first batch could not be played: {result.reason}")
             return
         tally = self.tally
         total = result.total

@@ -32,9 +32,9 @@ class Task:
 
 @dataclass(frozen=True)
 class Lost:
-    """A task whose worker is gone, or that raised there; `said` is why."""
+    """A task whose worker is gone, or that raised there; `reason` says why."""
 
-    said: str
+    reason: str
 
 
 Give = Callable[[], Task | None]  # None: nothing now

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from hybrid_kv.cache.block_table import BlockTables
-from hybrid_kv.measure.timing.case import ENGINE, Case, WrongResultError
+from hybrid_kv.measure.timing.case import ENGINE, TimedCase, WrongResultError
 from hybrid_kv.measure.timing.clock import Interval, ratio
 from hybrid_kv.measure.timing.together import time_together
 
@@ -37,7 +37,7 @@ STAGINGS = ("vllm 0.22 V2", "vllm 0.32 V2", ENGINE)
 
 
 @dataclass(frozen=True)
-class Scenario:
+class IdScenario:
     """One step: `num_appends` of `num_reqs` requests get `num_blocks` blocks in each group."""
 
     num_reqs: int
@@ -47,11 +47,11 @@ class Scenario:
 
 
 SCENARIOS = {
-    "decode, 16 of 256 append 1": Scenario(256, 16, 1, new_rows=False),
-    "decode, 256 of 256 append 1": Scenario(256, 256, 1, new_rows=False),
-    "8 prefills x 64": Scenario(8, 8, 64, new_rows=True),
-    "32 prefills x 256": Scenario(32, 32, 256, new_rows=True),
-    "resume 1 x 8192": Scenario(1, 1, 8192, new_rows=True),
+    "decode, 16 of 256 append 1": IdScenario(256, 16, 1, new_rows=False),
+    "decode, 256 of 256 append 1": IdScenario(256, 256, 1, new_rows=False),
+    "8 prefills x 64": IdScenario(8, 8, 64, new_rows=True),
+    "32 prefills x 256": IdScenario(32, 32, 256, new_rows=True),
+    "resume 1 x 8192": IdScenario(1, 1, 8192, new_rows=True),
 }
 # How many times longer than the engine path a subject must take: in the guard's scenarios a quarter
 # to a half of what was measured. Elsewhere the engine path must be the fastest.
@@ -125,14 +125,14 @@ class _Ids:
         bpk: kernel blocks of a block.
     """
 
-    shape: Scenario
+    shape: IdScenario
     rows: list[int]
     blocks: npt.NDArray[np.int32]
     held: int
     bpk: int
 
     @classmethod
-    def draw(cls, seed: int, shape: Scenario, bpk: int) -> _Ids:
+    def draw(cls, seed: int, shape: IdScenario, bpk: int) -> _Ids:
         """Draw rows and ids."""
         rng = np.random.default_rng(seed)
         rows = rng.permutation(shape.num_reqs)[: shape.num_appends]
@@ -147,7 +147,7 @@ class _Ids:
         return kernel.swapaxes(0, 1).reshape(NUM_GROUPS, len(self.rows), -1)
 
 
-def _list_staging(ids: _Ids, expands: bool) -> Case:
+def _list_staging(ids: _Ids, expands: bool) -> TimedCase:
     model = _ListStaging(ids.shape.num_reqs, ids.bpk, expands)
     expected = ids.kernel_blocks
     lists = [tuple(groups.tolist()) for groups in ids.blocks]
@@ -170,10 +170,10 @@ def _list_staging(ids: _Ids, expands: bool) -> Case:
             kernel = kernel.reshape(-1, 1) * ids.bpk + np.arange(ids.bpk, dtype=np.int32)
         return must_equal(kernel.reshape(expected.shape), expected)
 
-    return Case(run, check, reset, REPEATS)
+    return TimedCase(run, check, reset, REPEATS)
 
 
-def _engine_staging(ids: _Ids) -> Case:
+def _engine_staging(ids: _Ids) -> TimedCase:
     shape = ids.shape
     n = shape.num_appends
     tables = BlockTables(
@@ -215,10 +215,10 @@ def _engine_staging(ids: _Ids) -> Case:
         columns = slice(ids.held * ids.bpk, (ids.held + shape.num_blocks) * ids.bpk)
         return must_equal(gathered[:, :, columns], expected)
 
-    return Case(run, check, reset, SPARE)
+    return TimedCase(run, check, reset, SPARE)
 
 
-def step(seed: int, scenario: str, blocks_per_kv_block: int, subject: str) -> Case:
+def step(seed: int, scenario: str, blocks_per_kv_block: int, subject: str) -> TimedCase:
     """Make the case of a whole step."""
     ids = _Ids.draw(seed, SCENARIOS[scenario], blocks_per_kv_block)
     if subject == ENGINE:

@@ -17,7 +17,7 @@ def nothing() -> None:
 
 
 @dataclass(frozen=True)
-class Case:
+class TimedCase:
     """Something to time.
 
     Its inputs exist already; nothing but `run` may lie between two readings of a clock.
@@ -38,7 +38,7 @@ class Case:
     max_repeats: int = 1000
 
 
-def checked(name: str, case: Case) -> float:
+def checked(name: str, case: TimedCase) -> float:
     """Return the largest error of the case.
 
     Raises:

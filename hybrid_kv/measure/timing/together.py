@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hybrid_kv.measure.timing.case import Case, checked
+from hybrid_kv.measure.timing.case import TimedCase, checked
 from hybrid_kv.measure.timing.clock import Subject, calibrate, measure
 from hybrid_kv.threads import one_thread
 
@@ -26,7 +26,7 @@ class Timed:
 
 
 def time_together(
-    cases: Mapping[str, Case], rounds: int, kind: type[Subject] = Subject
+    cases: Mapping[str, TimedCase], rounds: int, kind: type[Subject] = Subject
 ) -> dict[str, Timed]:
     """Time cases in turns, by name.
 

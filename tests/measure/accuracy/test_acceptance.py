@@ -12,7 +12,7 @@ import torch
 
 from hybrid_kv.engine import runner
 from hybrid_kv.measure.accuracy import acceptance, compare, judge, run
-from hybrid_kv.measure.accuracy.acceptance import AcceptanceChange, Drafts
+from hybrid_kv.measure.accuracy.acceptance import AcceptanceChange, DraftCounts
 from hybrid_kv.measure.accuracy.samples import answers_of
 from hybrid_kv.measure.results import read_rows
 from hybrid_kv.spec_decode.verify import verify
@@ -21,11 +21,11 @@ from tests.measure.accuracy.test_compare import call, record, result_of, write
 SPECULATIVE = {"speculative_method": "ngram", "num_speculative_tokens": 3, "device": "cpu", "max_model_len": 640}
 
 
-def questions(lengths: Sequence[float], steps: int = 20) -> list[Drafts]:
-    return [Drafts(steps, round(steps * (length - 1))) for length in lengths]
+def questions(lengths: Sequence[float], steps: int = 20) -> list[DraftCounts]:
+    return [DraftCounts(steps, round(steps * (length - 1))) for length in lengths]
 
 
-def drawn(mean: float, seed: int, count: int = 100) -> list[Drafts]:
+def drawn(mean: float, seed: int, count: int = 100) -> list[DraftCounts]:
     return questions(np.random.default_rng(seed).normal(mean, 0.3, count).clip(1, 4).tolist())
 
 
@@ -42,8 +42,8 @@ def accepts_everything(
 
 
 def test_the_length_is_that_of_vllm() -> None:
-    assert Drafts(100, 150).acceptance_length == 2.5
-    assert Drafts(0, 0).acceptance_length is None
+    assert DraftCounts(100, 150).acceptance_length == 2.5
+    assert DraftCounts(0, 0).acceptance_length is None
 
 
 def test_a_fall_fails_and_an_equal_engine_does_not() -> None:

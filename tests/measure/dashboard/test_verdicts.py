@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hybrid_kv.measure.dashboard.answers import Answers
+from hybrid_kv.measure.dashboard.answers import HeadAnswers
 from hybrid_kv.measure.dashboard.report import Report
 from hybrid_kv.measure.dashboard.verdicts import SuiteVerdict, overall, verdicts
 from hybrid_kv.measure.results import NO_HEAD, Head
@@ -30,7 +30,7 @@ def only(folder: Path, *rows: dict[str, Any]) -> SuiteVerdict:
     return verdict
 
 
-def answers(folder: Path, *rows: dict[str, Any], head: Head = HEAD) -> Answers:
+def answers(folder: Path, *rows: dict[str, Any], head: Head = HEAD) -> HeadAnswers:
     return Report(results(folder, *rows), head).answers()
 
 

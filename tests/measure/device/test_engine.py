@@ -98,4 +98,4 @@ def test_a_hidden_wait_is_found():
         tokens(FOLDERS["nemotron_h"], "cuda:0")
     for what, mistake in WAITS.items():
         waits = [event for event in gpu.events if event.kind == "wait" and event.where.startswith(found_in(mistake, 0))]
-        assert waits and {event.what for event in waits} == {what}
+        assert waits and {event.operation for event in waits} == {what}

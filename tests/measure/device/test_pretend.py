@@ -28,7 +28,7 @@ def events(gpu, run, kind="wait"):
     for event in found:
         file, line = event.where.split(" < ")[0].rsplit(":", 1)
         assert file == HERE and 0 <= int(line) - first < 9, event
-    return [event.what for event in found], out
+    return [event.operation for event in found], out
 
 
 # ---- values ----
@@ -204,7 +204,7 @@ def norm_twice():
         tensors = [tensor.to(DEVICE) for tensor in tensors]
         since = len(gpu.events)
         found = gated_rms_norm(*tensors, 2, 1e-5)
-        noted = [(event.kind, event.what) for event in gpu.events[since:]]
+        noted = [(event.kind, event.operation) for event in gpu.events[since:]]
         return torch.equal(found.cpu(), wanted), noted
 
 

@@ -20,7 +20,7 @@ STUDY = {
 }
 
 
-def cells(folder: Path, **parts: object) -> list[matrix.Cell]:
+def cells(folder: Path, **parts: object) -> list[matrix.StudyCell]:
     file = folder / "study.yaml"
     file.write_text(yaml.safe_dump({k: v for k, v in {**STUDY, **parts}.items() if v is not None}, sort_keys=False))
     return read_study(file)

@@ -12,11 +12,11 @@ import yaml
 from hybrid_kv.measure.results.store import read_rows
 from hybrid_kv.measure.study import matrix
 from hybrid_kv.measure.study.cell import Done, Running, run_cell
-from hybrid_kv.measure.study.matrix import Cell, read_study
+from hybrid_kv.measure.study.matrix import StudyCell, read_study
 from hybrid_kv.measure.study.run import gather, locally, run_study
 from tests.cli import run as cli
 
-Study = Callable[..., list[Cell]]
+Study = Callable[..., list[StudyCell]]
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Study:
     """Writes a study of the stub and reads it."""
     monkeypatch.setitem(matrix.PROGRAMS, "guard", (("tests.measure.study.stub",), "--results", ""))
 
-    def write(*runs: str, levels: Sequence[int] = (0,)) -> list[Cell]:
+    def write(*runs: str, levels: Sequence[int] = (0,)) -> list[StudyCell]:
         file = tmp_path / "study.yaml"
         file.write_text(yaml.safe_dump({"runs": list(runs), "axes": {"n": list(levels)}}))
         return read_study(file)
@@ -36,7 +36,7 @@ def test_what_was_done_is_not_run_again_and_no_row_is_doubled(study: Study, tmp_
     cells = study("guard --n={n}", levels=range(4))
     reported: list[str] = []
 
-    def interrupted(some: Sequence[Cell]) -> Iterator[tuple[Cell, Done]]:
+    def interrupted(some: Sequence[StudyCell]) -> Iterator[tuple[StudyCell, Done]]:
         for number, one in enumerate(locally(2, 60)(some)):
             if number == 2:
                 raise KeyboardInterrupt
@@ -64,7 +64,7 @@ def test_an_interrupt_ends_running_cells(study: Study, tmp_path: Path) -> None:
     marker = tmp_path / "pid"
     cells = study(f"guard sleep {marker}", "guard --n={n}", levels=(1, 2))
 
-    def report(cell: Cell, done: Done) -> None:
+    def report(cell: StudyCell, done: Done) -> None:
         if cell.text == "guard --n=2":
             # Until the first cell, which sleeps for ten minutes, has begun to.
             while not (marker.exists() and marker.read_text()):

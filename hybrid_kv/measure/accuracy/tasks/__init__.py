@@ -106,10 +106,12 @@ def load_task(
             )
             raise ConfigError(f"gsm8k cannot be loaded {where} ({first_line(error)})") from None
     shots = loaded.config.num_fewshot
-    if gsm8k_dir is not None and (there := len(loaded.training_docs())) < shots:
-        raise ConfigError(
-            f"{gsm8k_dir}: train.jsonl has {there} questions, a prompt shows {shots} of them"
-        )
+    if gsm8k_dir is not None:
+        there = len(loaded.training_docs())
+        if there < shots:
+            raise ConfigError(
+                f"{gsm8k_dir}: train.jsonl has {there} questions, a prompt shows {shots} of them"
+            )
     loaded.set_fewshot_seed(FEWSHOT_SEED + seed)
     return loaded
 
@@ -209,7 +211,8 @@ def quiet_lm_eval() -> Iterator[None]:
     import datasets
 
     log = logging.getLogger("lm_eval")
-    level, bars = log.level, datasets.are_progress_bars_disabled()
+    level = log.level
+    bars = datasets.are_progress_bars_disabled()
     log.setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     try:

@@ -6,7 +6,8 @@ from typing import Any
 
 import datasets
 
-import hybrid_kv.measure.accuracy.lm_eval_model  # noqa: F401 - a task named by its file makes the model known to a plain `lm_eval`
+# A task named by its file makes the model known to a plain `lm_eval`.
+import hybrid_kv.measure.accuracy.lm_eval_model  # noqa: F401 - see above
 from hybrid_kv.check.guard_model import problems
 
 NUM_SHOTS = 5

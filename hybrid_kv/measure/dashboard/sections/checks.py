@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from html import escape
 from typing import Any
 
@@ -60,8 +61,8 @@ def accuracy(report: Report) -> Section | None:
     if rows.empty:
         return None
 
-    def block(own: pd.DataFrame) -> str:
-        return gates(own, report) + shares(own) + _paired(own)
+    def block(machine_rows: pd.DataFrame) -> str:
+        return gates(machine_rows, report) + shares(machine_rows) + _paired(machine_rows)
 
     return Section("Accuracy", right_answers(rows), report.by_machine(rows, block))
 
@@ -70,7 +71,11 @@ def gates(rows: pd.DataFrame, report: Report) -> str:
     """Return the newest figure of each gate, for each task and model, with its verdict."""
     rows = with_params(rows[rows["metric"].isin(GATES)], model=str)
     newest = rows.drop_duplicates(["benchmark", "model", "metric"], keep="last")
-    order = {metric: place for place, metric in enumerate(GATES)}
+    order = list(GATES)
+
+    def place(row: Any) -> int:
+        return order.index(row.metric)
+
     lines = [
         [
             f"{escape(GATES[row.metric])}<br><small>"
@@ -80,7 +85,7 @@ def gates(rows: pd.DataFrame, report: Report) -> str:
             coloured(row.verdict, WORDS[row.verdict]) if row.verdict else "–",
             f"{report.link(row.commit)}, <time>{day(row)}</time>",
         ]
-        for row in sorted(each(newest), key=lambda row: order[row.metric])
+        for row in sorted(each(newest), key=place)
     ]
     return table(["gate", "newest", "n", "", "at"], lines) if lines else ""
 
@@ -88,13 +93,13 @@ def gates(rows: pd.DataFrame, report: Report) -> str:
 def right_answers(rows: pd.DataFrame) -> str:
     """Return the newest share of each task, and the newest figures of the other two gates."""
     right = rows[rows["metric"] == "exact_match_strict"].drop_duplicates("benchmark", keep="last")
-    found = [
+    texts = [
         f"{100 * row.value:.1f} % of {row.n:,} questions of {row.benchmark}" for row in each(right)
     ]
-    title = f"Right answers: {', '.join(found)}" if found else "Answers to the task's questions"
+    title = f"Right answers: {', '.join(texts)}" if texts else "Answers to the task's questions"
     for metric, name in (("acceptance_length", "acceptance length"), ("cached_kl", "cached KL")):
-        own = rows[rows["metric"] == metric]
-        title += f"; {name} {number(own['value'].iloc[-1])}" if len(own) else ""
+        metric_rows = rows[rows["metric"] == metric]
+        title += f"; {name} {number(metric_rows['value'].iloc[-1])}" if len(metric_rows) else ""
     return title
 
 
@@ -105,10 +110,10 @@ def shares(rows: pd.DataFrame) -> str:
     """
     rows = rows[rows["metric"].str.contains("match|invalid")]
     settings = [{k: v for k, v in p.items() if k not in NO_SETTING} for p in rows["parsed"]]
-    rows = rows.assign(settings=[json.dumps(one, sort_keys=True) for one in settings])
+    rows = rows.assign(settings=[json.dumps(setting, sort_keys=True) for setting in settings])
     lines = []
-    for (task, metric, text), own in rows.groupby(["benchmark", "metric", "settings"], sort=False):
-        newest = next(each(own.tail(1)))
+    for (task, metric, text), same in rows.groupby(["benchmark", "metric", "settings"], sort=False):
+        newest = next(each(same.tail(1)))
         named = ", ".join(f"{name}={value}" for name, value in json.loads(str(text)).items())
         label = f"{escape(f'{task}, {metric_name(str(metric))}')}<br><small>{escape(named)}</small>"
         lines.append(
@@ -116,7 +121,7 @@ def shares(rows: pd.DataFrame) -> str:
                 label,
                 with_small_interval(newest._replace(unit="share")),
                 f"{newest.n:,}",
-                str(len(own)),
+                str(len(same)),
             ]
         )
     return table(["answers", "newest share", "n", "runs"], lines[::-1]) if lines else ""
@@ -221,7 +226,7 @@ def swarms(report: Report) -> Section | None:
     count = int(broken.iloc[-1]) if len(broken) else 0
     rules = f"{count or 'no'} rule{'s' * (count != 1)}"
     finding = f"Swarms ran {number(requests)} exact requests; the newest violated {rules}"
-    return Section("Swarms", finding, report.by_machine(rows, lambda own: _swarms(own, report)))
+    return Section("Swarms", finding, report.by_machine(rows, partial(_swarms, report=report)))
 
 
 def _swarms(rows: pd.DataFrame, report: Report) -> str:

@@ -100,23 +100,23 @@ def ways(results: Results) -> list[Way]:
     rows = fullest_run(rows)
     counted = _by_way(results.of(SUITE, "expand_counts"))
     on_gpu = _by_way(results.of("gpu", SUITE))
-    found = []
+    measured = []
     for bpk in sorted(set(rows["blocks_per_kv_block"])):
         for subject in SUBJECTS:
-            own = rows[(rows["blocks_per_kv_block"] == bpk) & (rows["subject"] == subject)]
+            way_rows = rows[(rows["blocks_per_kv_block"] == bpk) & (rows["subject"] == subject)]
             counts = {name: row.value for name, row in counted.get((bpk, subject), {}).items()}
-            host = {row.num_ids: row for row in each(own)}
-            found.append(Way(bpk, subject, host, counts, on_gpu.get((bpk, subject), {})))
-    return found
+            host = {row.num_ids: row for row in each(way_rows)}
+            measured.append(Way(bpk, subject, host, counts, on_gpu.get((bpk, subject), {})))
+    return measured
 
 
 def _by_way(rows: pd.DataFrame) -> dict[tuple[int, str], dict[str, Any]]:
     """Return the last row of each metric at `GPU_IDS` ids."""
     rows = with_params(rows, num_ids=int, blocks_per_kv_block=int, subject=str)
-    found: dict[tuple[int, str], dict[str, Any]] = {}
+    by_way: dict[tuple[int, str], dict[str, Any]] = {}
     for row in each(rows[rows["num_ids"] == GPU_IDS]):
-        found.setdefault((row.blocks_per_kv_block, row.subject), {})[row.metric] = row
-    return found
+        by_way.setdefault((row.blocks_per_kv_block, row.subject), {})[row.metric] = row
+    return by_way
 
 
 def crossover(listed: Mapping[int, Any], numpys: Mapping[int, Any]) -> Crossover:
@@ -142,20 +142,21 @@ def _last_zero(sizes: Sequence[int], differences: Sequence[float]) -> float:
     )
     if last < 0:
         return float(sizes[0])
-    before, after = differences[last], differences[last + 1]
+    before = differences[last]
+    after = differences[last + 1]
     return sizes[last] + (sizes[last + 1] - sizes[last]) * before / (before - after)
 
 
-def crossovers(found: Sequence[Way]) -> dict[int, Crossover]:
+def crossovers(measured: Sequence[Way]) -> dict[int, Crossover]:
     """Return the crossovers by kernel blocks per block."""
-    host = {(way.blocks_per_kv_block, way.subject): way.host for way in found}
-    sizes = dict.fromkeys(way.blocks_per_kv_block for way in found)
+    host = {(way.blocks_per_kv_block, way.subject): way.host for way in measured}
+    sizes = dict.fromkeys(way.blocks_per_kv_block for way in measured)
     return {bpk: crossover(host[bpk, "list"], host[bpk, "numpy"]) for bpk in sizes}
 
 
-def crossover_text(found: Sequence[Way]) -> str:
+def crossover_text(measured: Sequence[Way]) -> str:
     """Return the crossover of list and numpy in words, with the reviewed one."""
-    places = [f"{one.text} with {bpk}" for bpk, one in crossovers(found).items()]
+    places = [f"{crossing.text} with {bpk}" for bpk, crossing in crossovers(measured).items()]
     return (
         "numpy overtakes a list at this many ids, by kernel blocks per block: "
         f"{', '.join(places)}. In the review of vllm!38831 it was {REVIEWED}."
@@ -254,25 +255,30 @@ def _predicted_time(gpu: str, num_ids: int, bpk: int) -> str:
 
 def kernel_blocks(report: Report) -> Section | None:
     """Return the section on block ids and kernel blocks, five ways."""
-    found = ways(report.results)
-    if not found:
+    measured = ways(report.results)
+    if not measured:
         return None
-    firsts = ", ".join(one.text.partition(" ")[0] for one in crossovers(found).values())
+    firsts = ", ".join(
+        crossing.text.partition(" ")[0] for crossing in crossovers(measured).values()
+    )
     on_gpu = (
         "on a GPU nothing is measured"
-        if not any(way.gpu for way in found)
+        if not any(way.gpu for way in measured)
         else "measured on a GPU, too"
     )
     finding = f"numpy is faster than a list from {firsts} ids on; {on_gpu}"
-    lines = [[f"{way.blocks_per_kv_block}, {way.name}", *map(escape, cells(way))] for way in found]
-    body = paragraph(f"{crossover_text(found)} {launch_text()}")
+    lines = [
+        [f"{way.blocks_per_kv_block}, {way.name}", *map(escape, cells(way))] for way in measured
+    ]
+    body = paragraph(f"{crossover_text(measured)} {launch_text()}")
     body += table([WAY_HEAD, *head()], lines, limit=1000)
-    first = next(row for way in found for row in way.host.values())
+    first = next(row for way in measured for row in way.host.values())
     measured_on = f"Measured on {first.machine}, {day(first)}. " if first.machine else ""
     body += paragraph(
         f"{measured_on}Uploads, launches and times on a GPU are those of {GPU_IDS:,} ids."
     )
-    if compiled := predicted(report.results):
+    compiled = predicted(report.results)
+    if compiled:
         text = paragraph(PREDICTED_TEXT)
         body += folded("Known without a GPU", text + table(PREDICTED_HEAD, compiled))
     return Section("Kernel blocks", finding, body)

@@ -95,8 +95,8 @@ def newest_series(series: list[Series], limit: int = MAX_SERIES) -> list[Series]
     Those with steps, then the longest, then the newest.
     """
 
-    def rank(one: Series) -> tuple[bool, int, float]:
-        return bool(one.steps), len(one.rows), one.rows["moment"].iloc[-1].timestamp()
+    def rank(line: Series) -> tuple[bool, int, float]:
+        return bool(line.steps), len(line.rows), line.rows["moment"].iloc[-1].timestamp()
 
     return sorted(series, key=rank, reverse=True)[:limit]
 

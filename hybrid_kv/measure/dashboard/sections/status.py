@@ -44,23 +44,23 @@ def failing_now(report: Report) -> Section | None:
     if not failing:
         judged = (report.results.rows["verdict"] != "").any()
         return Section("Failing now", counted(failing), paragraph(NOTHING)) if judged else None
-    attributes = [f'data-machine="{escape(one.key[4])}"' for one in failing]
+    attributes = [f'data-machine="{escape(failure.key[4])}"' for failure in failing]
     head = ["what is failing", "", "since", "last passed", "value", "limit", "n"]
-    body = table(head, [_failure(report, one) for one in failing], attributes)
+    body = table(head, [_failure(report, failure) for failure in failing], attributes)
     return Section("Failing now", counted(failing), body + paragraph(RULE), failing[0].word)
 
 
-def _failure(report: Report, one: Failing) -> list[str]:
-    info = report.infos.get(one.first.commit)
+def _failure(report: Report, failure: Failing) -> list[str]:
+    info = report.infos.get(failure.first.commit)
     author = f"<br><small>{escape(info.author)}</small>" if info else ""
     return [
-        with_small_case(one.key),
-        coloured(one.word, one.text),
-        _run(report, one.first) + author,
-        _run(report, one.passed) if one.passed else "never",
-        escape(one.value),
-        name_of(str(one.newest.parsed.get("limit", ""))),
-        f"{one.newest.n:,}",
+        with_small_case(failure.key),
+        coloured(failure.word, failure.text),
+        _run(report, failure.first) + author,
+        _run(report, failure.passed) if failure.passed else "never",
+        escape(failure.value),
+        name_of(str(failure.newest.parsed.get("limit", ""))),
+        f"{failure.newest.n:,}",
     ]
 
 
@@ -70,13 +70,14 @@ def _run(report: Report, row: Any) -> str:
 
 def suites(report: Report) -> Section | None:
     """Return what passed and what did not, in the newest run of each suite on each machine."""
-    found = report.verdicts
-    if not found:
+    verdicts = report.verdicts
+    if not verdicts:
         return None
-    passed, judged = sum(v.count("pass") for v in found), sum(len(v.rows) for v in found)
+    passed = sum(v.count("pass") for v in verdicts)
+    judged = sum(len(v.rows) for v in verdicts)
     finding = f"{passed:,} of {judged:,} checks of the newest runs passed"
-    word = overall(v.word for v in found)
-    body = f'<ul class="tiles">{"".join(_tile(report, v) for v in found)}</ul>' + paragraph(
+    word = overall(v.word for v in verdicts)
+    body = f'<ul class="tiles">{"".join(_tile(report, v) for v in verdicts)}</ul>' + paragraph(
         STALE_RULE
     )
     return Section("Suites", finding, body, word)
@@ -103,30 +104,32 @@ def commits(report: Report) -> Section | None:
     if not newest:
         return None
     body = _commit_table(report, newest[:MAX_UNFOLDED])
-    if older := newest[MAX_UNFOLDED:]:
+    older = newest[MAX_UNFOLDED:]
+    if older:
         body += folded(f"{len(older)} older ones", _commit_table(report, older))
     body += paragraph(
         "Metrics are compared with those of the commit that was measured before. A commit is here "
         f"if it was measured without changes on top; the newest {MAX_COMMITS} of them have a page."
     )
-    changed = sum(bool(len(one.changes)) and one.count("same") < len(one.changes) for one in newest)
+    changed = sum(commit.count("same") < len(commit.changes) for commit in newest)
     return Section(
         "Commits", f"{changed} of the {len(newest)} newest commits changed a metric", body
     )
 
 
-def _commit_table(report: Report, found: Sequence[Measured]) -> str:
+def _commit_table(report: Report, measured: Sequence[Measured]) -> str:
     words = ["worse", "better", "changed", "same"]
     lines = []
-    for one in found:
-        info, word = report.infos.get(one.commit), overall(v.word for v in one.verdicts)
+    for commit in measured:
+        info = report.infos.get(commit.commit)
+        word = overall(v.word for v in commit.verdicts)
         subject = f"<br><small>{escape(f'{info.subject} ({info.author})')}</small>" if info else ""
         lines.append(
             [
-                report.link(one.commit) + subject,
-                day(one.rows.iloc[0]),
+                report.link(commit.commit) + subject,
+                day(commit.rows.iloc[0]),
                 coloured(word, WORDS[word]) if word != "none" else "–",
-                *(f"{one.count(change):,}" if len(one.changes) else "–" for change in words),
+                *(f"{commit.count(change):,}" if len(commit.changes) else "–" for change in words),
             ]
         )
     return table(["commit", "measured", "checks", *words], lines)

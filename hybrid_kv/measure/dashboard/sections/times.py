@@ -54,7 +54,11 @@ def comparison(report: Report) -> Section | None:
         return None
     newest = newest_run(rows)
     base = newest["baseline_commit"].iloc[0][:7] or "its baseline"
-    body = report.by_machine(rows, lambda own: compared(newest_run(own), report.link))
+
+    def block(machine_rows: pd.DataFrame) -> str:
+        return compared(newest_run(machine_rows), report.link)
+
+    body = report.by_machine(rows, block)
     return Section("Comparison", f"{slower_text(newest)} than {base}", body)
 
 
@@ -78,10 +82,13 @@ def compared(rows: pd.DataFrame, link: Callable[[str], str]) -> str:
     newest = next(each(rows.tail(1)))
     head = str(newest.parsed.get("head_commit") or newest.commit)
     text = f"<p>{link(head)} compared with {link(newest.baseline_commit)}, {day(newest)}.</p>"
-    if unfit := next((text for text in column(rows, "unfit", str) if text), None):
+    unfit = next((mark for mark in column(rows, "unfit", str) if mark), None)
+    if unfit:
         text += paragraph(f"Measured on a machine that was not fit for times: {unfit}.")
-    changed, timed = rows["outcome"] != "same", rows["unit"] == "time ratio"
-    times, counts = rows[timed & changed], rows[~timed & changed]
+    changed = rows["outcome"] != "same"
+    timed = rows["unit"] == "time ratio"
+    times = rows[timed & changed]
+    counts = rows[~timed & changed]
     times = times.reindex(times["value"].map(math.log).abs().sort_values(ascending=False).index)
     lines = [
         [
@@ -117,18 +124,18 @@ def other_engines(report: Report) -> Section | None:
     beaten = int((last["value"] < 1).sum())
     finding = f"The engine is faster in {len(last) - beaten} of {len(last)} cells"
 
-    def block(own: pd.DataFrame) -> str:
-        found = []
-        for (suite, benchmark), cells in own.groupby(["suite", "benchmark"], sort=False):
+    def block(machine_rows: pd.DataFrame) -> str:
+        blocks = []
+        for (suite, benchmark), cells in machine_rows.groupby(["suite", "benchmark"], sort=False):
             last = last_rows(cells).sort_values("value")
             lines = [
                 [escape(row.case), with_small_interval(row), f"{row.n:,}"] for row in each(last)
             ]
             summary = f"{suite}: {benchmark}, {len(lines)} cells"
-            found.append(
+            blocks.append(
                 folded(summary, table(["subject and case", "times the engine's time", "n"], lines))
             )
-        return "".join(found)
+        return "".join(blocks)
 
     return Section("Other engines", finding, report.by_machine(rows, block))
 
@@ -148,8 +155,8 @@ def gpu(report: Report) -> Section | None:
         else "Kernels on a GPU"
     )
 
-    def block(own: pd.DataFrame) -> str:
-        groups = fullest_run(own).groupby("benchmark", sort=False)
+    def block(machine_rows: pd.DataFrame) -> str:
+        groups = fullest_run(machine_rows).groupby("benchmark", sort=False)
         return "".join(folded(str(benchmark), _gpu_table(cells)) for benchmark, cells in groups)
 
     return Section("GPU", finding, report.by_machine(rows, block))
@@ -199,15 +206,15 @@ def static_kernel_metrics(report: Report) -> Section | None:
     )
     body = ""
     head = ["kernel", *(name.replace("_", " ") for name in STATIC_COLUMNS)]
-    for target, own in rows.groupby("target", sort=False):
+    for target, machine_rows in rows.groupby("target", sort=False):
         cells = [
             [
                 f"{escape(row.benchmark)}<br><small>{escape(f'{row.shape}, {row.dtype}')}</small>",
                 *(number(float(getattr(row, name))) for name in STATIC_COLUMNS),
             ]
-            for row in each(own)
+            for row in each(machine_rows)
         ]
-        body += folded(f"{target}, {len(own)} cases", table(head, cells, limit=1000))
+        body += folded(f"{target}, {len(machine_rows)} cases", table(head, cells, limit=1000))
     versions = ", ".join(sorted(set(report.results.of(STATIC_SUITE)["triton"]) - {""}))
     note = (
         f"Compiled ahead of time without a GPU, with Triton {versions}. Each instruction counts "
@@ -237,10 +244,10 @@ def operating_curve(report: Report) -> Section | None:
         f"{count_text(row)} comparisons of equal code raised an alarm"
         for row in each(whole.tail(1))
     ]
-    found = rows[rows["inject"] == 5]["value"]
+    detected = rows[rows["inject"] == 5]["value"]
     parts += (
-        [f"an injected slowdown of 5 % is found in {100 * found.min():.0f} % of the trials"]
-        if len(found)
+        [f"an injected slowdown of 5 % is found in {100 * detected.min():.0f} % of the trials"]
+        if len(detected)
         else []
     )
     calm = rows[(rows["inject"] == 0) & (rows["verdict"] == "fail")]["benchmark"].nunique()
