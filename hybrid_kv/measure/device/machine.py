@@ -120,10 +120,10 @@ def pretend_gpu() -> Iterator[PretendGPU]:
     _guard()
     pretended = PretendGPU()
 
-    class Stream(_PretendStream):  # a class, since annotations name it
+    class CudaStream(_PretendStream):  # a class, since annotations name it
         gpu = pretended
 
-    cuda = _Cuda(pretended, Stream)
+    cuda = _Cuda(pretended, CudaStream)
     with ExitStack() as stack:
         for name in _SHIMS:
             stack.enter_context(patch.object(torch.cuda, name, getattr(cuda, name)))
