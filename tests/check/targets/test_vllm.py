@@ -27,11 +27,11 @@ PROMPT = tuple(1 + i * i % 89 for i in range(40))
 
 
 def test_every_level_is_known_to_the_worker() -> None:
-    plain = arguments({})
+    plain, elsewhere = arguments({}), ("kernel", "sanitize", "runner", "graph", "copies")
     assert plain == arguments({factor: levels[0] for factor, levels in vllm.KIND.factors.items()})
     for factor, levels in [*vllm.KIND.factors.items(), *vllm.KIND.inside.factors.items()]:
         for level in levels[1:]:
-            assert (arguments({factor: level}) != plain) == (factor not in ("kernel", "sanitize")), f"{factor}={level}"
+            assert (arguments({factor: level}) != plain) == (factor not in elsewhere), f"{factor}={level}"
 
 
 def test_levels_become_arguments() -> None:
@@ -105,7 +105,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Remote, Ex
     folder = str(tmp_path_factory.mktemp("exact"))
     write_exact_checkpoint("mixed", folder)
     installed()
-    target = vllm.KIND.start(folder, {"prefix": "on", "chunk": "40"})
+    target = vllm.KIND.start(folder, {"runner": "cpu", "prefix": "on", "chunk": "40"})
     yield target, ExactAnswers(folder)
     target.close()
 
@@ -127,7 +127,8 @@ def test_drafts_of_its_head_are_right_at_times_and_change_no_token(
     write_exact_checkpoint("mixed", tmp_path)
     monkeypatch.setattr(remote, "_loaders", {})
     remote.renew_loader("vllm", installed())  # as `--watch` does
-    target, answers = vllm.KIND.start(str(tmp_path), {"spec": "mtp3", "async": "on"}), ExactAnswers(tmp_path)
+    settings = {"runner": "cpu", "spec": "mtp3", "async": "on"}
+    target, answers = vllm.KIND.start(str(tmp_path), settings), ExactAnswers(tmp_path)
     try:
         requests = [Ask(PROMPT[i % 3 :], max_tokens=20 + i, step=3 * i) for i in range(6)]
         found, counters = target.ask(requests), target.counters()
@@ -143,7 +144,7 @@ def test_a_script_exits_with_what_the_answer_is(exact: tuple[Remote, ExactAnswer
     rounds = (Round((Ask(PROMPT, max_tokens=4), Ask(PROMPT[:1], max_tokens=3, step=2))),)
     expected = exact[1].tokens(PROMPT[:1], 3)
     expected[-1] += wrong
-    settings = {"blocks": "tight", "kernel": "8"}
+    settings = {"runner": "cpu", "blocks": "tight", "kernel": "8"}
     case = Case(
         "vllm", "0.32.0", "exact", settings, "p", "wrong", rounds, 1, tuple(expected), (), 0.0, None, None, 0.0
     )  # fmt: skip
@@ -157,7 +158,7 @@ def test_a_script_exits_with_what_the_answer_is(exact: tuple[Remote, ExactAnswer
 def test_the_sanitizer_names_the_first_wrong_read(kernel: str, said: str, tmp_path: Path) -> None:
     write_exact_checkpoint("mixed", tmp_path)
     installed()
-    settings = {"prefix": "on", "chunk": "40", "kernel": kernel, "sanitize": "on"}
+    settings = {"runner": "cpu", "prefix": "on", "chunk": "40", "kernel": kernel, "sanitize": "on"}
     with closing(vllm.KIND.start(str(tmp_path), settings)) as target:
         target.ask([Ask(PROMPT[i % 3 :], max_tokens=20 + i, step=3 * i) for i in range(6)])
         found = target.wrong_read()

@@ -123,4 +123,9 @@ def check(config: Any, settings: dict[str, str]) -> None:
 def counters() -> dict[str, float]:
     """Return what occurred in this process so far."""
     copies, graphs, interpreter = (import_module(f"{__name__}.{name}") for name in ("copies", "graphs", "interpreter"))
-    return {"replays": graphs.replays, "kernels": interpreter.launches, "late copies": copies.late_copies}
+    return {
+        "replays": graphs.replays,
+        "kernels": interpreter.launches,
+        "late copies": copies.late_copies,
+        "changed uploads": copies.changed_uploads.total(),
+    }
