@@ -54,7 +54,11 @@ def write_exact_checkpoint(name: str, folder: str | Path) -> None:
     layers = [
         {
             "kind": kinds.get(letter, ""),
-            "weights": {key: np.array(value).tolist() for key, value in vars(layer).items() if key != "name"},
+            "weights": {
+                key: np.array(value).tolist()
+                for key, value in vars(layer).items()
+                if key != "name" and value is not None  # such as a sliding window that there is not
+            },
         }
         for letter, layer in zip(letters, model.layers, strict=True)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections import Counter
@@ -134,6 +135,12 @@ def test_a_runner_of_gpus_is_a_variant_that_the_exact_model_alone_has(tmp_path: 
     write_exact_checkpoint("mixed", tmp_path)
     assert vllm.KIND.variant_of(str(tmp_path), {}) == vllm.KIND.variant_of(str(tmp_path), {"runner": "v1"}) == "gpu"
     assert vllm.KIND.variant_of(str(tmp_path), {"runner": "cpu"}) == ""
+
+
+def test_weights_of_a_checkpoint_are_numbers(tmp_path: Path) -> None:
+    write_exact_checkpoint("mixed", tmp_path)
+    for layer in json.loads((tmp_path / "config.json").read_text())["exact"]["layers"]:
+        assert [torch.tensor(value, dtype=torch.int64) for value in layer["weights"].values()]
 
 
 def test_a_script_can_hold_the_folder() -> None:
