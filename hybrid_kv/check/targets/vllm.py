@@ -45,11 +45,9 @@ _INSIDE = Inside(
         "runner=v2 prefix=on blocks=tight",
         "runner=v2 spec=mtp3 async=on copies=early",
         "runner=v2 graph=full async=on",
-        "runner=v1 graph=decode spec=mtp3 prefix=align",
         "runner=v1 kernel=4 prefix=align chunk=40",
         "runner=v1 prefix=on blocks=tight",
-        "runner=v1 spec=mtp3 async=on copies=early",
-        "runner=v1 graph=full async=on",
+        "runner=v1 async=on copies=early",
     ),
     is_central=True,
 )
@@ -73,15 +71,6 @@ _KNOWN = (
     *(Known(f"0.{minor}.0", "vllm_hit_inside_a_block", ("match",)) for minor in (32, 33)),
     *_one_token("runner=v2 graph=decode spec=mtp3 prefix=align", "token 3 is 29, not 10", "token 1 is 36, not 70"),
     *_one_token("runner=v2 spec=mtp3 async=on copies=early", "token 3 is 29, not 10", "token 1 is 36, not 70"),
-    *_one_token("runner=v1 graph=decode spec=mtp3 prefix=align", "token 0 is 67, not 26", "token 7 is 87, not 82"),
-    *(
-        Known("0.32.0", "vllm_first_chunk_as_decode", (), probe, said, "runner=v1 graph=full async=on", shortest=2)
-        for probe, said in (
-            ("alone", "token 1 is 51, not 61"),
-            ("one token beside others", "token 17 is 72, not 32"),
-            ("traffic", "IndexError: index 1 is out of bounds for dimension 1 with size 1"),
-        )
-    ),
     # A state is kept at a prompt's end, but with `retain=all`.
     Known("0.32.0", "retain=last", ("prefix",), probe="together across a boundary", words="cached stayed 0"),
 )
