@@ -18,7 +18,7 @@ from hybrid_kv.cache.block_pool import BlockPool
 from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.cache.offload import KVOffload
 from hybrid_kv.cache.request_blocks import RequestBlocks
-from hybrid_kv.cache.spec import SlotsSpec, StateProgress
+from hybrid_kv.cache.spec import SlidingWindowSpec, SlotsSpec, StateProgress
 from hybrid_kv.check.guard.scenario import ScriptedProposer, SmallBlocksFirst, SmallKVFirst
 from hybrid_kv.engine import runner
 from hybrid_kv.engine.llm import LLM
@@ -309,6 +309,7 @@ ALL = {"mamba_cache_mode": "all", "pattern": "M*", "num_speculative_tokens": 3, 
 ALIGN = ALL | {"mamba_cache_mode": "align"}
 ATTENTION = ALL | {"pattern": "**"}
 OFFLOAD = ATTENTION | {"kv_offload_bytes": 2**20}
+WINDOWS = ALIGN | {"pattern": "M~*"}
 ROOMY = {"num_blocks": 80, "max_num_batched_tokens": 16}
 
 BUGS = {
@@ -357,6 +358,15 @@ BUGS = {
     "a hit takes another block": (BlockPool, "lookup", around(wrong_block), ATTENTION | ROOMY, "hit-prefix"),
     "a hit is computed again in place": (Scheduler, "_chunk", one_token_back, ATTENTION | ROOMY, "write-shared"),
     "freed too early (F16)": (KVCacheManager, "_give_back", before(give_back_more), ALIGN, "read-unheld"),
+    "a window's block freed too early (sgl#8649)": (
+        SlidingWindowSpec, "first_needed", around(lambda first, *_: first + 1), WINDOWS | ROOMY, "read-unheld",
+    ),
+    "a window one token too long (mlx!390)": (
+        runner, "window_of", around(lambda window, *_: window and window + 1), WINDOWS | ROOMY, "window-start",
+    ),
+    "a window that begins late": (
+        runner, "window_of", around(lambda window, *_: window and window - 1), WINDOWS | ROOMY, "window-start",
+    ),
     "evicted and still found": (BlockPool, "_unpublish", forget_to_unpublish, ATTENTION, "evict-findable"),
     "new token in the wrong place": (ModelRunner, "_commit", write_elsewhere, ALL, "input-token"),
     "pages loaded into each other's blocks": (
