@@ -23,10 +23,28 @@ from hybrid_kv.kernels.recompute import shortest_ring_len
 from hybrid_kv.models.exact import ExactConfig
 from hybrid_kv.sampling import SamplingParams
 
+Forced = Callable[["Draw"], Scenario]
+
 BLOCK = 8
 VOCAB = ExactConfig.vocab_size
 CACHED = ("align", "all", "attention")  # modes in which a prefix can be found again
 STATES = CACHED[:2]
+RECOMPUTE: dict[str, Any] = {"state_scheme": "recompute"}
+
+FORCED: dict[str, Forced] = {}  # by the patterns that each forces, in the order of their numbers
+
+
+def forces(*patterns: str) -> Callable[[Forced], Forced]:
+    """Register what draws a scenario in which these patterns happen.
+
+    Draws follow each other in the order of the arguments: another order is another scenario.
+    """
+
+    def register(draw_scenario: Forced) -> Forced:
+        FORCED[", ".join(patterns)] = draw_scenario
+        return draw_scenario
+
+    return register
 
 
 class Draw:
@@ -55,19 +73,20 @@ class Draw:
         *,
         modes: Sequence[str] = tuple(MODES),
         layers: str = "",
-        K: int = 0,
+        num_drafts: int = 0,
         drafts: str = "none",
         waves: tuple[int, ...] = (),
-        events: tuple[Event, ...] = (),
         **options: Any,
     ) -> Scenario:
-        """One of blocks of eight tokens in a pool with room, except for `options`.
+        """Draw a scenario with blocks of eight tokens in a pool with room, except for `options`.
 
         Args:
             answers: of each prompt the most tokens, or all of its parameters.
+            num_drafts: of a verify step; without any there is no script of `drafts`.
         """
         mode = self.one_of(*modes)
         layers = layers or ("**" if mode == "attention" else self.one_of("M*", "*M", "M*MM*"))
+        script = drafts if num_drafts else "none"
         options = {
             "attention_backend": self.one_of(SmallBlocksFirst.name, SmallKVFirst.name),
             "block_size": BLOCK,
@@ -77,323 +96,513 @@ class Draw:
             "num_blocks": 400,
             "captured_batch_sizes": (),
             "device": "cpu",
-            **cache_options(mode, K, drafts if K else "none"),
+            **cache_options(mode, num_drafts, script),
             **options,
         }
         params = [
-            SamplingParams(max_tokens=own) if isinstance(own, int) else own for own in answers
+            SamplingParams(max_tokens=answer) if isinstance(answer, int) else answer
+            for answer in answers
         ]
-        return Scenario(
-            self.seed, layers, options, prompts, params, waves, drafts if K else "none", events
-        )
+        return Scenario(self.seed, layers, options, prompts, params, waves, script)
 
 
-def _last_tokens(d: Draw, several: bool) -> Scenario:
-    K = d.number(2, 6)
-    prompts = d.prompts(1 + K, 2 * BLOCK + (d.number(2, K + 2) if several else 1))
-    return d.scenario(prompts, [30, 4], K=K, drafts="right", max_num_batched_tokens=1 + K + BLOCK)
-
-
-def _cut_chunk(d: Draw) -> Scenario:
-    busy, prompt = d.prompts(4, 12)
-    options: dict[str, Any] = {"K": 3, "drafts": "right", "max_num_batched_tokens": 9}
-    return d.scenario([busy, prompt, prompt], [20, 4, 8], waves=(2, 1), modes=STATES, **options)
-
-
-def _attention_deeper(d: Draw) -> Scenario:
-    (text,) = d.prompts(30)
-    # The last one finds two blocks of K and V, and the state of the short one behind the first of them.
-    prompts = [text, text[: BLOCK + 1], text[:20] + d.prompts(9)[0]]
-    return d.scenario(prompts, [6, 6, 6], waves=(1, 1, 1), modes=("align",))
-
-
-def _second_turn(d: Draw, mode: str) -> Scenario:
-    first, tail = d.prompts(12, 5)
-    prompts = [first, [*first, *_answer("M*MM*", first)[:18], *tail]]
-    K = d.number(2, 6)
-    drafts = d.one_of("right", "beyond")
-    return d.scenario(
-        prompts,
-        [20, 8],
-        waves=(1, 1),
-        modes=(mode,),
-        layers="M*MM*",
-        K=K,
-        drafts=drafts,
-        max_num_seqs=1,
-    )
+def disturbed(scenario: Scenario, *events: Event) -> Scenario:
+    """Return the scenario with these events."""
+    return replace(scenario, events=events)
 
 
 def _answer(layers: str, prompt: list[int]) -> list[int]:
     return answer_book(layers).without_stop(prompt, SamplingParams(max_tokens=20), 96)
 
 
-def _salted(text: list[int], salts: str, **options: Any) -> dict[str, Any]:
-    """One prompt from several tenants."""
-    params = [SamplingParams(max_tokens=6, cache_salt=salt) for salt in salts]
-    return {"prompts": [text] * len(salts), "answers": params, **options}
+@forces("one_token_of_new_request", "row_reuse")
+def _one_token_of_new_request(d: Draw) -> Scenario:
+    prompts = d.prompts(3, 3, 4, 10)
+    return d.scenario(prompts, [2, 2, 6, 6], waves=(2, 2), max_num_batched_tokens=5)
 
 
+@forces("one_token_left", "first_decode_beside_chunk")
+def _one_token_left(d: Draw) -> Scenario:
+    num_drafts = d.number(2, 6)
+    return _last_tokens(d, num_drafts, 1)
+
+
+@forces("few_tokens_left")
+def _few_tokens_left(d: Draw) -> Scenario:
+    num_drafts = d.number(2, 6)
+    return _last_tokens(d, num_drafts, d.number(2, num_drafts + 2))
+
+
+def _last_tokens(d: Draw, num_drafts: int, num_last: int) -> Scenario:
+    """Draw a prompt whose last tokens are left for a step of verified drafts."""
+    prompts = d.prompts(1 + num_drafts, 2 * BLOCK + num_last)
+    budget = 1 + num_drafts + BLOCK
+    return d.scenario(
+        prompts, [30, 4], num_drafts=num_drafts, drafts="right", max_num_batched_tokens=budget
+    )
+
+
+@forces("uneven_prefills")
+def _uneven_prefills(d: Draw) -> Scenario:
+    return d.scenario(d.prompts(5, 7, 6), [5] * 3)
+
+
+@forces("lone_chunks", "one_behind_chunk", "short_prompt", "one_token_prefill")
+def _lone_chunks(d: Draw) -> Scenario:
+    prompts = d.prompts(33, 1, 17, 2)
+    return d.scenario(prompts, [4] * 4, waves=(1, 1, 1, 1), max_num_batched_tokens=16)
+
+
+@forces("undrafted_after_accepts", "number_of_drafts_varies")
+def _ragged_drafts(d: Draw) -> Scenario:
+    num_drafts = d.number(2, 8)
+    return d.scenario(d.prompts(5, 9, 14), [30] * 3, num_drafts=num_drafts, drafts="ragged")
+
+
+@forces("all_rejected", "whole_batch_rejected", "padded_drafts")
+def _wrong_drafts(d: Draw) -> Scenario:
+    num_drafts = d.number(2, 8)
+    options: dict[str, Any] = {"num_drafts": num_drafts, "drafts": "wrong"}
+    return d.scenario(d.prompts(5, 9, 14), [12] * 3, captured_batch_sizes=(4,), **options)
+
+
+@forces("all_accepted", "max_model_len_with_drafts")
+def _right_drafts(d: Draw) -> Scenario:
+    num_drafts = d.number(2, 8)
+    options: dict[str, Any] = {"num_drafts": num_drafts, "drafts": "right"}
+    return d.scenario(d.prompts(5, 9, 40), [30] * 3, max_model_len=64, **options)
+
+
+@forces("accepted_to_boundary", "rejected_at_boundary")
+def _drafts_to_boundary(d: Draw) -> Scenario:
+    num_drafts = d.number(2, 8)
+    prompts = d.prompts(5, 8, 11, 16)
+    return d.scenario(prompts, [30] * 4, num_drafts=num_drafts, drafts="boundary")
+
+
+@forces("rejected_behind_boundary")
+def _drafts_beyond_boundary(d: Draw) -> Scenario:
+    num_drafts = d.number(3, 8)
+    prompts = d.prompts(5, 8, 11, 16)
+    return d.scenario(prompts, [30] * 4, num_drafts=num_drafts, drafts="beyond")
+
+
+@forces("middle_row_ends")
+def _middle_row_ends(d: Draw) -> Scenario:
+    prompts = d.prompts(5, 6, 7, 9)
+    return d.scenario(prompts, [25, 4, 40, 6], num_drafts=3, drafts="rotate", max_num_seqs=3)
+
+
+@forces(
+    "exact_block",
+    "hit_up_to_last_token",
+    "hit_before_last_block",
+    "hit_of_several_blocks",
+    "exact_hit",
+)
+def _whole_blocks_again(d: Draw) -> Scenario:
+    prompts = d.prompts(BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 1)
+    return d.scenario(
+        prompts * 2, [6] * 8, waves=(4, 4), modes=CACHED, num_drafts=2, drafts="mixed"
+    )
+
+
+@forces("unequal_blocks")
+def _unequal_blocks(d: Draw) -> Scenario:
+    prompts = d.prompts(2 * BLOCK + 1, 5 * BLOCK, 4 * BLOCK + 3)
+    options: dict[str, Any] = {"num_drafts": 2, "drafts": "mixed", "layers": "M+*M"}
+    return d.scenario(prompts * 2, [6] * 6, waves=(3, 3), modes=STATES, **options)
+
+
+@forces("between_boundaries")
+def _between_boundaries(d: Draw) -> Scenario:
+    """Lose the state after 32 tokens, the oldest block; that after 24 stays.
+
+    K and V come in blocks of 16 tokens.
+    """
+    prompts = d.prompts(33)
+    scenario = d.scenario(prompts * 2, [2, 6], waves=(1, 1), modes=("all",), layers="M*+")
+    return disturbed(scenario, Event("evict", 2))
+
+
+@forces("repeated_after_cut_chunk")
+def _repeated_after_cut_chunk(d: Draw) -> Scenario:
+    busy, prompt = d.prompts(4, 12)
+    options: dict[str, Any] = {"num_drafts": 3, "drafts": "right", "max_num_batched_tokens": 9}
+    return d.scenario([busy, prompt, prompt], [20, 4, 8], waves=(2, 1), modes=STATES, **options)
+
+
+@forces("attention_deeper")
+def _attention_deeper(d: Draw) -> Scenario:
+    """Let the last prompt find two blocks of K and V, and the short one's state after one block."""
+    (text,) = d.prompts(30)
+    prompts = [text, text[: BLOCK + 1], text[:20] + d.prompts(9)[0]]
+    return d.scenario(prompts, [6, 6, 6], waves=(1, 1, 1), modes=("align",))
+
+
+@forces("state_deeper", "eviction", "hit_behind_losses")
+def _state_deeper(d: Draw) -> Scenario:
+    """Lose the first group's deepest block, which is the oldest one."""
+    prompts = d.prompts(33)
+    scenario = d.scenario(prompts * 2, [2, 2], waves=(1, 1), modes=("all",), layers="*M")
+    return disturbed(scenario, Event("evict", 2))
+
+
+@forces("no_common_depth")
+def _no_common_depth(d: Draw) -> Scenario:
+    """Keep the state after 32 tokens without its K/V, and the K/V after 24 tokens without a state."""
+    prompts = d.prompts(33)
+    scenario = d.scenario(prompts * 2, [1, 6], waves=(1, 1), modes=("align",), layers="*M")
+    return disturbed(scenario, Event("evict", 2))
+
+
+@forces("second_turn_align")
+def _second_turn_align(d: Draw) -> Scenario:
+    return _second_turn(d, "align")
+
+
+@forces("second_turn_all")
+def _second_turn_all(d: Draw) -> Scenario:
+    return _second_turn(d, "all")
+
+
+def _second_turn(d: Draw, mode: str) -> Scenario:
+    layers = "M*MM*"
+    first, tail = d.prompts(12, 5)
+    prompts = [first, [*first, *_answer(layers, first)[:18], *tail]]
+    drafts: dict[str, Any] = {"num_drafts": d.number(2, 6), "drafts": d.one_of("right", "beyond")}
+    return d.scenario(
+        prompts, [20, 8], waves=(1, 1), modes=(mode,), layers=layers, max_num_seqs=1, **drafts
+    )
+
+
+@forces("duplicates")
+def _duplicates(d: Draw) -> Scenario:
+    (text,) = d.prompts(20)
+    return d.scenario([text] * 2, _tenants("ab"), modes=(*MODES, "attention"))
+
+
+@forces("waits_for_prefix", "shared_block")
 def _waits_for_prefix(d: Draw) -> Scenario:
     (text,) = d.prompts(20)
     return d.scenario([text, text, text, [*text, 1]], [6] * 4, waves=(2, 2), modes=CACHED)
 
 
+@forces("identical_prompts")
 def _identical_prompts(d: Draw) -> Scenario:
     (text,) = d.prompts(COMMON)
-    return d.scenario([[*text, i, i + 1] for i in range(4)], [8] * 4, K=2, drafts="mixed")
+    prompts = [[*text, i, i + 1] for i in range(4)]
+    return d.scenario(prompts, [8] * 4, num_drafts=2, drafts="mixed")
 
 
+@forces("abort_in_flight", "same_prompt_after_abort")
+def _abort_in_flight(d: Draw) -> Scenario:
+    prompts = d.prompts(20)
+    scenario = d.scenario(prompts * 3, [12, 8, 8], max_num_seqs=1, async_scheduling=d.coin())
+    return disturbed(scenario, Event("abort", 0))
+
+
+@forces("preemption", "waiting")
 def _preempt_with_one_waiting(d: Draw) -> Scenario:
-    K = d.number(0, 3)
+    num_drafts = d.number(0, 3)
     prompts = d.prompts(9, 12, 17, 9)
-    d.number(2, 4)  # was an option; what is drawn behind it stays the same
-    return d.scenario(
-        prompts, [12] * 4, K=K, drafts="mixed", max_num_seqs=3, events=(Event("preempt", 4),)
-    )
+    d.number(2, 4)  # Not used: without this draw those after it would be others.
+    scenario = d.scenario(prompts, [12] * 4, num_drafts=num_drafts, drafts="mixed", max_num_seqs=3)
+    return disturbed(scenario, Event("preempt", 4))
 
 
+@forces("abort_waiting")
+def _abort_waiting(d: Draw) -> Scenario:
+    scenario = d.scenario(d.prompts(9, 9, 9, 9), [8] * 4, max_num_seqs=1)
+    return disturbed(scenario, Event("drop", 1))
+
+
+@forces("preempted_while_speculating", "resumed_from_cache", "recomputed_output")
+def _preempted_while_speculating(d: Draw) -> Scenario:
+    prompts = d.prompts(10, 12, 14)
+    scenario = d.scenario(prompts, [25] * 3, modes=CACHED, num_drafts=2, drafts="right")
+    return disturbed(scenario, Event("preempt", 3, 6))
+
+
+@forces("full_pool", "refused")
 def _full_pool(d: Draw) -> Scenario:
-    K = d.number(0, 4)
+    """Give the pool exactly the blocks of the first request; the second has a token more."""
+    num_drafts = d.number(0, 4)
     mode = d.one_of(*MODES)
-    # 32 tokens are cached of the longest request that fits; the other one has a token more.
+    # 32 tokens are cached of the longest request that fits.
     policy = cache_modes.MODES[mode]
-    states = policy.held_at_most(policy.num_logical_blocks(32, 8), 1) + K
-    prompts = d.prompts(20, 21)
-    return d.scenario(prompts, [13, 13], modes=(mode,), layers="M*", K=K, num_blocks=1 + states + 4)
+    states = policy.held_at_most(policy.num_logical_blocks(32, 8), 1) + num_drafts
+    options: dict[str, Any] = {"num_drafts": num_drafts, "num_blocks": 1 + states + 4}
+    return d.scenario(d.prompts(20, 21), [13, 13], modes=(mode,), layers="M*", **options)
 
 
+@forces("two_blocks")
+def _two_blocks(d: Draw) -> Scenario:
+    options: dict[str, Any] = {"block_size": 16, "num_blocks": 2, "attention_backend": "TORCH"}
+    prompts = d.prompts(10, 3, 1)
+    return d.scenario(prompts, [5] * 3, modes=("none", "attention"), layers="*", **options)
+
+
+@forces("long_lived", "all_blocks_used", "block_reuse")
+def _long_lived(d: Draw) -> Scenario:
+    prompts = d.prompts(3, *[10] * 12)
+    return d.scenario(prompts, [80, *[3] * 12], layers="M*", num_blocks=34, max_num_seqs=2)
+
+
+@forces("several_groups")
+def _several_groups(d: Draw) -> Scenario:
+    options: dict[str, Any] = {"layers": "MMM*M", "captured_batch_sizes": (4,)}
+    prompts = d.prompts(5, 8, 11)
+    return d.scenario(prompts, [20] * 3, num_drafts=3, drafts="boundary", **options)
+
+
+@forces("no_reuse")
+def _no_reuse(d: Draw) -> Scenario:
+    options: dict[str, Any] = {"attention_backend": "FLASHINFER", "block_size": 48}
+    return d.scenario(d.prompts(5, 8, 11, 30), [12] * 4, modes=CACHED, **options)
+
+
+@forces("salts_apart")
+def _salts_apart(d: Draw) -> Scenario:
+    (text,) = d.prompts(20)
+    return d.scenario([text] * 3, _tenants("aba"), waves=(1, 1, 1), modes=CACHED)
+
+
+def _tenants(salts: str) -> list[SamplingParams]:
+    """Return the parameters of requests from several tenants, a letter each."""
+    return [SamplingParams(max_tokens=6, cache_salt=salt) for salt in salts]
+
+
+@forces("stop_inside_drafts", "one_row_with_drafts")
 def _stop_inside_drafts(d: Draw) -> Scenario:
+    """End a request by a stop token inside the drafts of its first verify step."""
     (prompt,) = d.prompts(9)
-    # The first step's draft goes on behind the stop token.
+    stop = _answer("M*", prompt)[2]
     params = [
-        SamplingParams(max_tokens=12, stop_token_ids=(_answer("M*", prompt)[2],)),
+        SamplingParams(max_tokens=12, stop_token_ids=(stop,)),
         SamplingParams(max_tokens=12),
     ]
-    return d.scenario(
-        [prompt] * 2, params, waves=(1, 1), layers="M*", K=5, drafts="right", max_num_seqs=1
-    )
+    options: dict[str, Any] = {"num_drafts": 5, "drafts": "right", "max_num_seqs": 1}
+    return d.scenario([prompt] * 2, params, waves=(1, 1), layers="M*", **options)
 
 
+@forces("mixed_sampling", "top_k_beside_top_p", "logprobs_of_sampled", "prompt_logprobs")
 def _mixed_sampling(d: Draw) -> Scenario:
     prompts = d.prompts(9, 9)
-    hot = SamplingParams(max_tokens=12, temperature=2e8, seed=d.seed)
-    both = replace(hot, max_tokens=20, top_k=5, top_p=0.6, logprobs=2, prompt_logprobs=2)
-    params = [SamplingParams(max_tokens=12, logprobs=0), hot, both]
-    return d.scenario([*prompts, prompts[0]], params, K=2, drafts="mixed")
+    sampled = SamplingParams(max_tokens=12, temperature=2e8, seed=d.seed)
+    restricted = replace(sampled, max_tokens=20, top_k=5, top_p=0.6, logprobs=2, prompt_logprobs=2)
+    params = [SamplingParams(max_tokens=12, logprobs=0), sampled, restricted]
+    return d.scenario([*prompts, prompts[0]], params, num_drafts=2, drafts="mixed")
 
 
-def _offload_hit(d: Draw, attention: str, *events: Event) -> Scenario:
+@forces("one_step_late")
+def _one_step_late(d: Draw) -> Scenario:
+    options: dict[str, Any] = {"num_drafts": d.number(0, 4), "drafts": "mixed"}
+    prompts = d.prompts(5, 9, 14, 33)
+    return d.scenario(
+        prompts, [20] * 4, async_scheduling=True, max_num_batched_tokens=20, **options
+    )
+
+
+@forces("once_more_at_max_model_len")
+def _once_more_at_max_model_len(d: Draw) -> Scenario:
+    """Choose lengths whose last step has a draft in flight.
+
+    With no number of drafts does a step end one token before the end.
+    """
+    prompts = d.prompts(5, 9, 40)
+    options: dict[str, Any] = {"num_drafts": d.number(2, 8), "drafts": "right"}
+    options |= {"block_size": 2 * BLOCK, "max_model_len": 64}
+    return d.scenario(prompts, [60] * 3, async_scheduling=True, **options)
+
+
+@forces("strange_drafts")
+def _strange_drafts(d: Draw) -> Scenario:
+    prompts = d.prompts(5, 9, 14)
+    options: dict[str, Any] = {"num_drafts": d.number(1, 8), "drafts": "strange"}
+    return d.scenario(prompts, [30] * 3, block_size=2 * BLOCK, async_scheduling=d.coin(), **options)
+
+
+@forces("offload_hit", "exact_hit_of_host")
+def _hit_of_host(d: Draw) -> Scenario:
+    return _offload_hit(d, "L")
+
+
+@forces("lost_hit")
+def _lost_hit(d: Draw) -> Scenario:
+    return disturbed(_offload_hit(d, "*"), Event("lose", 0, 1))
+
+
+def _offload_hit(d: Draw, attention: str) -> Scenario:
     text, *others = d.prompts(30, 60, 60, 60)
     mode = d.one_of(*CACHED)
-    options: dict[str, Any] = {"num_blocks": 20, "kv_offload_bytes": 2**20, "max_num_seqs": 1}
     layers = 2 * attention if mode == "attention" else "M" + attention
-    sent: dict[str, Any] = {
-        "waves": (1, 3, 1),
-        "modes": (mode,),
-        "layers": layers,
-        "events": events,
-    }
-    return d.scenario([text, *others, text], [4] * 5, **sent, **options)
+    options: dict[str, Any] = {"num_blocks": 20, "kv_offload_bytes": 2**20, "max_num_seqs": 1}
+    prompts = [text, *others, text]
+    return d.scenario(prompts, [4] * 5, waves=(1, 3, 1), modes=(mode,), layers=layers, **options)
 
 
+@forces("verify_shape", "verify_shapes")
 def _verify_shapes(d: Draw) -> Scenario:
-    """Prompts of as many tokens as a verify step has: one alone, then three of them, then one beside verify steps."""
-    K = d.number(1, 8)
-    prompts = d.prompts(*[1 + K] * 5)
-    return d.scenario(prompts, [3, 9, 12, 15, 3], waves=(1, 4), K=K, drafts="right", max_num_seqs=3)
+    """Draw prompts of as many tokens as a verify step has.
+
+    One runs alone, then three together, then one with verify steps.
+    """
+    num_drafts = d.number(1, 8)
+    options: dict[str, Any] = {"num_drafts": num_drafts, "drafts": "right", "max_num_seqs": 3}
+    prompts = d.prompts(*[1 + num_drafts] * 5)
+    return d.scenario(prompts, [3, 9, 12, 15, 3], waves=(1, 4), **options)
 
 
+@forces("prompt_logprobs_beside_copies")
 def _scored_beside_copies(d: Draw) -> Scenario:
-    """A prompt in small chunks while another request has its drafts accepted up to one boundary after the other."""
+    """Draw a prompt in small chunks while another request accepts drafts up to each boundary."""
     scored = SamplingParams(max_tokens=4, logprobs=1, prompt_logprobs=1)
+    options: dict[str, Any] = {"num_drafts": 3, "drafts": "boundary"}
     prompts = d.prompts(5, 80)
-    return d.scenario(
-        prompts, [40, scored], modes=STATES, K=3, drafts="boundary", max_num_batched_tokens=10
-    )
+    return d.scenario(prompts, [40, scored], modes=STATES, max_num_batched_tokens=10, **options)
 
 
-# Blocks of a pool in which the youngest of `_sits_out` lacks one for a step.
-SITS_OUT = {
-    "slots": {"none": 15, "align": 18, "all": 21},
-    "recompute": {"none": 12, "align": 13, "all": 16},
-}
+@forces("sat_out_slots")
+def _sat_out_slots(d: Draw) -> Scenario:
+    return _sits_out(d, "slots", {"none": 15, "align": 18, "all": 21})
 
 
-def _sits_out(d: Draw, scheme: str) -> Scenario:
-    """With drafts of this script the lengths of three requests in each step do not depend on their tokens."""
-    mode = d.one_of(*SITS_OUT[scheme])
-    pool: dict[str, Any] = {
-        "num_blocks": SITS_OUT[scheme][mode],
+@forces("sat_out_recompute")
+def _sat_out_recompute(d: Draw) -> Scenario:
+    return _sits_out(d, "recompute", {"none": 12, "align": 13, "all": 16})
+
+
+def _sits_out(d: Draw, scheme: str, num_blocks: dict[str, int]) -> Scenario:
+    """Draw three requests of which the youngest lacks a block for a step.
+
+    With drafts of this script their lengths in each step do not depend on their tokens.
+
+    Args:
+        num_blocks: of the pool, by mode.
+    """
+    mode = d.one_of(*num_blocks)
+    options: dict[str, Any] = {
+        "num_blocks": num_blocks[mode],
         "async_scheduling": True,
         "state_scheme": scheme,
+        "num_drafts": 3,
+        "drafts": "rotate",
     }
-    return d.scenario(
-        d.prompts(6, 12, 7), [25, 34, 24], modes=(mode,), layers="M*", K=3, drafts="rotate", **pool
-    )
+    return d.scenario(d.prompts(6, 12, 7), [25, 34, 24], modes=(mode,), layers="M*", **options)
 
 
+@forces("hit_attention", "full_pool")
 def _fits_once_published(d: Draw) -> Scenario:
-    # The first request has a block more than its tokens fill, for drafts, when the second one gives its blocks back.
-    # The third one begins with the first one's answer, and fits as soon as the next block of that can be found.
+    """Let a request fit as soon as a block of another's answer can be found.
+
+    When the second request gives its blocks back, the first has a block more than its tokens fill,
+    for drafts. The third begins with the first one's answer, and waits for its next block.
+    """
     first, second, tail = d.prompts(9, 1, 10)
     prompts = [first, second, [*first, *_answer("**", first)[:7], *tail]]
-    return d.scenario(
-        prompts, [20, 6, 3], waves=(3,), modes=("attention",), K=3, drafts="wrong", num_blocks=6
+    options: dict[str, Any] = {"num_drafts": 3, "drafts": "wrong", "num_blocks": 6}
+    return d.scenario(prompts, [20, 6, 3], waves=(3,), modes=("attention",), **options)
+
+
+@forces("reset")
+def _reset(d: Draw) -> Scenario:
+    """Draw different prompts: blocks that two requests share are not forgotten."""
+    prompts = d.prompts(20, 21)
+    scenario = d.scenario(
+        prompts * 2, [20] * 4, waves=(2, 2), modes=CACHED, async_scheduling=d.coin()
     )
+    return disturbed(scenario, Event("reset", 4))
 
 
-def _passed_boundary(d: Draw, later: int, *events: Event) -> Scenario:
-    """The second request passes its boundary in step 2, and one more takes up its tokens there."""
+@forces("sleep")
+def _sleep(d: Draw) -> Scenario:
+    options: dict[str, Any] = {"num_drafts": 2, "drafts": "mixed"}
+    prompts = d.prompts(20, 20, 33)
+    scenario = d.scenario(prompts * 2, [20] * 6, waves=(3, 3), modes=("none", *STATES), **options)
+    return disturbed(scenario, Event("sleep", 5), Event("sleep", 11, 8))
+
+
+@forces("sanitized")
+def _sanitized(d: Draw) -> Scenario:
+    options: dict[str, Any] = {"num_drafts": 3, "drafts": "mixed", "sanitize": True}
+    prompts = d.prompts(5, 9, 14, 33)
+    scenario = d.scenario(prompts * 2, [20] * 8, waves=(4, 4), **options)
+    return disturbed(scenario, Event("preempt", 4, 7))
+
+
+@forces("ring_emptied", "ring_wrapped", "flushed_in_place")
+def _ring_wrapped(d: Draw) -> Scenario:
+    num_drafts = d.number(0, 5)
+    prompts = d.prompts(5, 9, 14)
+    options: dict[str, Any] = {"num_drafts": num_drafts, "drafts": "right", "block_size": 32}
+    ring_len = shortest_ring_len(1 + num_drafts) + d.number(0, 3)
+    return d.scenario(prompts, [50] * 3, recompute_ring_len=ring_len, **options, **RECOMPUTE)
+
+
+@forces("flushed_at_boundary")
+def _flushed_at_boundary(d: Draw) -> Scenario:
+    drafts: dict[str, Any] = {"num_drafts": d.number(2, 8), "drafts": "beyond"}
+    prompts = d.prompts(5, 9, 14)
+    options: dict[str, Any] = {"modes": STATES, "async_scheduling": d.coin()}
+    return d.scenario(prompts, [40] * 3, **drafts, **options, **RECOMPUTE)
+
+
+@forces("flushed_at_finish", "hit_on_flushed")
+def _flushed_at_finish(d: Draw) -> Scenario:
+    return _passed_boundary(d, 3)
+
+
+@forces("flushed_at_preemption")
+def _flushed_at_preemption(d: Draw) -> Scenario:
+    return disturbed(_passed_boundary(d, 12), Event("preempt", 3))
+
+
+@forces("flushed_at_abort")
+def _flushed_at_abort(d: Draw) -> Scenario:
+    return disturbed(_passed_boundary(d, 12), Event("drop", 3))
+
+
+def _passed_boundary(d: Draw, num_new: int) -> Scenario:
+    """Draw a request that passes a boundary in step 2, and another that takes up its tokens there.
+
+    Args:
+        num_new: tokens of the answer of the request that passes it.
+    """
     other, text = d.prompts(12, 2 * BLOCK - 2)
     layers = d.one_of("M*", "*M", "M*MM*")
     prompts = [other, text, [*text, *_answer(layers, text)[:2], 7, 8]]
     return d.scenario(
-        prompts, [12, later, 4], waves=(2, 1), modes=("all",), layers=layers, events=events, **LATE
+        prompts, [12, num_new, 4], waves=(2, 1), modes=("all",), layers=layers, **RECOMPUTE
     )
 
 
-LATE: dict[str, Any] = {"state_scheme": "recompute"}
-EVICT = (Event("evict", 2),)
-# By the patterns that each forces. What it draws is in the order of its arguments.
-FORCED: dict[str, Callable[[Draw], Scenario]] = {
-    "one_token_of_new_request, row_reuse": lambda d: d.scenario(
-        d.prompts(3, 3, 4, 10), [2, 2, 6, 6], waves=(2, 2), max_num_batched_tokens=5
-    ),
-    "one_token_left, first_decode_beside_chunk": lambda d: _last_tokens(d, False),
-    "few_tokens_left": lambda d: _last_tokens(d, True),
-    "uneven_prefills": lambda d: d.scenario(d.prompts(5, 7, 6), [5] * 3),
-    "lone_chunks, one_behind_chunk, short_prompt, one_token_prefill": lambda d: d.scenario(
-        d.prompts(33, 1, 17, 2), [4] * 4, waves=(1, 1, 1, 1), max_num_batched_tokens=16
-    ),
-    "undrafted_after_accepts, number_of_drafts_varies": lambda d: d.scenario(
-        K=d.number(2, 8), prompts=d.prompts(5, 9, 14), answers=[30] * 3, drafts="ragged"
-    ),
-    "all_rejected, whole_batch_rejected, padded_drafts": lambda d: d.scenario(
-        K=d.number(2, 8), prompts=d.prompts(5, 9, 14), answers=[12] * 3, drafts="wrong", captured_batch_sizes=(4,)
-    ),
-    "all_accepted, max_model_len_with_drafts": lambda d: d.scenario(
-        K=d.number(2, 8), prompts=d.prompts(5, 9, 40), answers=[30] * 3, drafts="right", max_model_len=64
-    ),
-    "accepted_to_boundary, rejected_at_boundary": lambda d: d.scenario(
-        K=d.number(2, 8), prompts=d.prompts(5, 8, 11, 16), answers=[30] * 4, drafts="boundary"
-    ),
-    "rejected_behind_boundary": lambda d: d.scenario(
-        K=d.number(3, 8), prompts=d.prompts(5, 8, 11, 16), answers=[30] * 4, drafts="beyond"
-    ),
-    "middle_row_ends": lambda d: d.scenario(
-        d.prompts(5, 6, 7, 9), [25, 4, 40, 6], K=3, drafts="rotate", max_num_seqs=3
-    ),
-    "exact_block, hit_up_to_last_token, hit_before_last_block, hit_of_several_blocks, exact_hit": lambda d: d.scenario(
-        d.prompts(BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 1) * 2, [6] * 8, waves=(4, 4), modes=CACHED, K=2,
-        drafts="mixed",
-    ),
-    "unequal_blocks": lambda d: d.scenario(
-        d.prompts(2 * BLOCK + 1, 5 * BLOCK, 4 * BLOCK + 3) * 2, [6] * 6, waves=(3, 3), modes=STATES, K=2,
-        drafts="mixed", layers="M+*M",
-    ),
-    # The state after 32 tokens is the oldest block and lost, that after 24 is there; K and V come in blocks of 16.
-    "between_boundaries": lambda d: d.scenario(
-        d.prompts(33) * 2, [2, 6], waves=(1, 1), modes=("all",), layers="M*+", events=EVICT
-    ),
-    "repeated_after_cut_chunk": _cut_chunk,
-    "attention_deeper": _attention_deeper,
-    # The first group's deepest block is the oldest one.
-    "state_deeper, eviction, hit_behind_losses": lambda d: d.scenario(
-        d.prompts(33) * 2, [2, 2], waves=(1, 1), modes=("all",), layers="*M", events=EVICT
-    ),
-    # After 32 tokens there is a state, and a block of K/V that is lost; after 24 tokens there is K/V and no state.
-    "no_common_depth": lambda d: d.scenario(
-        d.prompts(33) * 2, [1, 6], waves=(1, 1), modes=("align",), layers="*M", events=EVICT
-    ),
-    "second_turn_align": lambda d: _second_turn(d, "align"),
-    "second_turn_all": lambda d: _second_turn(d, "all"),
-    "duplicates": lambda d: d.scenario(**_salted(d.prompts(20)[0], "ab", modes=(*MODES, "attention"))),
-    "waits_for_prefix, shared_block": _waits_for_prefix,
-    "identical_prompts": _identical_prompts,
-    "abort_in_flight, same_prompt_after_abort": lambda d: d.scenario(
-        d.prompts(20) * 3, [12, 8, 8], max_num_seqs=1, events=(Event("abort", 0),), async_scheduling=d.coin()
-    ),
-    "preemption, waiting": _preempt_with_one_waiting,
-    "abort_waiting": lambda d: d.scenario(
-        d.prompts(9, 9, 9, 9), [8] * 4, max_num_seqs=1, events=(Event("drop", 1),)
-    ),
-    "preempted_while_speculating, resumed_from_cache, recomputed_output": lambda d: d.scenario(
-        d.prompts(10, 12, 14), [25] * 3, modes=CACHED, K=2, drafts="right", events=(Event("preempt", 3, 6),)
-    ),
-    "full_pool, refused": _full_pool,
-    "two_blocks": lambda d: d.scenario(
-        d.prompts(10, 3, 1), [5] * 3, modes=("none", "attention"), layers="*", block_size=16, num_blocks=2,
-        attention_backend="TORCH",
-    ),
-    "long_lived, all_blocks_used, block_reuse": lambda d: d.scenario(
-        d.prompts(3, *[10] * 12), [80, *[3] * 12], layers="M*", num_blocks=34, max_num_seqs=2
-    ),
-    "several_groups": lambda d: d.scenario(
-        d.prompts(5, 8, 11), [20] * 3, layers="MMM*M", K=3, drafts="boundary", captured_batch_sizes=(4,)
-    ),
-    "no_reuse": lambda d: d.scenario(
-        d.prompts(5, 8, 11, 30), [12] * 4, modes=CACHED, attention_backend="FLASHINFER", block_size=48
-    ),
-    "salts_apart": lambda d: d.scenario(**_salted(d.prompts(20)[0], "aba", waves=(1, 1, 1), modes=CACHED)),
-    "stop_inside_drafts, one_row_with_drafts": _stop_inside_drafts,
-    "mixed_sampling, top_k_beside_top_p, logprobs_of_sampled, prompt_logprobs": _mixed_sampling,
-    "one_step_late": lambda d: d.scenario(
-        K=d.number(0, 4), prompts=d.prompts(5, 9, 14, 33), answers=[20] * 4, drafts="mixed", async_scheduling=True,
-        max_num_batched_tokens=20,
-    ),
-    # With no K does a step end one token before the end: then no draft would be in flight there.
-    "once_more_at_max_model_len": lambda d: d.scenario(
-        d.prompts(5, 9, 40), [60] * 3, K=d.number(2, 8), drafts="right", block_size=2 * BLOCK, max_model_len=64,
-        async_scheduling=True,
-    ),
-    "strange_drafts": lambda d: d.scenario(
-        d.prompts(5, 9, 14), [30] * 3, K=d.number(1, 8), drafts="strange", block_size=2 * BLOCK,
-        async_scheduling=d.coin(),
-    ),
-    "offload_hit, exact_hit_of_host": lambda d: _offload_hit(d, "L"),
-    "lost_hit": lambda d: _offload_hit(d, "*", Event("lose", 0, 1)),
-    "verify_shape, verify_shapes": _verify_shapes,
-    "prompt_logprobs_beside_copies": _scored_beside_copies,
-    "sat_out_slots": lambda d: _sits_out(d, "slots"),
-    "sat_out_recompute": lambda d: _sits_out(d, "recompute"),
-    "hit_attention, full_pool": _fits_once_published,
-    # Different prompts: blocks that two requests share are not forgotten.
-    "reset": lambda d: d.scenario(
-        d.prompts(20, 21) * 2, [20] * 4, waves=(2, 2), modes=CACHED, events=(Event("reset", 4),),
-        async_scheduling=d.coin(),
-    ),
-    "sleep": lambda d: d.scenario(
-        d.prompts(20, 20, 33) * 2, [20] * 6, waves=(3, 3), modes=("none", *STATES), K=2, drafts="mixed",
-        events=(Event("sleep", 5), Event("sleep", 11, 8)),
-    ),
-    "sanitized": lambda d: d.scenario(
-        d.prompts(5, 9, 14, 33) * 2, [20] * 8, waves=(4, 4), K=3, drafts="mixed", sanitize=True,
-        events=(Event("preempt", 4, 7),),
-    ),
-    "ring_emptied, ring_wrapped, flushed_in_place": lambda d: d.scenario(
-        K=(K := d.number(0, 5)), prompts=d.prompts(5, 9, 14), answers=[50] * 3, drafts="right", block_size=32,
-        recompute_ring_len=shortest_ring_len(1 + K) + d.number(0, 3), **LATE,
-    ),
-    "flushed_at_boundary": lambda d: d.scenario(
-        K=d.number(2, 8), prompts=d.prompts(5, 9, 14), answers=[40] * 3, modes=STATES, drafts="beyond",
-        async_scheduling=d.coin(), **LATE,
-    ),
-    "flushed_at_finish, hit_on_flushed": lambda d: _passed_boundary(d, 3),
-    "flushed_at_preemption": lambda d: _passed_boundary(d, 12, Event("preempt", 3)),
-    "flushed_at_abort": lambda d: _passed_boundary(d, 12, Event("drop", 3)),
-    "window_ahead": lambda d: d.scenario(
-        K=d.number(3, 8), prompts=d.prompts(5, 9), answers=[20, 30], modes=STATES, drafts="lapses",
-        async_scheduling=d.coin(), **LATE,
-    ),
-    "window_given_back, window_hit": lambda d: d.scenario(
-        d.prompts(33) * 2, [12, 6], waves=(1, 1), modes=STATES, layers="M~*", async_scheduling=d.coin()
-    ),
-    "window_crossed": lambda d: d.scenario(
-        d.prompts(9, 20, 30), [30] * 3, layers=d.one_of("M~*", "M=+"), K=d.number(3, 8), drafts="mixed",
-        async_scheduling=d.coin(), block_size=2 * BLOCK,
-    ),
-    "shared_base": lambda d: d.scenario(
-        d.prompts(2 * BLOCK + 1) * 3, [2, 6, 6], waves=(1, 2), modes=STATES, K=d.number(0, 3), **LATE
-    ),
-}  # fmt: skip
+@forces("window_ahead")
+def _window_ahead(d: Draw) -> Scenario:
+    drafts: dict[str, Any] = {"num_drafts": d.number(3, 8), "drafts": "lapses"}
+    prompts = d.prompts(5, 9)
+    options: dict[str, Any] = {"modes": STATES, "async_scheduling": d.coin()}
+    return d.scenario(prompts, [20, 30], **drafts, **options, **RECOMPUTE)
+
+
+@forces("window_given_back", "window_hit")
+def _window_given_back(d: Draw) -> Scenario:
+    prompts = d.prompts(33)
+    options: dict[str, Any] = {"layers": "M~*", "async_scheduling": d.coin()}
+    return d.scenario(prompts * 2, [12, 6], waves=(1, 1), modes=STATES, **options)
+
+
+@forces("window_crossed")
+def _window_crossed(d: Draw) -> Scenario:
+    prompts = d.prompts(9, 20, 30)
+    layers = d.one_of("M~*", "M=+")
+    options: dict[str, Any] = {"num_drafts": d.number(3, 8), "drafts": "mixed"}
+    options |= {"async_scheduling": d.coin(), "block_size": 2 * BLOCK}
+    return d.scenario(prompts, [30] * 3, layers=layers, **options)
+
+
+@forces("shared_base")
+def _shared_base(d: Draw) -> Scenario:
+    prompts = d.prompts(2 * BLOCK + 1)
+    options: dict[str, Any] = {"num_drafts": d.number(0, 3), **RECOMPUTE}
+    return d.scenario(prompts * 3, [2, 6, 6], waves=(1, 2), modes=STATES, **options)

@@ -39,7 +39,8 @@ SCRIPTS = (
     "rotate",
     "strange",
 )
-COMMON = 7  # tokens that identical prompts share: with a whole block in common, they would wait for each other
+# Tokens that identical prompts share: with a whole block in common, they would wait for each other.
+COMMON = 7
 
 
 @register_backend
@@ -208,14 +209,14 @@ class ScriptedProposer:
     def __init__(
         self,
         script: str,
-        K: int,
+        num_drafts: int,
         sequences: Sequence[Sequence[int]],
         prompts: Sequence[int],
         block_size: int,
         vocab_size: int,
     ) -> None:
         self.script = script
-        self.K = K
+        self.num_drafts = num_drafts
         self.block_size = block_size
         self.vocab_size = vocab_size
         self._sequences = sequences
@@ -227,63 +228,63 @@ class ScriptedProposer:
         token_ids: Sequence[npt.NDArray[np.int64]],
         num_tokens: npt.NDArray[np.int64],
     ) -> list[list[int]]:
-        """See `engine.runner.Proposer`; what the engine believes to be the request's tokens is not looked at."""
+        """See."""
         return [
-            self.drafts(int(r.request_id), n)
-            for r, n in zip(requests, num_tokens.tolist(), strict=True)
+            self.drafts(int(request.request_id), count)
+            for request, count in zip(requests, num_tokens.tolist(), strict=True)
         ]
 
     def drafts(self, number: int, num_tokens: int) -> list[int]:
-        """Drafts behind the first `num_tokens` tokens of a request."""
+        """Drafts."""
         sequence = self._sequences[number]
-        count, right = self._counts(number, num_tokens)
-        # Behind the end of the answer no draft is right or wrong.
-        own = [*sequence[num_tokens : num_tokens + count], *range(count)][:count]
+        count, num_right = self._counts(number, num_tokens)
+        # After the end of the answer no draft is right or wrong.
+        drafts = [*sequence[num_tokens : num_tokens + count], *range(count)][:count]
         if self.script == "strange":
             size = self.vocab_size
-            own.insert(
-                num_tokens * 7919 % 1009 % (count + 1),
-                [-1, size, size + 7, 0, 0][(num_tokens + number) % 5],
-            )
-            return own
+            place = num_tokens * 7919 % 1009 % (count + 1)
+            drafts.insert(place, [-1, size, size + 7, 0, 0][(num_tokens + number) % 5])
+            return drafts
         return [
-            token if j < right else (token + 1 + j) % self.vocab_size for j, token in enumerate(own)
+            token if j < num_right else (token + 1 + j) % self.vocab_size
+            for j, token in enumerate(drafts)
         ]
 
     def _counts(self, number: int, num_tokens: int) -> tuple[int, int]:
-        K = self.K
+        """Return the number of drafts after so many tokens, and how many of them are right."""
+        most = self.num_drafts
         if self.script == "mixed":
             noise = (num_tokens + 61 * self._prompts[number]) * 7919 % 1009
-            return noise % (K + 1), noise // 11 % (K + 1)
+            return noise % (most + 1), noise // 11 % (most + 1)
         if self.script == "ragged":
             position = self._prompts[number] + 1
-            lengths = [K, 0, 1, K, min(K, 2)]
+            lengths = [most, 0, 1, most, min(most, 2)]
             while position < num_tokens:
                 position += 1 + lengths[0]
                 lengths = lengths[1:] + lengths[:1]
-            return lengths[0], K
+            return lengths[0], most
         if self.script == "lapses":
-            return K * ((num_tokens - self._prompts[number]) % 2), 0
+            return most * ((num_tokens - self._prompts[number]) % 2), 0
         if self.script == "strange":
-            return K + 1, K + 1
-        # The step starts at the last known token, so it ends on a boundary with this many right drafts.
+            return most + 1, most + 1
+        # The step starts at the last known token, so it ends on a boundary with this many right.
         to_boundary = -num_tokens % self.block_size
-        right = {
-            "right": K,
+        num_right = {
+            "right": most,
             "wrong": 0,
             "boundary": to_boundary,
             "beyond": to_boundary + 1,
-            "rotate": number % (K + 1),
+            "rotate": number % (most + 1),
         }[self.script]
-        return K, right
+        return most, num_right
 
 
-def cache_options(mode: str, K: int, drafts: str) -> dict[str, Any]:
+def cache_options(mode: str, num_drafts: int, drafts: str) -> dict[str, Any]:
     """Engine options of the levels of three factors."""
     options: dict[str, Any] = {
         "mamba_cache_mode": "none" if mode == "attention" else mode,
         "enable_prefix_caching": mode not in MODES or MODES[mode].keeps_states,
-        "num_speculative_tokens": K,
+        "num_speculative_tokens": num_drafts,
     }
     if drafts == "ngram":
         options |= {"speculative_method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import combinations, product
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -86,7 +86,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "scheme": tuple(SCHEMES),
 }
 TRIPLES = ("mode", "drafts", "preemption", "budget", "scheme")
-# Beside a cell: how often to a request (the first three), or in a scenario.
+# How often it happens, whatever the cell: to a request (the first three), or in a scenario.
 CHANCES = {"stop": 0.3, "shared": 0.7, "second turn": 0.5, "long": 0.3, "abort": 0.3, "reset": 0.1}
 CHANCES |= {
     "one row": 0.05,
@@ -139,51 +139,53 @@ def allowed(cell: Cell) -> bool:
         return False
     if backend is not None and split is not None and (backend, split) not in _BLOCK_SIZES:
         return False
-    K = cell.get("K", 0)
-    small = backend in (SmallBlocksFirst.name, SmallKVFirst.name) and split == "one" and not is_lone
-    hybrid = _keeps_states(mode) or (layers is not None and has_states)
-    if small and hybrid and _smallest_block(mode, K, cell.get("schedule"), cell.get("scheme")) > 4:
+    num_drafts = cell.get("K", 0)
+    has_small_blocks = (
+        backend in (SmallBlocksFirst.name, SmallKVFirst.name) and split == "one" and not is_lone
+    )
+    is_hybrid = _keeps_states(mode) or (layers is not None and has_states)
+    if (
+        has_small_blocks
+        and is_hybrid
+        and _smallest_block(mode, num_drafts, cell.get("schedule"), cell.get("scheme")) > 4
+    ):
         return False
     # Else the block is raised to two kernel blocks.
-    return not (small and hybrid and not _fits(layers or "M*", K, 4))
+    return not (has_small_blocks and is_hybrid and not _fits(layers or "M*", num_drafts, 4))
 
 
 @cache
-def _pages(layers: str, K: int, block_size: int) -> tuple[int, int]:
+def _pages(layers: str, num_drafts: int, block_size: int) -> tuple[int, int]:
     """Bytes of the largest state of K drafts, and of the largest attention page of so many tokens; 0: there is none."""
     specs = answer_book(layers).model.layer_specs.values()
     states = [
-        with_rollback(spec, SlotsSpec(K)).page_size_bytes
+        with_rollback(spec, SlotsSpec(num_drafts)).page_size_bytes
         for spec in specs
         if isinstance(spec, MambaSpec)
     ]
     pages = [
-        with_block_size(s, block_size).page_size_bytes
-        for s in specs
-        if isinstance(s, FullAttentionSpec)
+        with_block_size(spec, block_size).page_size_bytes
+        for spec in specs
+        if isinstance(spec, FullAttentionSpec)
     ]
     return max(states, default=0), max(pages, default=0)
 
 
-def _fits(layers: str, K: int, block_size: int) -> bool:
+def _fits(layers: str, num_drafts: int, block_size: int) -> bool:
     """Whether an attention page of so many tokens holds a state of K drafts."""
-    states, attention = _pages(layers, K, block_size)
-    return states <= attention
+    state, page = _pages(layers, num_drafts, block_size)
+    return state <= page
 
 
 @cache
 def _takes(scheme: str, mode: str | None, has_states: bool) -> bool:
     """Whether a scheme can be used in a mode: it says so itself."""
-    specs = answer_book(
-        "M*" if has_states and mode != "attention" else "**"
-    ).model.layer_specs.values()
+    layers = "M*" if has_states and mode != "attention" else "**"
+    specs = list(answer_book(layers).model.layer_specs.values())
+    cache_mode = mode if mode in MODES else "none"
+    config = CacheConfig(mamba_cache_mode=cache_mode, state_scheme=scheme)
     try:
-        rollback_spec(
-            CacheConfig(mamba_cache_mode=mode if mode in MODES else "none", state_scheme=scheme),
-            0,
-            False,
-            [*specs],
-        )
+        rollback_spec(config, num_speculative_tokens=0, is_async=False, specs=specs)
     except ConfigError:
         return False
     return True
@@ -202,11 +204,13 @@ def _is_late(scheme: str | None) -> bool:
     return scheme is not None and SCHEMES[scheme].spec_type.writes_late
 
 
-def _smallest_block(mode: str | None, K: int, schedule: str | None, scheme: str | None) -> int:
+def _smallest_block(
+    mode: str | None, num_drafts: int, schedule: str | None, scheme: str | None
+) -> int:
     """A verify step must not pass two boundaries; where logical blocks are given back, nor may two steps in flight."""
     gives_back = mode in MODES and MODES[mode].gives_back
-    late = K if gives_back and schedule == "async" and not _is_late(scheme) else 0
-    return 1 + K + late if _keeps_states(mode) else 1
+    late = num_drafts if gives_back and schedule == "async" and not _is_late(scheme) else 0
+    return 1 + num_drafts + late if _keeps_states(mode) else 1
 
 
 def _complete(
@@ -224,25 +228,23 @@ def _complete(
 
 def combinations_of(cell: Cell) -> set[tuple[tuple[str, Any], ...]]:
     """The pairs of levels, and the triples among `TRIPLES`, that a scenario of this cell exercises."""
-    names = [(name, cell[name]) for name in FACTORS]
-    found: set[tuple[tuple[str, Any], ...]] = set(combinations(names, 2))
-    return found | set(combinations([(name, cell[name]) for name in TRIPLES], 3))
+    levels = [(name, cell[name]) for name in FACTORS]
+    pairs: set[tuple[tuple[str, Any], ...]] = set(combinations(levels, 2))
+    return pairs | set(combinations([(name, cell[name]) for name in TRIPLES], 3))
 
 
 @cache
 def required_combinations() -> frozenset[tuple[tuple[str, Any], ...]]:
     """All pairs and triples that any configuration has."""
-    wanted = [names for names in combinations(FACTORS, 2)] + [
-        names for names in combinations(TRIPLES, 3)
-    ]
+    factors = [*combinations(FACTORS, 2), *combinations(TRIPLES, 3)]
     rng = np.random.default_rng(0)
-    found = set()
-    for names in wanted:
+    required = set()
+    for names in factors:
         for levels in product(*(FACTORS[name] for name in names)):
             chosen = tuple(zip(names, levels, strict=True))
             if allowed(dict(chosen)) and any(_complete(dict(chosen), rng) for _ in range(20)):
-                found.add(chosen)
-    return frozenset(found)
+                required.add(chosen)
+    return frozenset(required)
 
 
 @cache
@@ -250,18 +252,18 @@ def design() -> tuple[Cell, ...]:
     """A covering design of `FACTORS`: each row starts from an uncovered combination and is the best of 12."""
     rng = np.random.default_rng(3)
     # A set of tuples with strings has another order in each process.
-    missing = dict.fromkeys(
-        sorted(required_combinations(), key=lambda chosen: (-len(chosen), repr(chosen)))
-    )
+    ordered = sorted(required_combinations(), key=lambda chosen: (-len(chosen), repr(chosen)))
+    missing = dict.fromkeys(ordered)
+
+    def num_covered(cell: Cell) -> int:
+        return sum(chosen in missing for chosen in combinations_of(cell))
+
     rows: list[Cell] = []
     while missing:
         first = dict(next(iter(missing)))
-        candidates = [cell for _ in range(12) if (cell := _complete(first, rng)) is not None]
-        best = max(
-            candidates,
-            key=lambda cell: sum(chosen in missing for chosen in combinations_of(cell)),
-            default=None,
-        )
+        draws = [_complete(first, rng) for _ in range(12)]
+        candidates = [cell for cell in draws if cell is not None]
+        best = max(candidates, key=num_covered, default=None)
         if best is None:
             continue
         for chosen in combinations_of(best):
@@ -327,50 +329,120 @@ def draw_features(batch: int) -> Features:
             )
 
 
+@dataclass
+class _Requests:
+    """The requests of a scenario, as far as they are drawn."""
+
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+    waves: tuple[int, ...]
+    max_model_len: int
+
+    @property
+    def longest(self) -> int:
+        """Return the most tokens that a request can have."""
+        ends = (
+            len(prompt) + params.max_tokens
+            for prompt, params in zip(self.prompts, self.params, strict=True)
+        )
+        return min(self.max_model_len, max(ends))
+
+
 def _random_scenario(
     seed: int, cell: Cell, rng: np.random.Generator, chances: Mapping[str, float] = CHANCES
 ) -> Scenario:
-    layers = cell["layers"]
-    mode = cell["mode"]
-    K = cell["K"]
-    is_lone = not has_attention(layers)
-    late = _is_late(cell["scheme"])
+    """Draw a scenario of a cell. The steps take the numbers of `rng` in turn: their order stays."""
+    block_size = _draw_block_size(rng, cell)
+    requests = _draw_requests(seed, cell, rng, block_size, chances)
+    options = _draw_options(cell, rng, block_size, requests.max_model_len)
+    if seed % 8 == 3:
+        options["sanitize"] = True
+    options["num_blocks"] = _draw_num_blocks(
+        cell, rng, block_size, requests.longest, options["max_num_seqs"]
+    )
+    events = _draw_events(cell, rng, chances)
+    # Drawn last: without them the scenario is as it was.
+    if rng.random() < chances["one row"]:
+        options["max_num_seqs"] = 1
+    if rng.random() < chances["prompt logprobs"]:
+        requests.params[-1] = replace(requests.params[-1], logprobs=1, prompt_logprobs=1)
+    if cell["offload"] == "host" and rng.random() < chances["lose"]:
+        events.append(Event("lose", int(rng.integers(2, 20)), 5))
+    if rng.random() < chances["third turn"]:
+        _repeat_in_turn(requests)
+    return Scenario(
+        seed,
+        cell["layers"],
+        options,
+        requests.prompts,
+        requests.params,
+        requests.waves,
+        cell["drafts"],
+        tuple(events),
+        cell=cell,
+    )
+
+
+def _draw_block_size(rng: np.random.Generator, cell: Cell) -> int:
+    is_lone = not has_attention(cell["layers"])
     sizes = (8, 12, 16) if is_lone else _BLOCK_SIZES[cell["backend"], cell["split"]]
-    smallest = _smallest_block(mode, K, cell["schedule"], cell["scheme"])
-    block_size = int(rng.choice([size for size in sizes if size >= smallest]))
+    smallest = _smallest_block(cell["mode"], cell["K"], cell["schedule"], cell["scheme"])
+    return int(rng.choice([size for size in sizes if size >= smallest]))
+
+
+def _draw_requests(
+    seed: int, cell: Cell, rng: np.random.Generator, block_size: int, chances: Mapping[str, float]
+) -> _Requests:
+    """Draw prompts and sampling parameters, and the same requests again."""
     prompts = _prompts(rng, int(rng.integers(6, 13)), block_size, chances["shared"])
-    greedy = cell["sampling"] == "greedy"
-    salts = cell["salts"]
-    stop = chances["stop"]
+    is_greedy = cell["sampling"] == "greedy"
     params = [
-        SamplingParams(
-            max_tokens=int(rng.integers(1, 24)),
-            stop_token_ids=tuple(rng.integers(0, VOCAB, size=8).tolist())
-            if rng.random() < stop
-            else (),
-            # Residues are logits of up to 2^31; this temperature leaves a few hundred million of them in play.
-            temperature=0.0 if greedy or i % 2 else 2e8,
-            seed=int(rng.integers(-(2**63), 2**63)),
-            cache_salt=f"tenant {rng.integers(salts)}",
-            logprobs={2: 0, 3: 3}.get(i),
-        )
+        _draw_params(cell, rng, i, is_greedy or i % 2 == 1, chances["stop"])
         for i in range(len(prompts))
     ]
-    if not greedy:
+    if not is_greedy:
         params[0] = SamplingParams(max_tokens=12, temperature=2e8, seed=seed)
     params[-1] = SamplingParams(max_tokens=20, seed=0)  # long enough for drafts, whatever the draw
     max_model_len = max(max(map(len, prompts)) + 1, int(rng.integers(62, 96)))
     if rng.random() < chances["long"]:
         prompts[2] = rng.integers(0, VOCAB, size=max_model_len).tolist()
-    waves: tuple[int, ...] = (len(prompts), len(prompts))
-    prompts, params = _twice(rng, layers, prompts, params, max_model_len, chances["second turn"])
+    waves = (len(prompts), len(prompts))
+    prompts, params = _twice(
+        rng, cell["layers"], prompts, params, max_model_len, chances["second turn"]
+    )
+    return _Requests(prompts, params, waves, max_model_len)
 
+
+def _draw_params(
+    cell: Cell, rng: np.random.Generator, number: int, is_greedy: bool, stop: float
+) -> SamplingParams:
+    """Draw the parameters of a request; `stop`: how often it may end at a token."""
+    return SamplingParams(
+        max_tokens=int(rng.integers(1, 24)),
+        stop_token_ids=tuple(rng.integers(0, VOCAB, size=8).tolist())
+        if rng.random() < stop
+        else (),
+        # Residues are logits of up to 2^31; this temperature leaves a few hundred million of them
+        # in play.
+        temperature=0.0 if is_greedy else 2e8,
+        seed=int(rng.integers(-(2**63), 2**63)),
+        cache_salt=f"tenant {rng.integers(cell['salts'])}",
+        logprobs={2: 0, 3: 3}.get(number),
+    )
+
+
+def _draw_options(
+    cell: Cell, rng: np.random.Generator, block_size: int, max_model_len: int
+) -> dict[str, Any]:
+    """Draw the engine options of a cell, but for the size of its pool."""
+    layers = cell["layers"]
     max_num_seqs = int(rng.choice([2, 3, 5, 8, 16]))
-    budget = {
+    budgets = {
         "tiny": int(rng.choice([4, 5, 7, 9])),
         "small": int(rng.choice([16, 33])),
         "large": 256,
-    }[cell["budget"]]
+    }
+    budget = budgets[cell["budget"]]
     if cell["budget"] == "tiny":
         max_num_seqs = min(max_num_seqs, budget)
     options: dict[str, Any] = {
@@ -381,63 +453,71 @@ def _random_scenario(
         "max_model_len": max_model_len,
         "captured_batch_sizes": cell["captured"],
         "device": "cpu",
-        **cache_options(mode, K, cell["drafts"]),
+        **cache_options(cell["mode"], cell["K"], cell["drafts"]),
         "async_scheduling": cell["schedule"] == "async",
         "state_scheme": cell["scheme"],
     }
-    if is_lone:
+    if not has_attention(layers):
         del options["block_size"]  # There is no attention block to size.
-        if not _is_stateless(mode):
+        if not _is_stateless(cell["mode"]):
             options["mamba_block_size"] = block_size
     if cell["offload"] == "host":
-        options["kv_offload_bytes"] = max(_pages(layers, K, block_size)) * int(
-            rng.choice([5, 16, 8000])
-        )
-    if late:
-        shortest = shortest_ring_len(1 + K)
-        options["recompute_ring_len"] = [None, shortest, shortest + 1, shortest + 5][
-            int(rng.integers(4))
-        ]
-    if seed % 8 == 3:
-        options["sanitize"] = True
-    # An upper bound: as if every layer were a group of its own.
-    longest = min(
-        max_model_len, max(len(p) + s.max_tokens for p, s in zip(prompts, params, strict=True))
-    )
+        block_bytes = max(_pages(layers, cell["K"], block_size))
+        options["kv_offload_bytes"] = block_bytes * int(rng.choice([5, 16, 8000]))
+    if _is_late(cell["scheme"]):
+        shortest = shortest_ring_len(1 + cell["K"])
+        lengths = [None, shortest, shortest + 1, shortest + 5]
+        options["recompute_ring_len"] = lengths[int(rng.integers(4))]
+    return options
+
+
+def _draw_num_blocks(
+    cell: Cell, rng: np.random.Generator, block_size: int, longest: int, max_num_seqs: int
+) -> int:
+    """Draw the size of the pool.
+
+    A request's need is bounded as if every layer were a group of its own.
+
+    Args:
+        longest: tokens of a request.
+    """
+    layers = cell["layers"]
     logical_blocks = cdiv(longest, block_size)
-    state = 0
-    if policy := MODES.get(mode):
-        state = policy.held_at_most(policy.num_logical_blocks(longest, block_size), 1)
-    state += 2 * (policy is not None and policy.gives_back) if late else K
-    per_request = num_states(layers) * state + (len(layers) - num_states(layers)) * logical_blocks
+    mode = MODES.get(cell["mode"])
+    states = 0
+    if mode is not None:
+        states = mode.held_at_most(mode.num_logical_blocks(longest, block_size), 1)
+    if _is_late(cell["scheme"]):
+        states += 2 * (mode is not None and mode.gives_back)
+    else:
+        states += cell["K"]
+    num_attention = len(layers) - num_states(layers)
+    per_request = num_states(layers) * states + num_attention * logical_blocks
     factor = rng.uniform(1.0, 2.5) if cell["pool"] == "tight" else max_num_seqs
-    options["num_blocks"] = 1 + int(per_request * factor)
+    return 1 + int(per_request * factor)
+
+
+def _draw_events(cell: Cell, rng: np.random.Generator, chances: Mapping[str, float]) -> list[Event]:
     events = []
     if cell["preemption"] == "forced":
         events.append(Event("preempt", 3, int(rng.choice([4, 5, 9]))))
     if rng.random() < chances["abort"]:
-        events.append(Event(("abort", "drop")[int(rng.integers(2))], int(rng.integers(2, 9)), 13))
-    if not _is_stateless(mode) and rng.random() < chances["reset"]:
+        kinds: tuple[Literal["abort", "drop"], ...] = ("abort", "drop")
+        events.append(Event(kinds[int(rng.integers(2))], int(rng.integers(2, 9)), 13))
+    if not _is_stateless(cell["mode"]) and rng.random() < chances["reset"]:
         step = int(rng.integers(2, 20))
         events.append(Event("reset" if step % 3 else "sleep", step))
-    # Drawn last: without them the scenario is as it was.
-    if rng.random() < chances["one row"]:
-        options["max_num_seqs"] = 1
-    if rng.random() < chances["prompt logprobs"]:
-        params[-1] = replace(params[-1], logprobs=1, prompt_logprobs=1)
-    if cell["offload"] == "host" and rng.random() < chances["lose"]:
-        events.append(Event("lose", int(rng.integers(2, 20)), 5))
-    if rng.random() < chances["third turn"]:
-        # What comes again comes twice, in turn with others.
-        first = waves[0]
-        again = (waves[0] + 1) // 2
-        order = [*range(first + again), *range(first, first + waves[1] - again)]
-        prompts = [prompts[i] for i in order]
-        params = [params[i] for i in order]
-        waves = (first, again, first - again)
-    return Scenario(
-        seed, layers, options, prompts, params, waves, cell["drafts"], tuple(events), cell=cell
-    )
+    return events
+
+
+def _repeat_in_turn(requests: _Requests) -> None:
+    """Send half of the repeated requests a second time, in turn with the others."""
+    first, repeated = requests.waves
+    num_twice = (first + 1) // 2
+    order = [*range(first + num_twice), *range(first, first + repeated - num_twice)]
+    requests.prompts = [requests.prompts[i] for i in order]
+    requests.params = [requests.params[i] for i in order]
+    requests.waves = (first, num_twice, first - num_twice)
 
 
 def draw_trio(seed: int) -> tuple[Scenario, Scenario, Scenario]:
@@ -447,20 +527,20 @@ def draw_trio(seed: int) -> tuple[Scenario, Scenario, Scenario]:
     """
     d = Draw(seed)
     mode = ("align", "all", "attention")[seed % 3]
-    K = d.number(1, 8)
+    num_drafts = d.number(1, 8)
     prompts = _prompts(d.rng, 8, 16)
     params = [SamplingParams(max_tokens=d.number(1, 24), seed=i) for i in range(len(prompts))]
     layers = "**" if mode == "attention" else "M*MM*"
     waves = (len(prompts), len(prompts))
     prompts, params = _twice(d.rng, layers, prompts, params, 96)
 
-    def variant(mode: str, K: int) -> Scenario:
+    def variant(mode: str, num_drafts: int) -> Scenario:
         return d.scenario(
             prompts,
             params,
             modes=(mode,),
             layers=layers,
-            K=K,
+            num_drafts=num_drafts,
             drafts="mixed",
             waves=waves,
             block_size=16,
@@ -472,7 +552,7 @@ def draw_trio(seed: int) -> tuple[Scenario, Scenario, Scenario]:
             async_scheduling=seed % 2 == 1,
         )
 
-    return variant(mode, K), variant(mode, 0), variant("none", K)
+    return variant(mode, num_drafts), variant(mode, 0), variant("none", num_drafts)
 
 
 def _twice(
