@@ -29,7 +29,7 @@ from hybrid_kv.check.probes.reproducer import (
 )
 from hybrid_kv.check.probes.run import (
     FINE,
-    Run,
+    ProbeRun,
     check_level,
     compare_with,
     guard,
@@ -81,7 +81,7 @@ class ModelRun:
     model: str
     prefix: str
     size: Size
-    run: Run
+    run: ProbeRun
 
     def __post_init__(self) -> None:
         self.outcomes: list[Outcome] = self.run.outcomes
@@ -190,7 +190,9 @@ class EngineCheck:
         if self._subject.matrix:
             cells = matrix_of(guarded.kind, self._subject.matrix)
         report = partial(self._report, prefix)
-        return ModelRun(name, prefix, size, Run(guarded, cells, amount.select or (), report, size))
+        return ModelRun(
+            name, prefix, size, ProbeRun(guarded, cells, amount.select or (), report, size)
+        )
 
     def _report(self, prefix: str, outcome: Outcome) -> None:
         """Print the outcome of a probe if it is news, and keep all so far."""
@@ -377,7 +379,7 @@ class Reducer:
         return files
 
 
-def _num_cells(run: Run) -> int:
+def _num_cells(run: ProbeRun) -> int:
     return len(run.cells)
 
 

@@ -118,10 +118,11 @@ Steps = dict[str, Callable[[], Catch]]
 
 def _section(name: str, amount: int, case: Path) -> Catch:
     from hybrid_kv.check.guard.registry import CHECKS
-    from hybrid_kv.check.guard.run import run_guard
+    from hybrid_kv.check.guard.run import GuardOptions, run_guard
 
+    options = GuardOptions(progress=False, fail_fast=True, jobs=1)
     with time_limit(SECTION_LIMIT + 4 * CHECKS[name].seconds * amount):
-        results = run_guard({name: amount}, 0, progress=False, fail_fast=True, jobs=1)
+        results = run_guard({name: amount}, options)
     failed = next((result for result in results if not result.passed), None)
     if failed is None:
         return Catch()

@@ -110,7 +110,7 @@ def _first(folder: Path, known: dict[str, Answers]) -> Catch:
 
 def _judge(folder: Path, known: Answers) -> Any:
     """Return a judge that knows recorded answers, and asks transformers for others."""
-    from hybrid_kv.check.probes.judge import RIGHT, Judge, Judgement, WeightsJudge
+    from hybrid_kv.check.probes.judge import RIGHT, AnswerJudgement, Judge, WeightsJudge
     from hybrid_kv.check.targets.target import Answer, Ask
 
     class Recorded(Judge):
@@ -126,7 +126,7 @@ def _judge(folder: Path, known: Answers) -> Any:
         def needs_alone(self, ask: Ask) -> bool:
             return False
 
-        def _judge(self, ask: Ask, answer: Answer, alone: Answer | None) -> Judgement:
+        def _judge(self, ask: Ask, answer: Answer, alone: Answer | None) -> AnswerJudgement:
             expected, texts = known.get(ask.prompt, ()), (answer.token_ids, *answer.others)
             least = min(ask.max_tokens, ask.abort_after or ask.max_tokens)
             if len(expected) < max(least, *map(len, texts)):
@@ -134,13 +134,13 @@ def _judge(folder: Path, known: Answers) -> Any:
             for tokens in texts:
                 if tokens != expected[: len(tokens)] or len(tokens) < least:
                     said = f"{list(tokens)}, not {list(expected[: ask.max_tokens])}"
-                    return Judgement("wrong", said)
+                    return AnswerJudgement("wrong", said)
             sure = zip(answer.token_ids, answer.logprobs, strict=False)
             if any(row[token] != 0.0 for token, row in sure):
-                return Judgement("wrong", "the log-probability of a right token is not 0")
+                return AnswerJudgement("wrong", "the log-probability of a right token is not 0")
             return RIGHT
 
-        def _by_transformers(self, ask: Ask, answer: Answer) -> Judgement:
+        def _by_transformers(self, ask: Ask, answer: Answer) -> AnswerJudgement:
             self._weights = self._weights or WeightsJudge(str(folder))
             greedy = replace(ask, temperature=0.0)
             judgement = self._weights.judge(greedy, self._weights.possible(answer), None)

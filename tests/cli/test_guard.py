@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -11,6 +12,7 @@ import pytest
 
 from hybrid_kv.check.guard import run as guard_run
 from hybrid_kv.check.guard.registry import CheckResult
+from hybrid_kv.check.guard.run import GuardOptions
 from hybrid_kv.measure.results import read_rows
 from tests.cli.run import raising, refused, run
 
@@ -20,9 +22,10 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]
     """In an empty folder, a guard that notes its arguments."""
     calls: list[dict[str, Any]] = []
 
-    def note(amount: dict[str, int], seed: int, **options: Any) -> list[CheckResult]:
-        report = options.pop("report")
-        calls.append({"seed": seed, **options})
+    def note(
+        amount: dict[str, int], options: GuardOptions, report: Callable[[list[CheckResult]], object]
+    ) -> list[CheckResult]:
+        calls.append(vars(options))
         found = [CheckResult("views", 0, "views", "0", 1, section="layout", seconds=0.1)]
         report(found)
         return found

@@ -137,7 +137,7 @@ def test_what_an_old_build_has_too_is_no_news(capsys, tmp_path, old, code, word)
 )
 def test_void_alone_has_an_exit_code_of_its_own(capsys, monkeypatch, verdicts, code):
     monkeypatch.setattr(target, "guard", lambda *_: None)
-    monkeypatch.setattr(target.Run, "found", lambda _: [Outcome("repeat", {}, one) for one in verdicts])
+    monkeypatch.setattr(target.ProbeRun, "found", lambda _: [Outcome("repeat", {}, one) for one in verdicts])
     assert run(capsys, *QUICK, "--target", "toy")[0] == code
 
 
@@ -198,12 +198,12 @@ def test_beside_an_exact_model_random_weights_have_all_settings_where_models_han
     toy.inside = Inside({}, (), is_central=is_central)
     sizes = []
 
-    class Recorded(target.Run):
+    class Recorded(target.ProbeRun):
         def __init__(self, guarded, cells, select, report, size):
             sizes.append((size, guarded.thorough))
             super().__init__(guarded, [{}], select, report, size)
 
-    monkeypatch.setattr(target, "Run", Recorded)
+    monkeypatch.setattr(target, "ProbeRun", Recorded)
     run(capsys, "guard", "--target", "toy")
     assert sizes == [("full", False), ("quick", False) if is_central else ("full", True)]
 

@@ -1,1 +1,1 @@
-"""`hybrid-kv guard`: is this change still right, and is it still fast?"""
+"""The guard, which answers whether a change is still right, and still fast."""

@@ -1,4 +1,7 @@
-"""Cases as files: reduced, written, played again. One is a scenario of the exact model, or a cell of logits."""
+"""Cases as files: reduced, written, played again.
+
+A case is a scenario of the exact model, or a cell of logits.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import torch
 
 from hybrid_kv.check.guard import logits
 from hybrid_kv.check.guard import replay as scenarios
-from hybrid_kv.check.guard.play import Failure
+from hybrid_kv.check.guard.play import ScenarioFailure
 from hybrid_kv.check.guard.scenario import Scenario
 from hybrid_kv.check.guard.shrink import Shrunk, shrink
 from hybrid_kv.check.guard.workers import processes
@@ -58,7 +61,7 @@ def reproduce(text: str, folder: Path) -> Reproducer:
     if _needs_interpreter(case):
         return _interpreted(reproduce, text, folder)
     if isinstance(case, Scenario):
-        shrunk = shrink(Failure(case, rule, ""), SECONDS)
+        shrunk = shrink(ScenarioFailure(case, rule, ""), SECONDS)
         return filed(shrunk.failure.scenario, shrunk.failure.rule, shrunk, folder)
     small = logits.LogitShrinker(case, rule, SECONDS)
     small.run()
@@ -77,20 +80,21 @@ def filed(case: Case, rule: str, how: Shrunk | logits.LogitShrinker, folder: Pat
     name = re.sub(r"[^a-z0-9]+", "-", rule.lower()).strip("-")
     file = folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
     write_whole(file, text)
-    effort = f"{how.num_plays} plays in {how.seconds:.1f} s{'' if how.is_minimal else ', the time was up'}"
+    time_was_up = "" if how.is_minimal else ", the time was up"
+    effort = f"{how.num_plays} plays in {how.seconds:.1f} s{time_was_up}"
     small = f"{case.num_requests} requests with {case.num_tokens} prompt tokens"
     story = f"shrunk to {small} ({effort}): hybrid-kv guard --replay {file}\n{tell(case)[1]}"
     return Reproducer(str(file), rule, case.num_requests, case.num_tokens, how.seconds, story)
 
 
 def tell(case: Case) -> tuple[str, str]:
-    """Play a case: the first rule that it breaks, empty if none, and the story of it."""
+    """Play a case; return the first rule that it breaks, empty if none, and its story."""
     rule, lines = scenarios.tell(case) if isinstance(case, Scenario) else logits.tell(case)
     return rule, "\n".join([*lines, f"broken rule: {rule}" if rule else "no rule is broken"])
 
 
 def broken_rule(file: Path) -> str:
-    """The rule that a case breaks first; empty: none. Raises as `replay`."""
+    """Return the rule that a case breaks first; empty: none. Raises as `replay`."""
     return _told(file)[0]
 
 
@@ -112,7 +116,7 @@ def _told(file: Path) -> tuple[str, str]:
 
 
 def _needs_interpreter(case: Case) -> bool:
-    """Whether it is of Triton's kernels, and neither a GPU nor this process runs them."""
+    """Return whether a case needs Triton's interpreter in another process."""
     options = case.options if isinstance(case, Scenario) else case.cell
     return (
         options.get("kernels") == "triton"

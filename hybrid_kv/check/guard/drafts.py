@@ -1,4 +1,4 @@
-"""How many drafts a step may verify, and which: re-implemented, from what was proposed and what there is room for."""
+"""Rules of drafts: how many a step may verify, and which, from proposals and room alone."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.request import Request, ScheduledRequest
 
 
-class Drafts:
-    """The drafts of one engine.
+class DraftRules:
+    """The rules of one engine's drafts.
 
-    A verify step has all drafts of a request that were proposed, up to the first that is no token, but no more than
-    the engine is built for, than the request has room for before its last token, and than its share: of the step's
-    budget one token is left for each running request behind it, and of the rest each gets as much, rounded up.
+    A verify step has all drafts of a request that were proposed, up to the first that is no token,
+    but no more than the engine is built for, than the request has room for before its last token,
+    and than its share: of the step's budget one token is left for each running request after it,
+    and of the rest each gets as much, rounded up.
 
     Attributes:
         num_strange: proposals that are too long, or that have something else than tokens.
@@ -27,11 +28,10 @@ class Drafts:
     def __init__(self, llm: LLM, track_of: Callable[[Request], Track]) -> None:
         self._llm = llm
         self._track = track_of
-        self._K = llm.config.speculative.num_speculative_tokens
+        self._most = llm.config.speculative.num_speculative_tokens
         self._proposed: dict[str, tuple[int, list[int]]] = {}  # behind how many tokens, and which
-        self._reserved: dict[
-            str, int
-        ] = {}  # of requests whose step before was in flight: drafts with room
+        # Of requests whose step before was in flight: drafts with room.
+        self._reserved: dict[str, int] = {}
         self.num_strange = 0
 
     def on_propose(
@@ -41,7 +41,8 @@ class Drafts:
         num_tokens: npt.NDArray[np.int64],
         proposed: Sequence[Sequence[int]],
     ) -> None:
-        """
+        """Keep what was proposed, and check the tokens that the proposer was shown.
+
         Raises:
             RuleError: `known-tokens`, a row lacks tokens of its request or has others.
         """
@@ -51,19 +52,22 @@ class Drafts:
             if len(shown) != count or shown[: len(sequence)] != sequence:
                 raise RuleError(
                     "known-tokens",
-                    f"a proposer is shown {len(shown)} tokens of request {request.request_id}, which has {count}: "
+                    f"a proposer is shown {len(shown)} tokens of request {request.request_id}, "
+                    f"which has {count}: "
                     f"{shown}, not {sequence}",
                 )
         size = self._llm.model.vocab_size
         for request, count, drafts in zip(requests, num_tokens.tolist(), proposed, strict=True):
             end = next((i for i, token in enumerate(drafts) if not 0 <= token < size), len(drafts))
-            self.num_strange += end < len(drafts) or len(drafts) > self._K
-            self._proposed[request.request_id] = count, list(drafts[: min(end, self._K)])
+            self.num_strange += end < len(drafts) or len(drafts) > self._most
+            self._proposed[request.request_id] = count, list(drafts[: min(end, self._most)])
 
     def on_schedule(self, scheduled: Sequence[ScheduledRequest], has_preempted: bool) -> None:
-        """
+        """Check how many drafts a step is to verify.
+
         Args:
-            has_preempted: a request lost its blocks for the step; how many shared its budget before is not known.
+            has_preempted: a request lost its blocks for the step; how many shared its budget before
+                is not known.
 
         Raises:
             RuleError: `runs-again` or `drafts-due`.
@@ -76,36 +80,40 @@ class Drafts:
         budget = self._llm.config.scheduler.max_num_batched_tokens
         self._reserved.clear()
         for place, request in enumerate(running):
-            if (item := items.get(request.request_id)) is None:
+            item = items.get(request.request_id)
+            if item is None:
                 continue
             others = len(running) - place - 1
-            share = self._K if has_preempted else cdiv(budget - others - 1, others + 1)
+            share = self._most if has_preempted else cdiv(budget - others - 1, others + 1)
             budget -= item.num_tokens
             room = self._room(request, request.num_tokens)
             if request.in_flight is not None and request.in_flight.samples:
                 if room < 2:
                     raise RuleError(
                         "runs-again",
-                        f"request {request.request_id} runs behind the step that gives its last token",
+                        f"request {request.request_id} runs behind the step that gives its last "
+                        "token",
                     )
                 self._reserved[request.request_id] = item.num_drafts
-                due = max(0, min(self._K, share, room - 2))
+                due = max(0, min(self._most, share, room - 2))
             else:
                 due = len(self._due(item, request.num_tokens, min(share, room - 1)))
-            found = item.num_drafts
-            if found > due or (found < due and not has_preempted):
+            num_drafts = item.num_drafts
+            if num_drafts > due or (num_drafts < due and not has_preempted):
                 raise RuleError(
                     "drafts-due",
-                    f"request {request.request_id} is to run {found} drafts after {request.num_tokens} tokens, with "
+                    f"request {request.request_id} is to run {num_drafts} drafts after "
+                    f"{request.num_tokens} tokens, with "
                     f"room for {room} tokens and a share of {share}; {due} are due",
                 )
         for name in starting:
             self._proposed.pop(name, None)
 
     def on_prepare(self, batch: Sequence[ScheduledRequest]) -> None:
-        """
+        """Check the drafts that a step verifies.
+
         Raises:
-            RuleError: `drafts-due`, of the tokens that the step verifies.
+            RuleError: `drafts-due`.
         """
         for item in batch:
             request = item.request
@@ -117,11 +125,12 @@ class Drafts:
             if item.awaits_drafts or [*item.drafts] != due:
                 raise RuleError(
                     "drafts-due",
-                    f"request {request.request_id} verifies {item.drafts} after {known} tokens; {due} are due",
+                    f"request {request.request_id} verifies {item.drafts} after {known} tokens; "
+                    f"{due} are due",
                 )
 
     def _room(self, request: Request, known: int) -> int:
-        """How many tokens a request can get behind so many."""
+        """Return how many tokens a request can get after so many."""
         last = min(
             self._track(request).prompt + request.params.max_tokens,
             self._llm.config.scheduler.max_model_len,
@@ -129,7 +138,10 @@ class Drafts:
         return last - known
 
     def _due(self, item: ScheduledRequest, known: int, most: int) -> list[int]:
-        """The first `most` drafts behind the known tokens, if the step runs the last of these alone."""
+        """Return the first `most` drafts after the known tokens.
+
+        There are none unless the step runs the last known token and drafts alone.
+        """
         behind, drafts = self._proposed.get(item.request.request_id, (0, []))
         is_decode = item.samples and item.num_tokens == 1 + item.num_drafts
         return drafts[: max(0, most)] if is_decode and behind == known else []

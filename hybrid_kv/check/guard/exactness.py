@@ -1,7 +1,8 @@
-"""A model with random weights in engines of every kind, against each request alone: uncached, undrafted, in one piece.
+"""Random weights in engines of every kind, against each request alone, uncached and undrafted.
 
-In float64 the two differ by rounding alone, 1e-13 on logits of about ten; a stale state, a wrong slot or a position
-off by one moves a logit by more than 1e-3. `beside_transformers` adds transformers: all cells may err alike.
+In float64 the two differ by rounding alone, 1e-13 on logits of about ten; a stale state, a wrong
+slot or a position off by one moves a logit by more than 1e-3. `beside_transformers` adds
+transformers: all cells may err alike.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from hybrid_kv.observe import EngineObserver
 from hybrid_kv.request import ScheduledRequest
 from hybrid_kv.sampling import SamplingParams
 
-# In float64 the engine and a plain forward pass differ by 2e-13 on logits of up to 40, and the mildest damage of the
-# guard model's card (an SSM state one token behind) moves a logit by 0.018: any limit in between will do.
+# In float64 the engine and a plain forward pass differ by 2e-13 on logits of up to 40, and the
+# mildest damage of the guard model's card (an SSM state one token behind) moves a logit by 0.018:
+# any limit in between will do.
 FLOAT64_LIMIT = 1e-9
-# In float32 both round, chunked and recurrent arithmetic differently: 3.4e-6 of the largest logit is usual. In some
-# random delta nets it grows to 6e-5, here and in transformers alike, as float64 shows of both: weights that are held to
-# this limit are the same in every run.
+# In float32 both round, chunked and recurrent arithmetic differently: 3.4e-6 of the largest logit
+# is usual. In some random delta nets it grows to 6e-5, here and in transformers alike, as float64
+# shows of both: weights that are held to this limit are the same in every run.
 FLOAT32_LIMIT = 2e-5
 LARGEST = 1e300
 NUM_NEW = 12  # tokens of each answer
@@ -40,8 +42,9 @@ K = 3
 
 Drafts = dict[tuple[int, int], list[int]]  # by prompt and known tokens
 Disturb = Callable[[LLM], None]  # before every step
-# Engine options; `script` of drafts; `preempts`: the youngest request every so many steps; `in_chunks`: prefills are
-# scanned as on a machine with more threads; `to_the_end`: the longest request reaches max_model_len.
+# Engine options; `script` of drafts; `preempts`: the youngest request every so many steps;
+# `in_chunks`: prefills are scanned as on a machine with more threads; `to_the_end`: the longest
+# request reaches max_model_len.
 Cell = dict[str, Any]
 SLOTS_CELLS: tuple[Cell, ...] = (
     {"max_num_batched_tokens": 17, "preempts": 5, "async_scheduling": True},
@@ -92,7 +95,8 @@ RECOMPUTE_CELLS: tuple[Cell, ...] = (
     },
 )
 MTP_CELLS: tuple[Cell, ...] = (
-    # Where the longest request ends its last drafts have no slot, while the other rows' have theirs (vllm#58080).
+    # Where the longest request ends its last drafts have no slot, while the other rows' have theirs
+    # (vllm#58080).
     {
         "speculative_method": "mtp",
         "mamba_cache_mode": "none",
@@ -112,9 +116,9 @@ MTP_CELLS: tuple[Cell, ...] = (
 
 
 def engine_options(cell: Cell) -> dict[str, Any]:
-    """The engine options of a cell."""
-    own = ("script", "preempts", "in_chunks", "to_the_end", "logprobs")
-    return {key: value for key, value in cell.items() if key not in own}
+    """Return the engine options of a cell."""
+    not_options = ("script", "preempts", "in_chunks", "to_the_end", "logprobs")
+    return {key: value for key, value in cell.items() if key not in not_options}
 
 
 @dataclass
@@ -128,8 +132,10 @@ class Compared:
         error: what the engine itself failed with: its rule and its text.
         void: why the cell showed nothing, or empty.
         wrong_logprob: the first log-probability of an output that the plain pass does not have.
-        wrong_hits: the first request of a second helping that did not find all that it could, in words.
-        wrong_drafts: places where a head's drafts differ from those that the request gets alone, of `num_drafts`.
+        wrong_hits: the first request of a second helping that did not find all that it could, in
+            words.
+        wrong_drafts: places where a head's drafts differ from those that the request gets alone, of
+            `num_drafts`.
     """
 
     cell: Cell
@@ -151,18 +157,21 @@ class Compared:
 
     @property
     def limit(self) -> float:
-        """What `worst` may be; what is right is computed in float64 in any case."""
+        """Return the largest `worst` that rounding explains.
+
+        The expected logits are computed in float64, whatever the cell's dtype.
+        """
         return (
             FLOAT32_LIMIT * self.largest if self.cell.get("dtype") == "float32" else FLOAT64_LIMIT
         )
 
     @property
     def broken(self) -> tuple[str, str]:
-        """The first rule that it breaks, and how; empty if none."""
+        """Return the first rule that is broken, and how; two empty strings if none is."""
         drafts = (
             f"{self.wrong_drafts} of {self.num_drafts} times a request got other drafts than alone"
         )
-        found = {
+        broken = {
             self.error[0]: self.error[1],
             "logits": f"a logit differs by {self.worst:.2g} at {self.where}"
             if self.worst > self.limit
@@ -172,15 +181,20 @@ class Compared:
             "hits": self.wrong_hits,
             "drafts": drafts if self.wrong_drafts else "",
         }
-        return next(((rule, how) for rule, how in found.items() if how), ("", ""))
+        return next(((rule, how) for rule, how in broken.items() if how), ("", ""))
 
     @property
     def problem(self) -> str:
-        """What is wrong, or void, in a line; empty if nothing is."""
+        """Return a line about what is wrong, or why the cell is void; empty if neither."""
         return self.broken[1] or self.void
 
     def compare(self, output: RequestOutput, logits: torch.Tensor, expected: torch.Tensor) -> None:
-        """One request: the logits of its last tokens but one, and those that are right of all but the last."""
+        """Compare a request's logits with the expected ones.
+
+        Args:
+            logits: [num_computed, vocab_size], of the request's last tokens but one.
+            expected: [num_tokens - 1, vocab_size], of all its tokens but the last.
+        """
         self.largest = max(self.largest, float(expected.abs().max()))
         difference = logit_difference(logits, expected[-len(logits) :])
         if float(difference.max()) > self.worst:
@@ -189,7 +203,7 @@ class Compared:
             self.where = f"request {output.request_id}, token {token} of {len(expected)}"
 
     def count(self, output: RequestOutput, logits: torch.Tensor) -> None:
-        """What one request ran."""
+        """Add up what a request ran."""
         self.num_tokens += len(logits)
         self.cached_tokens += output.cached_tokens
         self.accepted += output.num_accepted_draft_tokens
@@ -198,7 +212,7 @@ class Compared:
 
 
 class DraftRecorder(EngineObserver):
-    """The drafts that steps verify."""
+    """A recorder of the drafts that steps verify."""
 
     def __init__(self, order: Sequence[int]) -> None:
         self._order = order
@@ -216,22 +230,23 @@ class DraftRecorder(EngineObserver):
             start += item.num_tokens
 
     def compare(self, due: Drafts) -> tuple[int, int]:
-        """How many of them differ from those that are due at their place, and how many have one."""
+        """Return how many recorded drafts differ from those due, and how many were compared."""
         pairs = [(drafts, due[key]) for key, drafts in self.found.items() if key in due]
         return sum(a[: len(b)] != b[: len(a)] for a, b in pairs), len(pairs)
 
 
 class Alone:
-    """Each request by itself: no cache, no drafts, one chunk. Its answer and logits are remembered.
+    """Requests that run one at a time: no cache, no drafts, one chunk; answers and logits are kept.
 
     Args:
         folder: a checkpoint.
         seed: of the prompts, if none are given.
-        again: of the prompts those that are sent again behind all others; None: every other.
+        again: indices of the prompts that are sent again after all others; None: every other one.
         max_tokens: of each answer.
 
     Attributes:
-        given: the folder, or the model that was loaded from it, where an engine needs more than `model`.
+        given: the folder, or the model that was loaded from it, where an engine needs more than
+            `model`.
         model: loaded once, in float64.
         known: output and logits of each prompt.
     """
@@ -268,12 +283,13 @@ class Alone:
         ]
 
     def cells(self) -> list[Cell]:
-        """Those that the model can be run in."""
+        """Return the cells that the model can run in."""
         mamba = [
             spec for spec in self._llm.model.layer_specs.values() if isinstance(spec, MambaSpec)
         ]
         recomputes = all(
-            spec.inputs or all(part.role != "state" for part in spec.parts) for spec in mamba
+            spec.inputs or all(state_part.role != "state" for state_part in spec.parts)
+            for spec in mamba
         )
         file = ConfigFile.read(self.folder)
         head = head_of(file)
@@ -285,7 +301,10 @@ class Alone:
         ]
 
     def engine(self, **options: Any) -> LLM:
-        """One of this checkpoint, with these options beside the usual ones; it is loaded again where they need that."""
+        """Build an engine of this checkpoint; `options` override the defaults.
+
+        The checkpoint is loaded again where the options need that.
+        """
         dtype = options.get("dtype", "float64")
         needs = {"dtype", "speculative_method", "kv_offload_folder"}
         given = self.given if self._loaded is None or needs & options.keys() else self._loaded
@@ -300,7 +319,7 @@ class Alone:
         return llm
 
     def check(self, cell: Cell) -> Compared:
-        """All requests at once in an engine of this kind, and some of them again behind the others."""
+        """Send all requests at once to an engine of this cell, then some of them again."""
         try:
             return self._check(cell)
         except Exception as error:
@@ -312,10 +331,10 @@ class Alone:
         order = [*range(len(self.prompts)), *self.again]
         if "script" in cell:
             lengths = [len(self.prompts[i]) for i in order]
-            own = [sequences[i] for i in order]
+            in_order = [sequences[i] for i in order]
             options["num_speculative_tokens"] = K
             options["proposer"] = ScriptedProposer(
-                cell["script"], K, own, lengths, self.block_size, self.vocab_size
+                cell["script"], K, in_order, lengths, self.block_size, self.vocab_size
             )
         elif "speculative_method" in cell:
             options["num_speculative_tokens"] = K
@@ -325,31 +344,34 @@ class Alone:
         poison(llm)
         recorder = DraftRecorder(order)
         llm.observers.append(recorder)
-        found = Compared(cell)
+        compared = Compared(cell)
         runs = self._run(llm, order, preempting(cell.get("preempts", 0)))
         for place, (i, output, logits) in enumerate(runs):
             alone, expected = self.known[i]
             has_all = llm.manager.enable_prefix_caching and not llm.manager.pool.num_evictions
-            if place >= len(self.prompts) and has_all and not found.wrong_hits:
-                found.wrong_hits = _wrong_hit(output, llm.manager.hit_granularity)
+            if place >= len(self.prompts) and has_all and not compared.wrong_hits:
+                compared.wrong_hits = _wrong_hit(output, llm.manager.hit_granularity)
             if output.token_ids == alone.token_ids:
-                found.compare(output, logits, expected)
+                compared.compare(output, logits, expected)
             else:
-                found.num_wrong += 1
-            found.count(output, logits)
-        found.num_drafts = len(recorder.found)
-        found.void = void_of(found, llm)
-        if cell.get("preempts") and not found.preemptions:
-            found.void = found.void or "void: no request was preempted"
+                compared.num_wrong += 1
+            compared.count(output, logits)
+        compared.num_drafts = len(recorder.found)
+        compared.void = void_of(compared, llm)
+        if cell.get("preempts") and not compared.preemptions:
+            compared.void = compared.void or "void: no request was preempted"
         if "speculative_method" in cell:
-            found.wrong_drafts, count = recorder.compare(
+            compared.wrong_drafts, count = recorder.compare(
                 self.drafts_alone(cell.get("mamba_cache_mode", "none"))
             )
-            found.void = found.void or "void: no drafts to compare" * (not count)
-        return found
+            compared.void = compared.void or "void: no drafts to compare" * (not count)
+        return compared
 
     def drafts_alone(self, mode: str) -> Drafts:
-        """The head's, of each request by itself. The mode decides which keys the head sees (`models.mtp`)."""
+        """Return the drafts that the head gives to each request alone.
+
+        The mode decides which keys the head sees (`models.mtp`).
+        """
         if mode not in self._drafts:
             llm = self.engine(
                 mamba_cache_mode=mode, speculative_method="mtp", num_speculative_tokens=K
@@ -365,26 +387,34 @@ class Alone:
     def _run(
         self, llm: LLM, order: Sequence[int], disturb: Disturb | None
     ) -> Iterator[tuple[int, RequestOutput, torch.Tensor]]:
-        """Every prompt, then the second helping; in between nothing is left on the device if the host has a copy."""
+        """Yield index, output and logits of every prompt, then of the repeated ones.
+
+        In between the device's cache is reset if the host has a copy.
+        """
         first = len(self.prompts)
         for wave in (order[:first], order[first:]):
             outputs = record_logits(llm, [self.prompts[i] for i in wave], self.params, disturb)
-            yield from ((i, *found) for i, found in zip(wave, outputs, strict=True))
+            yield from ((i, *recorded) for i, recorded in zip(wave, outputs, strict=True))
             if llm.manager.offload is not None:
                 llm.reset_prefix_cache()
 
 
 def _wrong_hit(output: RequestOutput, unit: int) -> str:
-    """Of a prompt that ran before, nothing being lost: all but the last token is there, up to a boundary."""
+    """Return what is wrong with the hit of a prompt that ran before; empty if nothing is.
+
+    If no block was lost, all but the last token is cached, up to a boundary.
+    """
     length = len(output.prompt_token_ids)
-    found = output.cached_tokens
+    cached = output.cached_tokens
     due = (length - 1) // unit * unit
-    text = f"request {output.request_id} finds {found} of its {length} tokens cached, {due} are due"
-    return text if found != due else ""
+    problem = (
+        f"request {output.request_id} finds {cached} of its {length} tokens cached, {due} are due"
+    )
+    return problem if cached != due else ""
 
 
 def logit_difference(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """The largest difference of each token's logits; NaN and infinity are the largest there is, never unseen."""
+    """Return the largest difference of each token's logits; NaN and infinity count as `LARGEST`."""
     return (logits - expected).abs().nan_to_num(nan=LARGEST, posinf=LARGEST).amax(-1)
 
 
@@ -395,11 +425,11 @@ def beside_transformers(
     params: SamplingParams,
     disturb: Disturb | None = None,
 ) -> Iterator[tuple[RequestOutput, torch.Tensor, torch.Tensor, float]]:
-    """Each request of an engine, the logits of its tokens, transformers' for the same text as a whole, and how far.
+    """Yield each request of an engine with the logits of transformers for the same text as a whole.
 
     Returns:
-        Per request: output, logits [num_computed, vocab_size], expected [num_tokens - 1, vocab_size], and the largest
-        difference of a logit over the largest logit.
+        Per request: output, logits [num_computed, vocab_size], expected logits
+        [num_tokens - 1, vocab_size], and the largest difference of a logit over the largest logit.
     """
     for output, logits in record_logits(llm, prompts, params, disturb):
         ids = torch.tensor([[*output.prompt_token_ids, *output.token_ids]])
@@ -410,22 +440,25 @@ def beside_transformers(
 
 
 def _prompts(rng: random.Random, unit: int, longest: int, vocab_size: int) -> list[list[int]]:
-    """Unrelated ones, and some that begin alike, on block boundaries and beside them."""
+    """Return unrelated prompts, and some that begin alike, on block boundaries and next to them."""
 
     def tokens(count: int) -> list[int]:
         return [rng.randrange(1, vocab_size) for _ in range(count)]
 
     shared = tokens(2 * unit + 1)
     lengths = (2 * unit + 1, 2 * unit, unit + 3)
-    found = [
+    prompts = [
         [*shared[:n], *tokens(extra)] for n, extra in zip(lengths, (5, unit, 2 * unit), strict=True)
     ]
-    found += [tokens(1), tokens(unit), tokens(unit + unit // 2), shared[: 2 * unit]]
-    return [prompt[:longest] for prompt in found]
+    prompts += [tokens(1), tokens(unit), tokens(unit + unit // 2), shared[: 2 * unit]]
+    return [prompt[:longest] for prompt in prompts]
 
 
 def preempting(every: int) -> Disturb | None:
-    """Preempts the youngest of several running requests every so many steps; 0: never."""
+    """Return a hook that preempts the youngest of several running requests every so many steps.
+
+    Without a number there is no hook.
+    """
 
     def preempt(llm: LLM) -> None:
         if llm.num_steps % every == every - 1 and len(llm.scheduler.running) > 1:
@@ -434,18 +467,18 @@ def preempting(every: int) -> Disturb | None:
     return preempt if every else None
 
 
-def void_of(found: Compared, llm: LLM) -> str:
-    """What an engine was to show of its cache and its drafts, and did not; empty if nothing."""
+def void_of(compared: Compared, llm: LLM) -> str:
+    """Return what an engine did not show of its cache and its drafts; empty if it showed all."""
     if llm.manager.offload is not None and not llm.manager.offload.stats.loaded_blocks:
         return "void: no block came from the host"
-    if llm.manager.enable_prefix_caching and not found.cached_tokens:
+    if llm.manager.enable_prefix_caching and not compared.cached_tokens:
         return "void: no prompt token came from the cache"
-    is_drafted = {"script", "num_speculative_tokens"} & found.cell.keys()
-    return "void: no draft was accepted" if is_drafted and not found.accepted else ""
+    is_drafted = {"script", "num_speculative_tokens"} & compared.cell.keys()
+    return "void: no draft was accepted" if is_drafted and not compared.accepted else ""
 
 
 def describe(cell: Cell) -> str:
-    """A cell in a few words."""
+    """Describe a cell in a few words."""
     words: Sequence[str] = (
         cell.get("mamba_cache_mode", "none"),
         *([f"drafts {cell['script']}"] if "script" in cell else []),

@@ -1,4 +1,4 @@
-"""A checkpoint's forward pass in float64, by transformers: the oracle of the trained models' logits."""
+"""A checkpoint's forward pass in float64, by transformers: the oracle of trained models' logits."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch.overrides import TorchFunctionMode
 
 
 class KeepFloat64(TorchFunctionMode):
-    """A float64 tensor stays float64 where transformers casts to float32, which it means as a higher precision.
+    """A mode in which float64 tensors stay float64 where transformers casts to float32.
 
-    What starts as float32, such as the angles of RoPE, stays as it is.
+    transformers means float32 as a higher precision there. What starts as float32, such as the
+    angles of RoPE, stays.
     """
 
     def __torch_function__(
@@ -28,16 +29,19 @@ class KeepFloat64(TorchFunctionMode):
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func is Tensor.float:
                 return args[0]
-            args = [torch.float64 if one is torch.float32 else one for one in args]
+            args = [torch.float64 if value is torch.float32 else value for value in args]
             options = {
-                name: torch.float64 if one is torch.float32 else one
-                for name, one in options.items()
+                name: torch.float64 if value is torch.float32 else value
+                for name, value in options.items()
             }
         return func(*args, **options)
 
 
 def float64_pass(folder: str | Path) -> Callable[[Tensor], Tensor]:
-    """A function from token ids [batch, tokens] to logits [batch, tokens, vocab_size], on the CPU, without a cache."""
+    """Return a function from token ids to logits, on the CPU, without a cache.
+
+    The ids are [batch, tokens], the logits [batch, tokens, vocab_size].
+    """
     from transformers import AutoModelForCausalLM
 
     from hybrid_kv.models.random_checkpoint import quiet
@@ -50,7 +54,7 @@ def float64_pass(folder: str | Path) -> Callable[[Tensor], Tensor]:
 
     def logits(ids: Tensor) -> Tensor:
         with quiet(), torch.inference_mode(), KeepFloat64():
-            found: Tensor = model(ids, use_cache=False).logits
-        return found
+            whole: Tensor = model(ids, use_cache=False).logits
+        return whole
 
     return logits

@@ -12,7 +12,7 @@ from hybrid_kv.cache import modes as cache_modes
 from hybrid_kv.cache.modes import MODES
 from hybrid_kv.check.guard.scenario import (
     COMMON,
-    Event,
+    Disturbance,
     Scenario,
     SmallBlocksFirst,
     SmallKVFirst,
@@ -106,7 +106,7 @@ class Draw:
         return Scenario(self.seed, layers, options, prompts, params, waves, script)
 
 
-def disturbed(scenario: Scenario, *events: Event) -> Scenario:
+def disturbed(scenario: Scenario, *events: Disturbance) -> Scenario:
     """Return the scenario with these events."""
     return replace(scenario, events=events)
 
@@ -222,7 +222,7 @@ def _between_boundaries(d: Draw) -> Scenario:
     """
     prompts = d.prompts(33)
     scenario = d.scenario(prompts * 2, [2, 6], waves=(1, 1), modes=("all",), layers="M*+")
-    return disturbed(scenario, Event("evict", 2))
+    return disturbed(scenario, Disturbance("evict", 2))
 
 
 @forces("repeated_after_cut_chunk")
@@ -245,15 +245,15 @@ def _state_deeper(d: Draw) -> Scenario:
     """Lose the first group's deepest block, which is the oldest one."""
     prompts = d.prompts(33)
     scenario = d.scenario(prompts * 2, [2, 2], waves=(1, 1), modes=("all",), layers="*M")
-    return disturbed(scenario, Event("evict", 2))
+    return disturbed(scenario, Disturbance("evict", 2))
 
 
 @forces("no_common_depth")
 def _no_common_depth(d: Draw) -> Scenario:
-    """Keep the state after 32 tokens without its K/V, and the K/V after 24 tokens without a state."""
+    """Keep a state after 32 tokens without its K/V, and K/V after 24 tokens without a state."""
     prompts = d.prompts(33)
     scenario = d.scenario(prompts * 2, [1, 6], waves=(1, 1), modes=("align",), layers="*M")
-    return disturbed(scenario, Event("evict", 2))
+    return disturbed(scenario, Disturbance("evict", 2))
 
 
 @forces("second_turn_align")
@@ -299,7 +299,7 @@ def _identical_prompts(d: Draw) -> Scenario:
 def _abort_in_flight(d: Draw) -> Scenario:
     prompts = d.prompts(20)
     scenario = d.scenario(prompts * 3, [12, 8, 8], max_num_seqs=1, async_scheduling=d.coin())
-    return disturbed(scenario, Event("abort", 0))
+    return disturbed(scenario, Disturbance("abort", 0))
 
 
 @forces("preemption", "waiting")
@@ -308,20 +308,20 @@ def _preempt_with_one_waiting(d: Draw) -> Scenario:
     prompts = d.prompts(9, 12, 17, 9)
     d.number(2, 4)  # Not used: without this draw those after it would be others.
     scenario = d.scenario(prompts, [12] * 4, num_drafts=num_drafts, drafts="mixed", max_num_seqs=3)
-    return disturbed(scenario, Event("preempt", 4))
+    return disturbed(scenario, Disturbance("preempt", 4))
 
 
 @forces("abort_waiting")
 def _abort_waiting(d: Draw) -> Scenario:
     scenario = d.scenario(d.prompts(9, 9, 9, 9), [8] * 4, max_num_seqs=1)
-    return disturbed(scenario, Event("drop", 1))
+    return disturbed(scenario, Disturbance("drop", 1))
 
 
 @forces("preempted_while_speculating", "resumed_from_cache", "recomputed_output")
 def _preempted_while_speculating(d: Draw) -> Scenario:
     prompts = d.prompts(10, 12, 14)
     scenario = d.scenario(prompts, [25] * 3, modes=CACHED, num_drafts=2, drafts="right")
-    return disturbed(scenario, Event("preempt", 3, 6))
+    return disturbed(scenario, Disturbance("preempt", 3, 6))
 
 
 @forces("full_pool", "refused")
@@ -430,7 +430,7 @@ def _hit_of_host(d: Draw) -> Scenario:
 
 @forces("lost_hit")
 def _lost_hit(d: Draw) -> Scenario:
-    return disturbed(_offload_hit(d, "*"), Event("lose", 0, 1))
+    return disturbed(_offload_hit(d, "*"), Disturbance("lose", 0, 1))
 
 
 def _offload_hit(d: Draw, attention: str) -> Scenario:
@@ -512,7 +512,7 @@ def _reset(d: Draw) -> Scenario:
     scenario = d.scenario(
         prompts * 2, [20] * 4, waves=(2, 2), modes=CACHED, async_scheduling=d.coin()
     )
-    return disturbed(scenario, Event("reset", 4))
+    return disturbed(scenario, Disturbance("reset", 4))
 
 
 @forces("sleep")
@@ -520,7 +520,7 @@ def _sleep(d: Draw) -> Scenario:
     options: dict[str, Any] = {"num_drafts": 2, "drafts": "mixed"}
     prompts = d.prompts(20, 20, 33)
     scenario = d.scenario(prompts * 2, [20] * 6, waves=(3, 3), modes=("none", *STATES), **options)
-    return disturbed(scenario, Event("sleep", 5), Event("sleep", 11, 8))
+    return disturbed(scenario, Disturbance("sleep", 5), Disturbance("sleep", 11, 8))
 
 
 @forces("sanitized")
@@ -528,7 +528,7 @@ def _sanitized(d: Draw) -> Scenario:
     options: dict[str, Any] = {"num_drafts": 3, "drafts": "mixed", "sanitize": True}
     prompts = d.prompts(5, 9, 14, 33)
     scenario = d.scenario(prompts * 2, [20] * 8, waves=(4, 4), **options)
-    return disturbed(scenario, Event("preempt", 4, 7))
+    return disturbed(scenario, Disturbance("preempt", 4, 7))
 
 
 @forces("ring_emptied", "ring_wrapped", "flushed_in_place")
@@ -555,12 +555,12 @@ def _flushed_at_finish(d: Draw) -> Scenario:
 
 @forces("flushed_at_preemption")
 def _flushed_at_preemption(d: Draw) -> Scenario:
-    return disturbed(_passed_boundary(d, 12), Event("preempt", 3))
+    return disturbed(_passed_boundary(d, 12), Disturbance("preempt", 3))
 
 
 @forces("flushed_at_abort")
 def _flushed_at_abort(d: Draw) -> Scenario:
-    return disturbed(_passed_boundary(d, 12), Event("drop", 3))
+    return disturbed(_passed_boundary(d, 12), Disturbance("drop", 3))
 
 
 def _passed_boundary(d: Draw, num_new: int) -> Scenario:

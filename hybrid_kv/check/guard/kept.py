@@ -1,7 +1,8 @@
-"""What could be restored at any moment, on the device and in host memory, and what bringing it back has cost.
+"""Blocks that can be restored from the device and from host memory, and the cost of restoring them.
 
-It follows from which request takes, publishes and frees which block, by the tokens that it stands for: no hash, no
-queue and no counter of the cache is used. So hits, loads and losses are exact in a full pool and a full tier, too.
+It follows from which request takes, publishes and frees which block, by the tokens that it stands
+for: no hash, no queue and no counter of the cache is used. So hits, loads and losses are exact in a
+full pool and a full tier, too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Name = tuple[int, Hashable]  # of a block: its group, and what tells its tokens 
 
 
 class Device:
-    """The blocks that can be found.
+    """The blocks that can be found on the device.
 
     Attributes:
         num_lost: of them, those that were handed out again.
@@ -29,9 +30,8 @@ class Device:
 
     def __init__(self) -> None:
         self.num_lost = 0
-        self._blocks: dict[
-            Name, dict[int, None]
-        ] = {}  # the first is found; the others are there if it is lost
+        # The first block of a name is found; the others are there if it is lost.
+        self._blocks: dict[Name, dict[int, None]] = {}
         self._names: dict[int, Name] = {}
 
     def __contains__(self, name: Name) -> bool:
@@ -41,18 +41,18 @@ class Device:
         return len(self._blocks)
 
     def found(self, name: Name) -> int | None:
-        """Which block is found by this name."""
+        """Return the block that is found by this name."""
         return next(iter(self._blocks.get(name, ())), None)
 
     def take(self, ids: Iterable[int]) -> None:
-        """Blocks get an owner who fills them anew."""
+        """Give blocks to an owner who fills them anew."""
         for block in ids:
             if block in self._names:
                 self.num_lost += 1
                 self._forget(block)
 
     def publish(self, name: Name, block: int) -> bool:
-        """Whether it is this block that is found from now on."""
+        """Publish a block; return whether it is the one that is found from now on."""
         if block in self._names:
             return False
         self._names[block] = name
@@ -61,14 +61,14 @@ class Device:
         return len(equal) == 1
 
     def give_back(self, ids: Iterable[int]) -> None:
-        """Of equal blocks only the one that is found is worth keeping."""
+        """Forget equal blocks but the one that is found."""
         for block in ids:
             name = self._names.get(block)
             if name is not None and next(iter(self._blocks[name])) != block:
                 self._forget(block)
 
     def clear(self) -> None:
-        """Nothing is found any more."""
+        """Forget all blocks."""
         self._blocks.clear()
         self._names.clear()
 
@@ -80,7 +80,7 @@ class Device:
 
 
 class Host:
-    """Copies in so many bytes of host memory: what was used least recently leaves.
+    """Copies in so many bytes of host memory; the least recently used ones leave.
 
     Args:
         block_bytes: of each group.
@@ -102,23 +102,23 @@ class Host:
         return name in self._names
 
     def fits(self, group: int) -> bool:
-        """Whether a block of this group can be kept at all."""
+        """Return whether a block of this group can be kept at all."""
         return self.block_bytes[group] <= self.limit
 
     def store(self, names: Sequence[Name]) -> None:
-        """Copies of what is not there yet come from the device."""
+        """Copy from the device what is not there yet."""
         for name in names:
             self.stored[name[0]] += name not in self._names and self.fits(name[0])
         self.keep(names)
 
     def load(self, names: Sequence[Name]) -> None:
-        """Copies of them go to the device."""
+        """Copy blocks to the device."""
         for name in names:
             self.loaded[name[0]] += 1
         self.keep(names)
 
     def keep(self, names: Sequence[Name]) -> None:
-        """They are used together, the last one last: none leaves before all are there."""
+        """Use copies together, the last one last: none leaves before all are there."""
         for name in names:
             if self.fits(name[0]):
                 self.used += self.block_bytes[name[0]] * (name not in self._names)
@@ -131,15 +131,15 @@ class Host:
             self.num_left += 1
 
 
-class Kept(EngineObserver):
-    """Device and host memory of one engine.
+class KeptBlocks(EngineObserver):
+    """The blocks in device and host memory of one engine.
 
     Args:
         tracks: of each request, by number.
 
     Attributes:
         hits: of each request, how many tokens could be restored when it was admitted last.
-        host: None without one.
+        host: None without host memory.
         loses: whether the host has nothing to give in this step, though it still says so.
         has_lost: whether the step has asked it for something.
     """
@@ -166,7 +166,7 @@ class Kept(EngineObserver):
 
     @property
     def has_all(self) -> bool:
-        """Whether all that was ever published can be restored."""
+        """Return whether all that was ever published can be restored."""
         self._store()
         host = self.host
         return (
@@ -174,12 +174,12 @@ class Kept(EngineObserver):
         )
 
     def fetch(self, keys: Sequence[BlockKey]) -> list[Page] | None:
-        """`KVOffload.fetch`, or nothing in a step in which the host loses what it has."""
+        """Call `KVOffload.fetch`, or return None in a step in which the host loses its copies."""
         self.has_lost |= self.loses
         return None if self.loses else self._fetch(keys)
 
     def check(self) -> None:
-        """Before each step.
+        """Compare the engine's counts with those kept here, before each step.
 
         Raises:
             RuleError: `findable`, `evictions` or `tier`; the engine counts something else.
@@ -190,12 +190,14 @@ class Kept(EngineObserver):
         if pool.num_published_blocks != len(self.device):
             raise RuleError(
                 "findable",
-                f"{pool.num_published_blocks} blocks can be found, {len(self.device)} were published",
+                f"{pool.num_published_blocks} blocks can be found, {len(self.device)} were "
+                "published",
             )
         if pool.num_evictions != self.device.num_lost:
             raise RuleError(
                 "evictions",
-                f"{pool.num_evictions} evictions are said to be, {self.device.num_lost} blocks were lost",
+                f"{pool.num_evictions} evictions are said to be, {self.device.num_lost} blocks "
+                "were lost",
             )
         host = self.host
         tier = self._llm.manager.offload
@@ -203,7 +205,7 @@ class Kept(EngineObserver):
             return
         stats = tier.stats
         blocks = sum(host.stored), sum(host.loaded), sum(host.loaded), 0, 0, host.num_left
-        said = (
+        counted = (
             stats.stored_blocks,
             stats.loaded_blocks,
             stats.host_hits,
@@ -211,15 +213,16 @@ class Kept(EngineObserver):
             stats.misses,
             stats.host_evictions,
         )
-        if said != blocks:
+        if counted != blocks:
             raise RuleError(
                 "tier",
-                f"blocks stored, loaded, hits of host and folder, misses and evictions are {blocks}, not {said}",
+                "blocks stored, loaded, hits of host and folder, misses and evictions are "
+                f"{blocks}, not {counted}",
             )
         due = host.used, self._bytes(host.stored), self._bytes(host.loaded)
-        counted = tier.host_used, stats.stored_bytes, stats.loaded_bytes
-        if counted != due:
-            raise RuleError("tier", f"bytes used, stored and loaded are {due}, not {counted}")
+        num_bytes = tier.host_used, stats.stored_bytes, stats.loaded_bytes
+        if num_bytes != due:
+            raise RuleError("tier", f"bytes used, stored and loaded are {due}, not {num_bytes}")
 
     def _bytes(self, counts: Sequence[int]) -> int:
         assert self.host is not None
@@ -274,7 +277,7 @@ class Kept(EngineObserver):
         self._store()
 
     def _store(self) -> None:
-        """What was published last goes to the host."""
+        """Store in the host what was published last."""
         if self.host is not None:
             self.host.store(self._new)
         self._new.clear()
@@ -286,12 +289,14 @@ class Kept(EngineObserver):
         )
 
     def _admit(self, request_id: str) -> None:
-        """Before a request takes anything: what it could take."""
+        """Note what a request could take, before it takes anything."""
         if request_id in self._holders:
             return
         self._store()
         self._holders.add(request_id)
-        request = next(one for one in self._llm.scheduler.waiting if one.request_id == request_id)
+        request = next(
+            waiting for waiting in self._llm.scheduler.waiting if waiting.request_id == request_id
+        )
         is_asked = self._llm.manager.enable_prefix_caching and request.params.reads_prefix_cache
         track = self._tracks[int(request_id)]
 

@@ -1,7 +1,7 @@
-"""A cell of the sections on logits as a case: an engine, its prompts, and what its logits are compared with.
+"""Cells of the sections on logits as cases: an engine, its prompts, and the expected logits.
 
-The section that finds it and a replay call the same functions. It is reduced like a scenario: what can go without
-another rule being the first to break, goes.
+The section that finds a case and a replay call the same functions. It is reduced like a scenario:
+as long as the same rule is the first to break.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ STOP = ("Question:",)  # what an embedded model says behind its answer
 
 @dataclass(frozen=True)
 class LogitCase:
-    """What is sent to an engine, and what is right.
+    """The requests that are sent to an engine, and the oracle of their logits.
 
     Attributes:
-        against: `plain`: an embedded model's plain forward pass in float64; `alone`: each request by itself, see
-            `exactness.Alone`; `transformers`: its forward pass in float32.
+        against: `plain`: an embedded model's plain forward pass in float64; `alone`: each request
+            by itself, see `exactness.Alone`; `transformers`: its forward pass in float32.
         model: an embedded one, or a family, whose random weights are the same each time.
         cell: engine options, and see `exactness.Cell`.
         prompts: token ids.
-        again: which of them are sent again behind all others; of `alone`.
+        again: indices of the prompts that are sent again after all others, if `against` is `alone`.
         max_tokens: of each answer.
     """
 
@@ -75,18 +75,18 @@ class LogitCase:
 
     @property
     def num_tokens(self) -> int:
-        """Of all prompts that are sent."""
+        """Return the tokens of all prompts that are sent."""
         return sum(map(len, self.prompts)) + sum(len(self.prompts[i]) for i in self.again)
 
 
 @dataclass
 class Found(Compared):
-    """What one engine gave beside the plain pass."""
+    """The logits of one engine compared with the plain pass."""
 
     case: LogitCase = field(kw_only=True)
 
     def add(self, output: RequestOutput, logits: torch.Tensor, whole: torch.Tensor) -> None:
-        """One request's logits, and those of the plain pass for all its tokens but the last."""
+        """Compare a request's logits with the plain pass's, for all its tokens but the last."""
         self.compare(output, logits, whole)
         chosen = whole[len(output.prompt_token_ids) - 1 :].argmax(-1)
         self.num_wrong += int((chosen != torch.tensor(output.token_ids)).sum())
@@ -94,16 +94,18 @@ class Found(Compared):
         num_top = self.cell.get("logprobs", 0)
         due = whole.log_softmax(-1)
         # A log-probability is a difference of two logits, or of one and a mean of them.
-        if not self.wrong_logprob and (
-            problem := wrong_logprob(output, due, num_top, 2 * self.limit)
-        ):
+        problem = wrong_logprob(output, due, num_top, 2 * self.limit)
+        if problem and not self.wrong_logprob:
             self.wrong_logprob = f"request {output.request_id}{problem}"
 
 
 def beside_plain(case: LogitCase) -> Found:
-    """Every prompt in one engine; the plain pass runs on the CPU, whatever the engine's device."""
+    """Run every prompt in one engine, and compare it with the plain pass.
+
+    The plain pass runs on the CPU, whatever the engine's device.
+    """
     folder = EMBEDDED[case.model]
-    found = Found(case.cell, case=case)
+    compared = Found(case.cell, case=case)
     plain = _plain(folder)
     options = {"max_model_len": 512, "max_num_seqs": 8, "mamba_ssm_cache_dtype": case.cell["dtype"]}
     scans = in_chunks() if case.cell.get("in_chunks") else nullcontext()
@@ -114,15 +116,19 @@ def beside_plain(case: LogitCase) -> Found:
         with scans, torch.inference_mode():
             for output, logits in record_logits(llm, case.prompts, _params(case), disturb):
                 ids = torch.tensor([output.prompt_token_ids + output.token_ids])
-                found.add(output, logits.cpu(), plain(ids)[0, :-1])
-        found.void = void_of(found, llm)
+                compared.add(output, logits.cpu(), plain(ids)[0, :-1])
+        compared.void = void_of(compared, llm)
     except Exception as error:
-        found.error = rule_of(error), f"{type(error).__name__}: {error}"
-    return found
+        compared.error = rule_of(error), f"{type(error).__name__}: {error}"
+    return compared
 
 
 def _params(case: LogitCase) -> list[SamplingParams]:
-    """Of each prompt. Every third wants the prompt's log-probabilities: such a one takes nothing from the cache."""
+    """Return the parameters of each prompt.
+
+    Every third asks for log-probabilities of the prompt: such a request takes nothing from the
+    cache.
+    """
     params = SamplingParams(max_tokens=case.max_tokens, stop=STOP)
     num_top = case.cell.get("logprobs")
     return [
@@ -137,7 +143,10 @@ def _plain(folder: Path) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def from_transformers(reference: Any, folder: str | Path, case: LogitCase) -> tuple[float, int]:
-    """How far an engine's logits are, of the largest one, and how many tokens were computed."""
+    """Return the largest difference from transformers, and how many tokens were computed.
+
+    The difference is relative to the largest logit.
+    """
     options = {
         "device": "cpu",
         "dtype": "float32",
@@ -147,17 +156,17 @@ def from_transformers(reference: Any, folder: str | Path, case: LogitCase) -> tu
     }
     llm = LLM(folder, **options)
     poison(llm)
-    found = list(
-        beside_transformers(
-            reference, llm, case.prompts, SamplingParams(max_tokens=case.max_tokens)
-        )
-    )
-    return max(far for *_, far in found), sum(len(logits) for _, logits, *_ in found)
+    params = SamplingParams(max_tokens=case.max_tokens)
+    compared = list(beside_transformers(reference, llm, case.prompts, params))
+    return max(far for *_, far in compared), sum(len(logits) for _, logits, *_ in compared)
 
 
 @cache
 def _random(model: str) -> tuple[tempfile.TemporaryDirectory[str], Any]:
-    """A checkpoint that lives as long as this process, and the same model in transformers."""
+    """Write a checkpoint with random weights; return it with the same model in transformers.
+
+    It lives as long as this process.
+    """
     from hybrid_kv.models.random_checkpoint import write_checkpoint
 
     made = tempfile.TemporaryDirectory()
@@ -166,9 +175,10 @@ def _random(model: str) -> tuple[tempfile.TemporaryDirectory[str], Any]:
 
 @unwarned()
 def play_logits(case: LogitCase) -> tuple[str, str]:
-    """The first rule that is broken, and how; empty if none.
+    """Play a case; return the first rule that it breaks, and how; empty if none.
 
-    The rule is `logits`, `tokens`, `drafts`, or the kind of an error and the function that raised it.
+    The rule is `logits`, `tokens`, `drafts`, or the kind of an error and the function that raised
+    it.
     """
     from hybrid_kv.models.random_checkpoint import quiet
 
@@ -190,7 +200,7 @@ def play_logits(case: LogitCase) -> tuple[str, str]:
 
 
 def tell(case: LogitCase) -> tuple[str, list[str]]:
-    """Play a case: the first rule that it breaks, empty if none, and what became of it in lines."""
+    """Play a case; return the first rule that it breaks, empty if none, and its outcome."""
     rule, report = play_logits(case)
     sent = [
         f"prompt {i}{' and again' * (i in case.again)}: {p}"
@@ -205,7 +215,7 @@ def tell(case: LogitCase) -> tuple[str, list[str]]:
 
 
 class LogitShrinker(Shrinker[LogitCase]):
-    """Finds the smallest case that breaks the same rule first; `seconds` are of one core."""
+    """A search for the smallest case that breaks the same rule first; `seconds` are of one core."""
 
     def __init__(self, case: LogitCase, rule: str, seconds: float) -> None:
         super().__init__(case, seconds)
@@ -223,13 +233,11 @@ class LogitShrinker(Shrinker[LogitCase]):
         case = self.case
 
         def keep(kept: Sequence[int]) -> LogitCase | None:
+            if not kept:
+                return None
             places = {old: new for new, old in enumerate(kept)}
             again = tuple(places[i] for i in case.again if i in places)
-            return (
-                replace(case, prompts=[case.prompts[i] for i in kept], again=again)
-                if kept
-                else None
-            )
+            return replace(case, prompts=[case.prompts[i] for i in kept], again=again)
 
         self.leave_out(range(len(case.prompts)), keep)
 
@@ -253,13 +261,14 @@ class LogitShrinker(Shrinker[LogitCase]):
 
     def _answers(self) -> None:
         case = self.case
-        self.leave_out(
-            range(case.max_tokens),
-            lambda kept: replace(case, max_tokens=len(kept)) if kept else None,
-        )
+
+        def keep(kept: Sequence[int]) -> LogitCase | None:
+            return replace(case, max_tokens=len(kept)) if kept else None
+
+        self.leave_out(range(case.max_tokens), keep)
 
     def _tokens(self) -> None:
-        """The same places of all prompts, so that what they share they share still; then of each one."""
+        """Drop the same places of all prompts, preserving shared prefixes; then of each one."""
         everyone = range(len(self.case.prompts))
         for some in (everyone, *([i] for i in everyone if len(everyone) > 1)):
             case = self.case
@@ -280,20 +289,21 @@ class LogitShrinker(Shrinker[LogitCase]):
 
 
 def to_json(case: LogitCase, rule: str = "") -> str:
-    """The text of a case's file; `rule` is the one that it breaks."""
+    """Return the text of a case's file; `rule` is the one that it breaks."""
     return as_text(FORMAT, rule, asdict(case), "prompts", case.prompts)
 
 
 def from_document(document: Mapping[str, Any]) -> LogitCase:
-    """The case of a file's JSON.
+    """Return the case of a file's JSON.
 
     Raises:
-        KeyError, TypeError, ValueError, AttributeError: it is none, or has a value that none can have.
+        KeyError, TypeError, ValueError, AttributeError: it is none, or has a value that none can
+            have.
     """
     import hybrid_kv.models.families  # noqa: F401  (registers them)
     from hybrid_kv.models.registry import sized
 
-    parts = parts_of(document, {one.name for one in fields(LogitCase)})
+    parts = parts_of(document, {field.name for field in fields(LogitCase)})
     cell = tuples(parts["cell"])
     case = LogitCase(**{**parts, "cell": cell, "again": tuple(parts["again"])})
     kinds = get_args(get_type_hints(LogitCase)["against"])
@@ -310,7 +320,8 @@ def from_document(document: Mapping[str, Any]) -> LogitCase:
         *case.again,
         *(token for prompt in case.prompts for token in prompt),
     ]
-    if wrong := [number for number in numbers if type(number) is not int or number < 0]:
+    wrong = [number for number in numbers if type(number) is not int or number < 0]
+    if wrong:
         raise ValueError(f"{wrong[0]!r} is no integer from 0")
     if not case.prompts or not all(case.prompts) or max(case.again, default=0) >= len(case.prompts):
         raise ValueError("a prompt is empty, or again names none")

@@ -1,8 +1,9 @@
-"""Activations in bfloat16 beside states in float32: every path leaves the same states.
+"""Activations in bfloat16 with states in float32: every path leaves the same states.
 
-Logits say little here, since activations are rounded everywhere. But the first layer with states gets the same inputs
-on every path, and its states are sums in float32: two paths differ by some 1e-7 of a state, or by nothing. A state or a
-gate that goes through the activations' dtype on one of them moves half of all elements by more than 1e-4.
+Logits say little here, since activations are rounded everywhere. But the first layer with states
+gets the same inputs on every path, and its states are sums in float32: two paths differ by some
+1e-7 of a state, or by nothing. A state or a gate that goes through the activations' dtype on one of
+them moves half of all elements by more than 1e-4.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def compare_paths(folder: str | Path, seed: int) -> Narrow:
     rng = random.Random(seed)
     prompt = [rng.randrange(1, model.vocab_size) for _ in range(NUM_PROMPT)]
     whole: dict[tuple[int, ...], torch.Tensor] = {}
-    found: list[tuple[float, str]] = []
+    distances: list[tuple[float, str]] = []
     for path, tokens, states in _paths(model, prompt, first):
         key = tuple(tokens)
         if key not in whole:
@@ -69,15 +70,17 @@ def compare_paths(folder: str | Path, seed: int) -> Narrow:
         distance = (states - whole[key]).abs() / whole[key].abs().clamp_min(
             torch.finfo(torch.float32).tiny
         )
-        found.append((float(distance.nan_to_num(nan=1.0).median()), path))
-    worst, path = max(found)
-    return Narrow(worst, path, len(found))
+        distances.append((float(distance.nan_to_num(nan=1.0).median()), path))
+    worst, path = max(distances)
+    return Narrow(worst, path, len(distances))
 
 
 def first_states(model: Model) -> str | None:
-    """The first layer that has states in float32 there, by name; None if none has."""
+    """Return the name of the first layer that has states in float32 there; None if none has."""
     for name, spec in model.layer_specs.items():
-        if isinstance(spec, MambaSpec) and any(part.role == "state" for part in spec.parts):
+        if isinstance(spec, MambaSpec) and any(
+            state_part.role == "state" for state_part in spec.parts
+        ):
             return name
     return None
 
@@ -85,7 +88,7 @@ def first_states(model: Model) -> str | None:
 def _paths(
     model: Model, prompt: list[int], first: str
 ) -> Iterator[tuple[str, list[int], torch.Tensor]]:
-    """Each path by name, the tokens that it has computed, and its states after them."""
+    """Yield each path by name, the tokens that it has computed, and its states after them."""
     tokens, states = _states(LLM(model, **OPTIONS), prompt, NUM_NEW, first)
     yield "decodes", tokens, states
     yield "chunks", *_states(LLM(model, **OPTIONS, max_num_batched_tokens=11), tokens, 1, first, 1)
@@ -105,7 +108,10 @@ def _paths(
 def _states(
     llm: LLM, prompt: list[int], num_new: int, first: str, copies: int = COPIES
 ) -> tuple[list[int], torch.Tensor]:
-    """Computed tokens of a request with at least `num_new` of an answer, and the states [elements] after them."""
+    """Return the computed tokens of a request and the states [elements] after them.
+
+    The answer has at least `num_new` tokens.
+    """
     poison(llm)
     params = SamplingParams(max_tokens=num_new + 2 * K, ignore_eos=True)
     requests = [llm.add_request(prompt, params) for _ in range(copies)]
@@ -115,7 +121,7 @@ def _states(
     spec = llm.model.layer_specs[first]
     assert isinstance(spec, MambaSpec)
     parts = zip(spec.parts, kv_transfer.layers[first], strict=True)
-    states = [state for part, state in parts if part.role == "state"]
+    states = [state for state_part, state in parts if state_part.role == "state"]
     whole = [join_state(state[None]) if state.dtype == torch.int16 else state for state in states]
     tokens = [*kv_transfer.prompt_token_ids, *kv_transfer.output_token_ids]
     return tokens[: kv_transfer.num_computed_tokens], torch.cat(

@@ -1,7 +1,7 @@
 """The request patterns that real cache bugs need, and how each is seen.
 
-`Patterns` sees that a pattern happened independently of what a scenario was built for. A run without one of `REQUIRED`
-says nothing about the bugs behind it, and is void.
+`Patterns` sees that a pattern happened independently of what a scenario was built for. A run
+without one of `REQUIRED` says nothing about the bugs that need it, and is void.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ REQUIRED = {
     "mamba_only": "a model without attention layers",
     "short_prompt": "a prompt shorter than the convolution window",
     "one_token_prefill": "a prefill of one token",
-    "one_token_of_new_request": "a budget that leaves one token for a new request, in a row that another one had",
+    "one_token_of_new_request": (
+        "a budget that leaves one token for a new request, in a row that another one had"
+    ),
     "one_token_left": "a prompt's last token alone, beside verified drafts",
     "few_tokens_left": "the last 2 … 1 + K tokens of a prompt, beside verified drafts",
     "first_decode_beside_chunk": "a request's first decode while another's prompt is in chunks",
@@ -67,7 +69,9 @@ REQUIRED = {
     "top_k_beside_top_p": "a request that top-k alone and top-p alone would continue in other ways",
     "logprobs_of_sampled": "log-probabilities of a request with a temperature",
     "prompt_logprobs": "log-probabilities of a prompt, which is not read from the cache then",
-    "prompt_logprobs_beside_copies": "… in a step in which another request copies a state to a boundary",
+    "prompt_logprobs_beside_copies": (
+        "… in a step in which another request copies a state to a boundary"
+    ),
     "refused": "a prompt that can never run, beside others that do",
     "accepted_draft": "a draft that was right",
     "rejected_draft": "a draft that was wrong",
@@ -87,7 +91,9 @@ REQUIRED = {
     "hit_all": "a prefix restored in mode all",
     "hit_attention": "a prefix restored without Mamba layers",
     "unequal_blocks": "a prefix restored over groups of unequal block sizes",
-    "between_boundaries": "a group that can restore up to a token at which another group has no boundary",
+    "between_boundaries": (
+        "a group that can restore up to a token at which another group has no boundary"
+    ),
     "unequal_pages": "a prefix restored over layers of one group whose pages differ",
     "hit_of_several_blocks": "a hit of two blocks and more",
     "hit_up_to_last_token": "a hit that leaves one token",
@@ -97,7 +103,9 @@ REQUIRED = {
     "no_common_depth": "a hit shorter than what each group alone could restore",
     "second_turn_align": "a hit on tokens that another request generated, in mode align",
     "second_turn_all": "… in mode all",
-    "repeated_after_cut_chunk": "a prompt of one or two blocks, cut between boundaries, that came again",
+    "repeated_after_cut_chunk": (
+        "a prompt of one or two blocks, cut between boundaries, that came again"
+    ),
     "duplicates": "two equal prompts computed in one step",
     "waits_for_prefix": "a prompt that waits for the step that computes its first block",
     "shared_block": "two requests that run on one cached prefix",
@@ -111,7 +119,10 @@ REQUIRED = {
     "same_prompt_after_abort": "… and its prompt again",
     "offload_hit": "a block that came back from host memory",
     "lost_hit": "a hit that another tier lost while it was taken",
-    "exact_hit": "a prefix restored while all that was ever published could be found: its length follows from tokens",
+    "exact_hit": (
+        "a prefix restored while all that was ever published could be found: its length follows "
+        "from tokens"
+    ),
     "exact_hit_of_host": "… in host memory alone, in part: the device had lost some of it",
     "hit_behind_losses": "a prefix restored after blocks were lost for good",
     "reset": "all cached blocks forgotten while requests run",
@@ -126,10 +137,17 @@ REQUIRED = {
     "flushed_at_abort": "… was aborted",
     "hit_on_flushed": "a prefix restored from a state that was written a step late",
     "window_given_back": "a block before a sliding window that its request freed, and ran on",
-    "window_hit": "a prefix restored from the blocks of a sliding window, which begins after it does",
-    "window_crossed": "a verify step whose drafts see one block of a sliding window less than its first token",
+    "window_hit": (
+        "a prefix restored from the blocks of a sliding window, which begins after it does"
+    ),
+    "window_crossed": (
+        "a verify step whose drafts see one block of a sliding window less than its first token"
+    ),
     "shared_base": "a history behind a state that other requests may read",
-    "window_ahead": "a window that rejected drafts left in a logical block behind all that the next step reaches",
+    "window_ahead": (
+        "a window that rejected drafts left in a logical block behind all that the next step "
+        "reaches"
+    ),
 }
 
 WINDOW = 3  # tokens of a convolution window
@@ -141,7 +159,7 @@ def _ends(ran: Ran) -> bool:
 
 
 def _is_chunk(ran: Ran) -> bool:
-    """Part of a prompt, not all of it."""
+    """Return whether a row runs part of a prompt, not all of it."""
     return (
         0 < ran.item.num_tokens < ran.track.prompt
         and ran.item.num_computed_tokens < ran.track.prompt
@@ -149,7 +167,7 @@ def _is_chunk(ran: Ran) -> bool:
 
 
 class Patterns:
-    """Counts what happens in one scenario.
+    """The counts of what happens in one scenario.
 
     Args:
         tracks: of each request, by number; the observer keeps them up to date.
@@ -173,12 +191,15 @@ class Patterns:
         self._cut_prompts: set[Prefix] = set()
         self._salts: dict[bytes, set[str]] = {}
         self._num_ended = 0
-        self._sat_out: set[str] = (
-            set()
-        )  # running requests that the last step left out, their drafts accepted before
+        # Running requests that the last step left out, their drafts accepted before.
+        self._sat_out: set[str] = set()
 
     def watch(self, llm: LLM, late: Set[Prefix]) -> None:
-        """Count from here on. `late`: prefixes whose states scheme `recompute` wrote a step late, as they come."""
+        """Count from here on.
+
+        Args:
+            late: prefixes whose states scheme `recompute` wrote a step late, as they come.
+        """
         self._llm = llm
         self._late = late
         sizes = llm.plan.sizes
@@ -189,7 +210,7 @@ class Patterns:
         self.block_size = sizes.mamba_block_size or 1 if is_indexed else sizes.block_size
 
     def count_blocks(self, request_id: str, blocks: Sequence[int]) -> None:
-        """Blocks that a request holds in a step."""
+        """Count the blocks that a request holds in a step."""
         for block in blocks:
             self.seen["block_reuse"] += self._block_owner.get(block, request_id) != request_id
             self._block_owner[block] = request_id
@@ -198,10 +219,34 @@ class Patterns:
         """Count the patterns of one step that has run, before the engine takes its results.
 
         Args:
-            history: what its decodes run again in scheme `recompute`, in the first group that has states.
+            history: what its decodes run again in scheme `recompute`, in the first group that has
+                states.
         """
+        self._count_batch(step)
+        if history is not None:
+            self._count_history(history)
+        self._count_left_out(step)
+        self._count_admissions([ran for ran in step if ran.item.overwrite])
+        for index, ran in enumerate(step):
+            self._count_windows(ran)
+            self._count_prompt(ran, [other for other in step if other is not ran])
+            if ran.tokens and not ran.is_prefill:
+                self._count_drafts(ran)
+            if _ends(ran):
+                self._count_row_end(step, index)
+
+    def _count_row_end(self, step: Sequence[Ran], index: int) -> None:
+        """Count that the row at `index` ends."""
+        self.seen["long_lived"] += self._num_ended - step[index].track.ended_before > 7
+        self._num_ended += 1
+        if 0 < index < len(step) - 1:
+            others = [other for other in (step[index - 1], step[index + 1]) if not _ends(other)]
+            self.seen["middle_row_ends"] += len({len(other.tokens) for other in others}) > 1
+
+    def _count_batch(self, step: Sequence[Ran]) -> None:
+        """Count what rows of a step have together."""
         seen = self.seen
-        K = self._llm.config.speculative.num_speculative_tokens
+        most = self._llm.config.speculative.num_speculative_tokens
         items = [ran.item for ran in step]
         decodes = sum(not ran.is_prefill for ran in step)
         drafted = any(item.num_drafts for item in items)
@@ -215,50 +260,28 @@ class Patterns:
             for ran in step
             if ran.item.num_drafts and len(ran.tokens) > 1
         ]
-        seen["mixed_sampling"] += any(sampled) and not all(
-            item.request.params.temperature > 0 for item in items
-        )
+        is_all_sampled = all(item.request.params.temperature > 0 for item in items)
+        seen["mixed_sampling"] += any(sampled) and not is_all_sampled
         prefills = [ran for ran in step if ran.is_prefill]
-        seen["uneven_prefills"] += (
-            len(prefills) > 1 and prefills[0].item.num_tokens % SCAN_CHUNK > 0
-        )
-        with_drafts = [ran for ran in step if ran.item.num_drafts]
-        seen["whole_batch_rejected"] += len(with_drafts) > 1 and all(
-            len(ran.tokens) == 1 for ran in with_drafts
-        )
-        seen["lone_chunks"] += (
-            len(step) == 1 and _is_chunk(step[0]) and step[0].item.num_computed_tokens > 0
-        )
-        beside = [ran for ran in prefills if ran.item.request.params.prompt_logprobs is not None]
-        seen["prompt_logprobs_beside_copies"] += self.copies and bool(beside)
+        is_uneven = len(prefills) > 1 and prefills[0].item.num_tokens % SCAN_CHUNK > 0
+        seen["uneven_prefills"] += is_uneven
+        gained = [len(ran.tokens) for ran in step if ran.item.num_drafts]
+        seen["whole_batch_rejected"] += len(gained) > 1 and set(gained) == {1}
+        is_lone = len(step) == 1 and _is_chunk(step[0])
+        seen["lone_chunks"] += is_lone and step[0].item.num_computed_tokens > 0
+        scored = [ran for ran in prefills if ran.item.request.params.prompt_logprobs is not None]
+        seen["prompt_logprobs_beside_copies"] += self.copies and bool(scored)
         self.copies = False
-        if prefills and K and all(item.num_tokens == 1 + K for item in items):
+        if prefills and most and all(item.num_tokens == 1 + most for item in items):
             seen["verify_shape" if len(step) == 1 else "verify_shapes"] += 1
-        if history is not None:
-            self._count_history(history)
         if MODES[self._llm.config.cache.mamba_cache_mode].keeps_states:
             size = self.block_size
             longest = max(item.num_computed_tokens + item.num_tokens for item in items)
-            seen["window_ahead"] += any(
-                cdiv(ran.track.reach, size) > cdiv(longest, size) for ran in step
-            )
-        self._count_left_out(step)
-        self._count_admissions([ran for ran in step if ran.item.overwrite])
-        for index, ran in enumerate(step):
-            self._count_windows(ran)
-            self._count_prompt(ran, [other for other in step if other is not ran])
-            if ran.tokens and not ran.is_prefill:
-                self._count_drafts(ran, K)
-            if not _ends(ran):
-                continue
-            seen["long_lived"] += self._num_ended - ran.track.ended_before > 7
-            self._num_ended += 1
-            if 0 < index < len(step) - 1:
-                others = [other for other in (step[index - 1], step[index + 1]) if not _ends(other)]
-                seen["middle_row_ends"] += len({len(other.tokens) for other in others}) > 1
+            is_ahead = any(cdiv(ran.track.reach, size) > cdiv(longest, size) for ran in step)
+            seen["window_ahead"] += is_ahead
 
     def _count_left_out(self, step: Sequence[Ran]) -> None:
-        """Requests that kept their blocks through a step that they were not in, and go on."""
+        """Count requests that kept their blocks through a step without them, and go on."""
         in_step = {ran.item.request.request_id for ran in step}
         going_on = {ran.item.request.request_id for ran in step if not ran.item.overwrite}
         self.seen[f"sat_out_{self._llm.config.cache.state_scheme}"] += len(self._sat_out & going_on)
@@ -294,14 +317,14 @@ class Patterns:
         end = item.num_computed_tokens + item.num_tokens
         prompt = track.prompt
         beside_drafts = any(other.item.num_drafts for other in others)
-        K = self._llm.config.speculative.num_speculative_tokens
+        most = self._llm.config.speculative.num_speculative_tokens
         size = self.block_size
         seen["once_more_at_max_model_len"] += end == self._llm.config.scheduler.max_model_len
         seen["chunked_prefill"] += 0 < n < prompt and n != track.hit
         seen["one_token_prefill"] += n == 0 and item.num_tokens == 1
         last = n > 0 and end == prompt
         seen["one_token_left"] += last and item.num_tokens == 1 and beside_drafts
-        seen["few_tokens_left"] += last and 2 <= item.num_tokens <= 1 + K and beside_drafts
+        seen["few_tokens_left"] += last and 2 <= item.num_tokens <= 1 + most and beside_drafts
         budget = self._llm.config.scheduler.max_num_batched_tokens
         seen["one_behind_chunk"] += (
             last and item.num_tokens == 1 and prompt == budget + 1 and track.hit == 0
@@ -310,10 +333,10 @@ class Patterns:
         seen["first_decode_beside_chunk"] += first_decode and any(
             _is_chunk(other) for other in others
         )
-        if K and others and size < prompt <= 2 * size and end < prompt and end % size:
+        if most and others and size < prompt <= 2 * size and end < prompt and end % size:
             self._cut_prompts.add(track.prefix(prompt))
 
-    def _count_drafts(self, ran: Ran, K: int) -> None:
+    def _count_drafts(self, ran: Ran) -> None:
         seen = self.seen
         item = ran.item
         track = ran.track
@@ -339,12 +362,13 @@ class Patterns:
         seen["max_model_len_with_drafts"] += drafts > 0 and end + 1 == whole == track.end
 
     def _count_windows(self, ran: Ran) -> None:
-        """The patterns of sliding windows in one row of a step."""
+        """Count the patterns of sliding windows in one row of a step."""
         item = ran.item
         begin = item.num_computed_tokens
         last = begin + item.num_tokens - 1
         for spec in {group.spec for group in self._llm.plan.config.groups}:
-            if (window := window_of(spec)) is None:
+            window = window_of(spec)
+            if window is None:
                 continue
             blocks = [max(0, end - window + 1) // spec.block_size for end in (begin, last)]
             self.seen["window_given_back"] += blocks[0] > 0 and not item.overwrite
@@ -352,67 +376,85 @@ class Patterns:
             self.seen["window_crossed"] += item.num_drafts > 0 and blocks[0] < blocks[1]
 
     def _count_admissions(self, admitted: Sequence[Ran]) -> None:
-        """The patterns of requests that start, or start again."""
+        """Count the patterns of requests that start, or start again."""
+        for ran in admitted:
+            self._count_admission(ran)
+            if not ran.item.request.num_preemptions:
+                self._count_first_admission(ran)
+        self._count_alike(admitted)
+
+    def _count_admission(self, ran: Ran) -> None:
+        """Count the patterns of a request that starts, or starts again."""
+        seen = self.seen
+        item = ran.item
+        request = item.request
+        n = item.num_computed_tokens
+        prompt = ran.track.prefix(ran.track.prompt)
+        name = request.request_id
+        recycled = self._row_owner.get(request.row, name) != name
+        seen["row_reuse"] += recycled
+        self._row_owner[request.row] = name
+        is_one_token = n == 0 and item.num_tokens == 1 < ran.track.prompt
+        seen["one_token_of_new_request"] += recycled and is_one_token
+        resumes = request.num_preemptions > 0
+        seen["recomputed_output"] += resumes and len(request.output_token_ids) > 1
+        seen["resumed_from_cache"] += resumes and n > 0
+        seen["repeated_after_cut_chunk"] += n > 0 and prompt in self._cut_prompts
+        seen["same_prompt_after_abort"] += prompt in self.aborted_prompts
+
+    def _count_first_admission(self, ran: Ran) -> None:
+        """Count the patterns of a request that starts for the first time."""
         seen = self.seen
         size = self.block_size
-        mode = (
-            self._llm.config.cache.mamba_cache_mode
-            if num_states(self._scenario.layers)
-            else "attention"
+        track = ran.track
+        n = ran.item.num_computed_tokens
+        track.ended_before = self._num_ended
+        salts = self._salts.setdefault(bytes(track.sequence[:size]), set())
+        seen["salts_apart"] += track.prompt > size and n == 0 and bool(salts - {track.salt})
+        salts.add(track.salt)
+        if n:
+            self._count_hit(track, n)
+        specs = [group.spec for group in self._llm.plan.config.groups]
+        group_tokens = ran.item.request.hit.group_tokens
+        hits = list(zip(specs, group_tokens, strict=False))
+        if not hits:
+            return
+        states = [tokens for spec, tokens in hits if isinstance(spec, MambaSpec)]
+        kv = [tokens for spec, tokens in hits if not isinstance(spec, MambaSpec)]
+        shallowest = min(group_tokens)
+        seen["between_boundaries"] += any(shallowest % spec.block_size for spec in specs)
+        seen["no_common_depth"] += min(tokens for _, tokens in hits) > n
+        if states and kv:
+            seen["attention_deeper"] += min(kv) > n
+            seen["state_deeper"] += min(states) > n
+
+    def _count_hit(self, track: Track, n: int) -> None:
+        """Count a prefix of `n` tokens that a request found when it started."""
+        seen = self.seen
+        size = self.block_size
+        plan = self._llm.plan
+        mode = "attention"
+        if num_states(self._scenario.layers):
+            mode = self._llm.config.cache.mamba_cache_mode
+        seen[f"hit_{mode}"] += 1
+        seen["hit_on_flushed"] += track.prefix(n) in self._late
+        seen["hit_of_several_blocks"] += n >= 2 * size
+        seen["unequal_blocks"] += len({group.spec.block_size for group in plan.config.groups}) > 1
+        seen["unequal_pages"] += len(set(plan.config.buffer_page_sizes)) > 1
+        seen["hit_up_to_last_token"] += n == track.prompt - 1
+        seen["hit_before_last_block"] += n == track.prompt - size
+        seen[f"second_turn_{mode}"] += any(
+            other is not track
+            and other.admissions
+            and other.prompt < n
+            and other.prefix(n) == track.prefix(n)
+            for other in self._tracks
         )
-        for ran in admitted:
-            item = ran.item
-            track = ran.track
-            request = ran.item.request
-            n = item.num_computed_tokens
-            prompt = track.prompt
-            name = request.request_id
-            recycled = self._row_owner.get(request.row, name) != name
-            seen["row_reuse"] += recycled
-            self._row_owner[request.row] = name
-            seen["one_token_of_new_request"] += (
-                recycled and n == 0 and item.num_tokens == 1 < prompt
-            )
-            seen["recomputed_output"] += bool(
-                request.num_preemptions and len(request.output_token_ids) > 1
-            )
-            seen["resumed_from_cache"] += bool(request.num_preemptions and n)
-            seen["repeated_after_cut_chunk"] += n > 0 and track.prefix(prompt) in self._cut_prompts
-            seen["same_prompt_after_abort"] += track.prefix(prompt) in self.aborted_prompts
-            if request.num_preemptions:
-                continue
-            track.ended_before = self._num_ended
-            salts = self._salts.setdefault(bytes(track.sequence[:size]), set())
-            seen["salts_apart"] += prompt > size and n == 0 and bool(salts - {track.salt})
-            salts.add(track.salt)
-            if n:
-                seen[f"hit_{mode}"] += 1
-                seen["hit_on_flushed"] += track.prefix(n) in self._late
-                seen["hit_of_several_blocks"] += n >= 2 * size
-                seen["unequal_blocks"] += (
-                    len({group.spec.block_size for group in self._llm.plan.config.groups}) > 1
-                )
-                seen["unequal_pages"] += len(set(self._llm.plan.config.buffer_page_sizes)) > 1
-                seen["hit_up_to_last_token"] += n == prompt - 1
-                seen["hit_before_last_block"] += n == prompt - size
-                seen[f"second_turn_{mode}"] += any(
-                    other is not track
-                    and other.admissions
-                    and other.prompt < n
-                    and other.prefix(n) == track.prefix(n)
-                    for other in self._tracks
-                )
-            specs = [group.spec for group in self._llm.plan.config.groups]
-            own = list(zip(specs, request.hit.group_tokens, strict=False))
-            states = [tokens for spec, tokens in own if isinstance(spec, MambaSpec)]
-            kv = [tokens for spec, tokens in own if not isinstance(spec, MambaSpec)]
-            seen["between_boundaries"] += bool(own) and any(
-                min(request.hit.group_tokens) % s.block_size for s in specs
-            )
-            seen["no_common_depth"] += bool(own) and min(tokens for _, tokens in own) > n
-            if states and kv:
-                seen["attention_deeper"] += min(kv) > n
-                seen["state_deeper"] += min(states) > n
+
+    def _count_alike(self, admitted: Sequence[Ran]) -> None:
+        """Count the patterns of requests that start together, or wait for each other."""
+        seen = self.seen
+        size = self.block_size
         started = [
             ran
             for ran in admitted
@@ -420,27 +462,24 @@ class Patterns:
         ]
         fresh = [ran.track.sequence for ran in started]
         seen["duplicates"] += len({bytes(sequence[:size]) for sequence in fresh}) < len(fresh)
-        seen["identical_prompts"] += (
-            any(
-                sum(other[:COMMON] == sequence[:COMMON] for other in fresh) > 3
-                for sequence in fresh
-            )
-            and len({bytes(sequence) for sequence in fresh}) > 3
-        )
-        if self._llm.manager.enable_prefix_caching and self._llm.scheduler.waiting and admitted:
-            head = self._llm.scheduler.waiting[0]
-            has_row = len(self._llm.scheduler.running) < self._llm.config.scheduler.max_num_seqs
+        beginnings = Counter(bytes(sequence[:COMMON]) for sequence in fresh)
+        num_different = len({bytes(sequence) for sequence in fresh})
+        is_common = max(beginnings.values(), default=0) > 3
+        seen["identical_prompts"] += is_common and num_different > 3
+        scheduler = self._llm.scheduler
+        if self._llm.manager.enable_prefix_caching and scheduler.waiting and admitted:
+            head = scheduler.waiting[0]
+            has_row = len(scheduler.running) < self._llm.config.scheduler.max_num_seqs
             begins = {
                 (ran.item.request.params.cache_salt, *ran.track.sequence[:size]) for ran in started
             }
-            seen["waits_for_prefix"] += (
-                has_row and (head.params.cache_salt, *head.token_ids[:size]) in begins
-            )
+            waits = (head.params.cache_salt, *head.token_ids[:size]) in begins
+            seen["waits_for_prefix"] += has_row and waits
         shared = [ran.track.prefix(size) for ran in admitted if ran.item.num_computed_tokens]
         seen["shared_block"] += len(set(shared)) < len(shared)
 
     def count_end(self) -> None:
-        """The patterns of the whole scenario."""
+        """Count the patterns of the whole scenario."""
         seen = self.seen
         scenario = self._scenario
         pool = self._llm.manager.pool
@@ -462,11 +501,11 @@ class Patterns:
         if self._llm.manager.offload is not None:
             seen["offload_hit"] += self._llm.manager.offload.stats.loaded_blocks
         requests = list(zip(scenario.prompts, scenario.params, strict=True))
-        seen["top_k_beside_top_p"] += sum(self._needs_both(*one) for one in requests)
+        seen["top_k_beside_top_p"] += sum(self._needs_both(*request) for request in requests)
         seen["logprobs_of_sampled"] += sum(
-            own.logprobs is not None and not own.is_greedy for _, own in requests
+            params.logprobs is not None and not params.is_greedy for _, params in requests
         )
-        seen["prompt_logprobs"] += sum(not own.reads_prefix_cache for _, own in requests)
+        seen["prompt_logprobs"] += sum(not params.reads_prefix_cache for _, params in requests)
         lengths = [len(prompt) for prompt in scenario.prompts]
         seen["sampled"] += sum(params.temperature > 0 for params in scenario.params)
         seen["short_prompt"] += sum(length < WINDOW for length in lengths)
@@ -477,11 +516,12 @@ class Patterns:
             return False
         book = answer_book(self._scenario.layers)
         limit = self._llm.config.scheduler.max_model_len
-        kinds = params, replace(params, top_k=0), replace(params, top_p=1.0)
-        return len({tuple(book.answer(prompt, one, limit)) for one in kinds}) == len(kinds)
+        variants = params, replace(params, top_k=0), replace(params, top_p=1.0)
+        answers = {tuple(book.answer(prompt, variant, limit)) for variant in variants}
+        return len(answers) == len(variants)
 
     def count_outputs(self, outputs: Sequence[RequestOutput]) -> None:
-        """The patterns that requests end with."""
+        """Count the patterns that requests end with."""
         seen = self.seen
         limit = self._llm.config.scheduler.max_model_len
         seen["max_model_len"] += sum(

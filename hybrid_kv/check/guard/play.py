@@ -1,4 +1,4 @@
-"""Plays scenarios: an engine under the observer's rules, its answers against the oracle's."""
+"""Plays of scenarios: an engine under the observer's rules, its answers against the oracle's."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ LOGPROB_LIMIT = 1e-3  # differences of residues are integers
 
 
 @dataclass(frozen=True)
-class Failure:
+class ScenarioFailure:
     """A scenario that went wrong: the first `rule` that it broke, and how.
 
-    The rule is one of the sanitizer's or of the observer's, `tokens` for a request that differs from the oracle, or,
-    if the engine failed by itself, the kind of error and the function that raised it.
+    The rule is one of the sanitizer's or of the observer's, `tokens` for a request that differs
+    from the oracle, or, if the engine failed by itself, the kind of error and the function that
+    raised it.
     """
 
     scenario: Scenario
@@ -47,13 +48,12 @@ class Failure:
 
 @dataclass
 class Differences:
-    """What scenarios had wrong (nothing, if all is well), and what happened in them."""
+    """The failures of scenarios, and how often each pattern happened in them."""
 
-    wrong: list[Failure] = field(default_factory=list)
+    wrong: list[ScenarioFailure] = field(default_factory=list)
     seen: Counter[str] = field(default_factory=Counter)
-    cells: list[Cell] = field(
-        default_factory=list
-    )  # of the covering design, those that had their effect
+    # Of the covering design, those that had their effect.
+    cells: list[Cell] = field(default_factory=list)
     num_requests: int = 0
     num_scenarios: int = 0
 
@@ -64,13 +64,19 @@ class Differences:
 
 
 def rule_of(error: Exception) -> str:
-    """What an engine that failed by itself has broken: the kind of error and the function that raised it."""
+    """Return the name of the rule for an engine that failed by itself.
+
+    It is the kind of the error and the function that raised it.
+    """
     return f"{type(error).__name__} in {traceback.extract_tb(error.__traceback__)[-1].name}"
 
 
 @contextmanager
 def unwarned() -> Iterator[None]:
-    """A guard does on purpose what a user is warned of: drafts without a proposer, short prompts, damaged files."""
+    """Silence the warnings that a guard provokes on purpose.
+
+    Such as drafts without a proposer, short prompts, damaged files.
+    """
     logger = logging.getLogger("hybrid_kv")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -89,7 +95,11 @@ def run_scenario(scenario: Scenario) -> Differences:
 def play(
     scenario: Scenario, observers: Sequence[EngineObserver] = ()
 ) -> tuple[Differences, list[RequestOutput]]:
-    """`run_scenario`, and the outputs. `observers` see each step before the observer does."""
+    """Run a scenario as `run_scenario` does, and return the outputs too.
+
+    Args:
+        observers: they see each step before the guard's observer does.
+    """
     options = scenario.options
     book = answer_book(scenario.layers)
     limit = options["max_model_len"]
@@ -110,16 +120,18 @@ def play(
         llm.observers[:0] = observers
         observer.watch(llm)
         for wave in scenario.waves or (len(requests),):
-            part = slice(len(outputs), len(outputs) + wave)
-            prompts = scenario.prompts[part]
-            params = scenario.params[part]
+            in_wave = slice(len(outputs), len(outputs) + wave)
+            prompts = scenario.prompts[in_wave]
+            params = scenario.params[in_wave]
             outputs += llm.generate(prompts, params, progress=False, on_step=observer)
         observer.finish(llm, outputs)
     except (RuleError, SanitizerError) as error:
-        result.wrong = [Failure(scenario, error.rule, str(error))]
+        result.wrong = [ScenarioFailure(scenario, error.rule, str(error))]
         return result, outputs
     except Exception as error:
-        result.wrong = [Failure(scenario, rule_of(error), f"{type(error).__name__}: {error}")]
+        result.wrong = [
+            ScenarioFailure(scenario, rule_of(error), f"{type(error).__name__}: {error}")
+        ]
         return result, outputs
     result.cells = [observer.cell] if observer.cell is not None else []
     for i, (output, expected) in enumerate(zip(outputs, answers, strict=True)):
@@ -127,24 +139,34 @@ def play(
             expected = expected[: len(output.token_ids)]
         if output.finish_reason == "error" and observer.never_fits(llm, i):
             expected = []
-        if output.token_ids != expected:
-            first = common_prefix(output.token_ids, expected)
-            report = f"request {i} ({len(scenario.prompts[i])} prompt tokens) differs at output token {first}"
-            error_text = f": {output.error}" if output.error else ""
-            result.wrong.append(Failure(scenario, "tokens", report + error_text))
-        elif expected and (num_top := scenario.params[i].logprobs) is not None:
-            due = book.logprobs([*scenario.prompts[i], *expected])
-            if problem := wrong_logprob(output, due, num_top, LOGPROB_LIMIT):
-                result.wrong.append(Failure(scenario, "logprobs", f"request {i}{problem}"))
+        result.wrong += _wrong_output(scenario, i, output, expected)
     return result, outputs
 
 
+def _wrong_output(
+    scenario: Scenario, number: int, output: RequestOutput, expected: list[int]
+) -> list[ScenarioFailure]:
+    """Return how a request's output differs from the expected answer; empty if it does not."""
+    prompt = scenario.prompts[number]
+    if output.token_ids != expected:
+        first = common_prefix(output.token_ids, expected)
+        report = f"request {number} ({len(prompt)} prompt tokens) differs at output token {first}"
+        error_text = f": {output.error}" if output.error else ""
+        return [ScenarioFailure(scenario, "tokens", report + error_text)]
+    num_top = scenario.params[number].logprobs
+    if not expected or num_top is None:
+        return []
+    due = answer_book(scenario.layers).logprobs([*prompt, *expected])
+    problem = wrong_logprob(output, due, num_top, LOGPROB_LIMIT)
+    return [ScenarioFailure(scenario, "logprobs", f"request {number}{problem}")] if problem else []
+
+
 def wrong_logprob(output: RequestOutput, due: torch.Tensor, num_top: int, limit: float) -> str:
-    """The first token whose log-probability is not `due`, or the best ones beside it; empty if none.
+    """Return the first token whose log-probability, or whose best ones, are wrong; empty if none.
 
     Args:
-        due: [num_tokens - 1, vocab_size], of the tokens behind the first.
-        num_top: how many of the best ones it wants.
+        due: [num_tokens - 1, vocab_size], of the tokens after the first.
+        num_top: how many of the best tokens the request wants.
         limit: of a difference.
     """
     given = output.logprobs
@@ -157,15 +179,16 @@ def wrong_logprob(output: RequestOutput, due: torch.Tensor, num_top: int, limit:
     if len(given) != len(due) - begin:
         return f": {len(given)} log-probabilities, not {len(due) - begin}"
     tokens = [*output.prompt_token_ids, *output.token_ids][begin + 1 :]
-    for place, (one, row, token) in enumerate(
+    for place, (logprob, row, token) in enumerate(
         zip(given, due[begin:], tokens, strict=True), begin + 1
     ):
-        ids = [token, *(best for best, _ in one.top)]
-        values = [one.logprob, *(value for _, value in one.top)]
-        found = torch.tensor([*values, *values[1:]], dtype=row.dtype)
+        ids = [token, *(best for best, _ in logprob.top)]
+        values = [logprob.logprob, *(value for _, value in logprob.top)]
+        reported = torch.tensor([*values, *values[1:]], dtype=row.dtype)
         expected = torch.cat([row[ids], row.topk(num_top).values])
-        if found.shape != expected.shape or float((found - expected).abs().max()) > limit:
-            return f", token {place}: log-probabilities {values}, not {expected[: 1 + num_top].tolist()}"
+        if reported.shape != expected.shape or float((reported - expected).abs().max()) > limit:
+            expected_values = expected[: 1 + num_top].tolist()
+            return f", token {place}: log-probabilities {values}, not {expected_values}"
     return ""
 
 
@@ -193,7 +216,11 @@ def _run_batch(seeds: Sequence[int]) -> list[Differences]:
 def run_scenarios(
     seeds: Iterator[int], pool: Executor | None, workers: int
 ) -> Generator[Differences]:
-    """Scenarios in the order of their seeds, which may be without end, whatever the number of processes."""
+    """Yield the results of scenarios in the order of their seeds, however many processes run them.
+
+    Args:
+        seeds: may be without end.
+    """
     if pool is None:
         yield from (run_scenario(draw_scenario(seed)) for seed in seeds)
         return
@@ -201,7 +228,10 @@ def run_scenarios(
     try:
         while True:
             with deaf_to_ctrl_c():  # A submit may start a worker.
-                while len(in_flight) < 3 * workers and (batch := list(islice(seeds, 4))):
+                while len(in_flight) < 3 * workers:
+                    batch = list(islice(seeds, 4))
+                    if not batch:
+                        break
                     in_flight.append(pool.submit(_run_batch, batch))
             if not in_flight:
                 return
@@ -216,24 +246,24 @@ class Play(Protocol):
 
     Attributes:
         name: the seed and what it has drawn.
-        seen: how often what happened.
+        seen: how often each pattern happened.
     """
 
     name: str
     seen: Counter[str]
 
     def problems(self) -> Iterator[str]:
-        """What is wrong; nothing if all is well. An exception is wrong, too."""
+        """Yield what is wrong; nothing if all is well. An exception is wrong, too."""
 
 
 def play_seeds(
     run: Run, make: Callable[[int], Play], required: Sequence[str], name: str, counted: str
 ) -> CheckResult:
-    """As many plays of a section as `run` wants, each by a seed of its own, as one line.
+    """Play a section as often as `run` wants, each time with another seed, and sum up in a line.
 
     Args:
-        required: what has to happen in one of them, or they are void.
-        counted: what happens as often as something could be wrong.
+        required: patterns that must happen in one of the plays, or they are void.
+        counted: the pattern that happens as often as something could be wrong.
     """
     begin = time.perf_counter()
     failed_after = None
@@ -243,26 +273,27 @@ def play_seeds(
         with unwarned():
             play = make(run.seed * 1_000_003 + i)
             try:
-                found = list(play.problems())
+                problems = list(play.problems())
             except Exception as error:
-                found = [f"{rule_of(error)}: {error}"]
-        wrong += (f"{play.name}: {text}" for text in found)
+                problems = [f"{rule_of(error)}: {error}"]
+        wrong += (f"{play.name}: {problem}" for problem in problems)
         seen += play.seen
         if wrong and failed_after is None:
             failed_after = time.perf_counter() - begin
         run.progress(1)
         if wrong and run.fail_fast:
             break
-    if not wrong and (missing := [what for what in required if not seen[what]]):
+    missing = [pattern for pattern in required if not seen[pattern]]
+    if not wrong and missing:
         wrong.append(f"void: never {', '.join(missing)}")
     return CheckResult(
         name,
-        len(wrong),
-        "requests",
-        "0",
-        seen[counted],
-        wrong[0] if wrong else "",
-        {"seed": run.seed},
-        {what.replace(" ", "_"): seen[what] for what in required},
+        value=len(wrong),
+        unit="requests",
+        limit="0",
+        n=seen[counted],
+        detail=wrong[0] if wrong else "",
+        params={"seed": run.seed},
+        metrics={pattern.replace(" ", "_"): seen[pattern] for pattern in required},
         failed_after=failed_after,
     )

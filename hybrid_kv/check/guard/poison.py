@@ -1,7 +1,8 @@
 """Memory that must not be read, filled with what changes every result.
 
-Stale memory often holds the right value by chance: a block that its last owner filled with the same tokens, a logical
-block of the block table that an earlier step gathered for another request with the same prefix.
+Stale memory often holds the right value by chance: a block that its last owner filled with the same
+tokens, a logical block of the block table that an earlier step gathered for another request with
+the same prefix.
 """
 
 from __future__ import annotations
@@ -18,20 +19,27 @@ from hybrid_kv.request import ScheduledRequest
 
 
 def poison(llm: LLM) -> None:
-    """Fill the cache, and what rows keep beside it, with what no reader may use: NaN in every float format, else -1."""
-    rows = [part for memory in llm.runner.row_memory.values() for part in vars(memory).values()]
+    """Fill the cache, and what rows keep besides, with NaN in every float format, else -1."""
+    rows = [kept for memory in llm.runner.row_memory.values() for kept in vars(memory).values()]
     for buffer in (*llm.runner.raw_buffers, *filter(torch.is_tensor, rows)):
         buffer.view(torch.uint8).fill_(255)
 
 
 def poison_null_block(llm: LLM) -> None:
-    """Who is led there writes and reads its own state, which is as good as a block as long as it is alone."""
+    """Fill the null block.
+
+    A request misdirected to it would read back its own state, and look correct as long as it is
+    alone.
+    """
     for buffer in llm.runner.raw_buffers:
         buffer[: len(buffer) // llm.manager.pool.num_blocks].fill_(-1)
 
 
 def poison_free_blocks(llm: LLM) -> None:
-    """What no request holds and nothing can find is another request's in the next step."""
+    """Fill the blocks that no request holds and nothing can find.
+
+    They may be another request's in the next step.
+    """
     pool = llm.manager.pool
     free = [
         block
@@ -43,11 +51,12 @@ def poison_free_blocks(llm: LLM) -> None:
 
 
 class StaleBlocks:
-    """Makes null, before a step, every logical block of the block tables that the step must write before it reads it.
+    """The logical blocks of the block tables that a step must write before it reads them.
 
-    What may stay is what any implementation may keep from step to step: of a row its own blocks, and of a place in the
-    batch the blocks that were gathered there for the same request. All else is null, which is poisoned (above); an id
-    that does not exist would be no better, as readers may load logical blocks that they mask. Padding rows are left
+    Before a step they are made null. What may stay is what any implementation may keep from step to
+    step: of a row its own blocks, and of a place in the batch the blocks that were gathered there
+    for the same request. All else is null, which is poisoned (above); an id that does not exist
+    would be no better, as readers may load logical blocks that they mask. Padding rows are left
     alone: null is what they must be.
     """
 
@@ -55,12 +64,11 @@ class StaleBlocks:
         self._tables = tables
         self._owners = [0] * tables.max_num_reqs  # how many requests each row has had
         self._batch: list[tuple[int, int]] = []  # row and owner of each place in the last step
-        self._gathered: dict[
-            int, tuple[tuple[int, int], list[int]]
-        ] = {}  # by place: for whom, blocks per group
+        # By place: row and owner, blocks per group.
+        self._gathered: dict[int, tuple[tuple[int, int], list[int]]] = {}
 
     def poison(self, batch: Sequence[ScheduledRequest]) -> None:
-        """Before anything of the step is staged. `batch` is in batch order."""
+        """Make stale blocks null before a step is staged; `batch` is in batch order."""
         tables = self._tables
         held = self._tables.num_blocks.numpy()
         for place, key in enumerate(self._batch):

@@ -1,4 +1,4 @@
-"""Which prefixes a cache without eviction would have, re-implemented: the cache that is checked is not used."""
+"""The prefixes that a cache without eviction would have, re-implemented without the cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hybrid_kv.kernels.common.integers import cdiv
 
 
 def recompute_of(spec: KVCacheSpec) -> RecomputeSpec | None:
-    """The ring of a group of states in scheme `recompute`."""
+    """Return the ring of a group of states in scheme `recompute`; None for any other group."""
     return (
         spec.rollback
         if isinstance(spec, MambaSpec) and isinstance(spec.rollback, RecomputeSpec)
@@ -22,36 +22,41 @@ def recompute_of(spec: KVCacheSpec) -> RecomputeSpec | None:
 
 
 def states_behind(spec: MambaSpec, is_async: bool) -> int:
-    """Mode align: logical blocks before a request's last one that may have a block."""
-    if (recompute := recompute_of(spec)) is None:
+    """Return how many logical blocks before the last one may have a block, in mode align."""
+    recompute = recompute_of(spec)
+    if recompute is None:
         return 1
-    # The last token of a step is at most so far behind the state that the step, or the one in flight, starts from.
-    T = 1 + recompute.num_speculative_tokens
-    furthest = min(recompute.ring_len, spec.block_size + 2 * T - 1) + T * is_async
+    # The last token of a step is at most so far behind the state that the step, or the one in
+    # flight, starts from.
+    longest = 1 + recompute.num_speculative_tokens  # tokens of a step
+    furthest = min(recompute.ring_len, spec.block_size + 2 * longest - 1) + longest * is_async
     return cdiv(furthest, spec.block_size)
 
 
 def longest_hit(
     specs: Sequence[KVCacheSpec], num_tokens: int, is_there: Callable[[int, int], bool]
 ) -> int:
-    """The longest prefix of the first `num_tokens` tokens that can be restored, the last token excluded.
+    """Return the longest prefix that can be restored of the first `num_tokens` tokens.
 
-    Of it there are all K and V, those of a sliding window as far as the next token sees them, and the states at its
-    end; `is_there` gets a spec's number and the end of a block.
+    The last token is excluded. A prefix can be restored if all its K and V are there, those of a
+    sliding window as far as the next token sees them, and the states at its end.
+
+    Args:
+        is_there: gets a spec's number and the end of a block.
     """
     unit = lcm(*(spec.block_size for spec in specs))
     best = 0
     for end in range(unit, num_tokens, unit):
         is_whole = True
         for number, spec in enumerate(specs):
-            size, window = spec.block_size, window_of(spec)
+            size = spec.block_size
+            window = window_of(spec)
             is_full = not isinstance(spec, MambaSpec) and window is None
             first = end if isinstance(spec, MambaSpec) else end - unit + size
             if window is not None:
-                first = (
-                    max(0, end - window + 1) // size * size + size
-                )  # the end of the block that the window begins in
-            if not all(is_there(number, part) for part in range(first, end + 1, size)):
+                # The end of the block that the window begins in.
+                first = max(0, end - window + 1) // size * size + size
+            if not all(is_there(number, block_end) for block_end in range(first, end + 1, size)):
                 if is_full:
                     return best
                 is_whole = False
@@ -60,10 +65,10 @@ def longest_hit(
 
 
 class Published:
-    """The prefixes that a cache without eviction has: K/V of each block, and the states that each mode keeps.
+    """The prefixes that a cache without eviction has: K/V of each block, and each mode's states.
 
     Attributes:
-        late: those of states that scheme `recompute` wrote a step late, cleared or not.
+        late: prefixes whose states scheme `recompute` wrote a step late, cleared or not.
         unit: tokens between two places at which a hit can end.
     """
 
@@ -75,15 +80,16 @@ class Published:
         self._seen: set[tuple[int, Prefix]] = set()
 
     def clear(self) -> None:
-        """Nothing can be found any more."""
+        """Forget all prefixes."""
         self._seen.clear()
 
     def add(self, ran: Ran) -> None:
-        """A step has completed these blocks."""
+        """Add the blocks that a step has completed."""
         before = ran.track.base  # the same in all groups of states
         for kind, spec in enumerate(self._specs):
             first = ran.item.num_computed_tokens // spec.block_size
-            if isinstance(spec, MambaSpec) and (recompute := recompute_of(spec)) is not None:
+            recompute = recompute_of(spec)
+            if isinstance(spec, MambaSpec) and recompute is not None:
                 if not ran.is_prefill:
                     ran.track.base = before
                     self._recompute(ran, kind, spec, recompute)
@@ -98,7 +104,10 @@ class Published:
             self._seen.update((kind, ran.track.prefix(end)) for end in ends)
 
     def _recompute(self, ran: Ran, kind: int, spec: MambaSpec, recompute: RecomputeSpec) -> None:
-        """A decode begins with writing the state at the boundary that it finds passed, or one that empties the ring."""
+        """Add the state that a decode writes before it runs.
+
+        It is the state at the boundary that the decode finds passed, or one that empties the ring.
+        """
         track = ran.track
         n = ran.item.num_computed_tokens
         boundary = (track.base // spec.block_size + 1) * spec.block_size
@@ -116,7 +125,7 @@ class Published:
         self._seen.add((kind, track.prefix(boundary)))
 
     def end(self, track: Track, num_tokens: int) -> None:
-        """A request gives up its blocks after so many tokens: what it has completed is written first."""
+        """Write what a request has completed, before it gives up its blocks."""
         before = track.base
         for kind, spec in enumerate(self._specs):
             if (
@@ -130,7 +139,9 @@ class Published:
                     self._write(track, kind, boundary)
 
     def hit(self, track: Track, num_tokens: int) -> int:
-        """How many of a request's first tokens can be restored."""
-        return longest_hit(
-            self._specs, num_tokens, lambda kind, end: (kind, track.prefix(end)) in self._seen
-        )
+        """Return how many of a request's first tokens can be restored."""
+
+        def is_there(kind: int, end: int) -> bool:
+            return (kind, track.prefix(end)) in self._seen
+
+        return longest_hit(self._specs, num_tokens, is_there)

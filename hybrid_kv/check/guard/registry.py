@@ -1,6 +1,7 @@
-"""What a check is, and where the guard finds them: every module of `guard.checks` registers its own.
+"""Checks, and where the guard finds them: every module of `guard.checks` registers its own.
 
-A check that measures lies in `hybrid_kv.measure.guard_checks`, which registers them once it is imported.
+A check that measures lies in `hybrid_kv.measure.guard_checks`, which registers them once it is
+imported.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ Runs = Literal["beside", "spread", "alone"]
 class CheckResult:
     """One line of the guard's table.
 
-    `value` is the metric, `limit` what it was compared with (empty if nothing), `detail` the first thing that is wrong:
-    empty if nothing is, and it begins with `void` if what had to happen did not. `params` say what was run, `metrics`
-    what else was counted, `interval` is the 95 % interval of `value`. `case` is the text of a file that plays the first
-    failure again, see `guard.cases`; empty: there is none. `failed_after` is when the first thing was wrong, in seconds
-    since its section began; in the guard's results since the guard did. `section` and `seconds` are filled in by
-    `check`, but for a line in another section's part of the table.
+    `value` is the metric, `limit` what it was compared with (empty if nothing), `detail` the first
+    thing that is wrong: empty if nothing is, and it begins with `void` if what had to happen did
+    not. `params` say what was run, `metrics` what else was counted, `interval` is the 95 % interval
+    of `value`. `case` is the text of a file that plays the first failure again, see `guard.cases`;
+    empty: there is none. `failed_after` is when the first thing was wrong, in seconds since its
+    section began; in the guard's results since the guard did. `section` and `seconds` are filled in
+    by `check`, but for a line in another section's part of the table.
     """
 
     name: str
@@ -64,16 +66,16 @@ def unseen(done: float) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """What a check is given.
+    """The inputs of a check.
 
     Attributes:
         amount: how much to do, in the check's own unit.
-        progress: called with the part of the amount that is done, in the same unit.
+        progress: called with the share of the amount that is done, in the same unit.
         workers: processes that it may use, those of `pool`; without a pool this one alone.
         device: of the guard model; the exact one follows its integers on the CPU.
         only: levels by factor: run all that has them and nothing else, whatever the amount.
         repro: folder for a small case of what failed; None writes none.
-        fail_fast: nothing is needed behind the first thing that is wrong; behind a line, `check` sees to that.
+        fail_fast: the check may stop after its first failure; after a line, `check` sees to that.
     """
 
     amount: int
@@ -90,22 +92,29 @@ class Run:
 Function = Callable[[Run], list[CheckResult]]
 
 
+def _no_lines(run: Run) -> list[CheckResult]:
+    return []
+
+
 CHECKS: dict[str, Check] = {}  # by section
 
 
 @dataclass(frozen=True)
 class Check:
-    """A section of the guard; it decorates the function that yields its lines, and registers itself.
+    """A section of the guard: a decorator of the function that yields its lines.
+
+    It registers itself.
 
     Args:
-        quick, full, long: how much of it in each size of guard; 0 leaves it out, `long` is as `full` unless given. On
-            two cores the quick guard ends within a minute, the full one within four, the long one within half an hour.
+        quick, full, long: how much of it in each size of guard; 0 leaves it out, `long` is as
+            `full` unless given. On two cores the quick guard ends within a minute, the full one
+            within four, the long one within half an hour.
         seconds: for one of its amount; the progress bar is one of time.
         place: sections are printed in this order, and run in it where they run one by one.
         needs: packages that are an extra's, separated by spaces.
-        factors: what `Run.only` may name, with all levels of each; called when it is needed.
-        runs: in one process beside others, or over all of them (`spread`), or with nothing beside it (`alone`), as
-            what measures time must.
+        factors: what `only` of a run may name, with all levels of each; called when it is needed.
+        runs: `beside` others in one process, `spread` over all processes, or `alone`, with nothing
+            else running, as what measures time must.
         function: what was decorated; each of its lines gets the seconds since the one before.
     """
 
@@ -118,7 +127,7 @@ class Check:
     needs: str = ""
     factors: Callable[[], Mapping[str, Sequence[Any]]] = dict
     runs: Runs = "beside"
-    function: Function = lambda run: []
+    function: Function = _no_lines
 
     @property
     def amounts(self) -> dict[Size, int]:
@@ -131,7 +140,7 @@ class Check:
     def __call__(self, function: Callable[[Run], Iterator[CheckResult]]) -> Function:
         @wraps(function)
         def lines(run: Run) -> list[CheckResult]:
-            found = list[CheckResult]()
+            results = list[CheckResult]()
             start = time.perf_counter()
             begin = start
             for line in function(run):
@@ -143,7 +152,7 @@ class Check:
                     if line.failed_after is None
                     else line.failed_after
                 )
-                found.append(
+                results.append(
                     replace(
                         line,
                         section=line.section or self.section,
@@ -154,7 +163,7 @@ class Check:
                 if run.fail_fast and not line.passed:
                     break
                 begin = end
-            return found
+            return results
 
         CHECKS[self.section] = replace(self, function=lines)
         return lines
@@ -164,7 +173,8 @@ check = Check
 
 
 def refuse_unknown_levels(only: Mapping[str, str], checks: Sequence[Check]) -> None:
-    """
+    """Refuse factors and levels that no check has.
+
     Raises:
         ConfigError: no check has such a factor, or the factor no such level.
     """
@@ -185,7 +195,7 @@ def refuse_unknown_levels(only: Mapping[str, str], checks: Sequence[Check]) -> N
 
 
 def load_checks() -> list[Check]:
-    """All checks of `guard.checks` and those that are registered, in the order in which they run."""
+    """Return the checks of `guard.checks` and those registered elsewhere, in their order."""
     for module in iter_modules(checks.__path__):
         import_module(f"{checks.__name__}.{module.name}")
     return sorted(CHECKS.values(), key=lambda check: (check.place, check.section))

@@ -1,6 +1,7 @@
 """A scenario as a file, and played again step by step.
 
-The file is JSON: what `Scenario` has, a request a line, and the rule that it broke when it was written.
+The file is JSON: what `Scenario` has, a request a line, and the rule that it broke when it was
+written.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import asdict, fields
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from hybrid_kv.check.guard.play import play, unwarned
-from hybrid_kv.check.guard.scenario import SCRIPTS, Event, Scenario
+from hybrid_kv.check.guard.scenario import SCRIPTS, Disturbance, Scenario
 from hybrid_kv.config import ConfigError, engine_config
 from hybrid_kv.models.exact import ATTENTION, PARTS, ExactConfig
 from hybrid_kv.observe import EngineObserver
@@ -23,27 +24,33 @@ T = TypeVar("T")
 FORMAT = "hybrid-kv scenario"
 VERSION = 1
 NUM_STEPS = 12  # of a story, the last ones
-# Of a case, prompts and answers; of each number in its options; of each size in bytes. A hundred times what the guard
-# draws: more runs for hours, or needs all memory.
+# Of a case, prompts and answers; of each number in its options; of each size in bytes. A hundred
+# times what the guard draws: more runs for hours, or needs all memory.
 MAX_TOKENS = 100_000
 MAX_NUMBER = 2**20
 MAX_MEMORY = 2**30
 
 
 def to_json(scenario: Scenario, rule: str = "") -> str:
-    """The text of a scenario's file; `rule` is for the reader."""
+    """Return the text of a scenario's file; `rule` is for the reader."""
     parts = asdict(scenario)
     prompts = parts.pop("prompts")
     params = parts.pop("params")
     requests = [
-        {"prompt": prompt, **_changed(SamplingParams(**own))}
-        for prompt, own in zip(prompts, params, strict=True)
+        {"prompt": prompt, **_changed(SamplingParams(**fields_of_params))}
+        for prompt, fields_of_params in zip(prompts, params, strict=True)
     ]
     return as_text(FORMAT, rule, parts, "requests", requests)
 
 
 def as_text(form: str, rule: str, parts: Mapping[str, Any], name: str, many: Sequence[Any]) -> str:
-    """The text of a case's file: its parts, and under a `name` what there are many of, a line each."""
+    """Return the text of a case's file.
+
+    Args:
+        form: its format.
+        parts: entries, a line each.
+        name: of the list `many`, which has a line for each of its items.
+    """
     values = {"format": form, "version": VERSION, "rule": rule, **parts}
     lines = {key: json.dumps(value) for key, value in values.items()}
     lines[name] = "[\n  " + ",\n  ".join(map(json.dumps, many)) + "\n ]"
@@ -51,33 +58,36 @@ def as_text(form: str, rule: str, parts: Mapping[str, Any], name: str, many: Seq
 
 
 def parts_of(document: Mapping[str, Any], names: Set[str]) -> dict[str, Any]:
-    """What `as_text` was given.
+    """Return the parts that `as_text` was given.
 
     Raises:
         KeyError, ValueError: another version, or other names.
     """
     parts = {key: value for key, value in document.items() if key not in ("format", "rule")}
-    if (version := parts.pop("version")) != VERSION:
+    version = parts.pop("version")
+    if version != VERSION:
         raise ValueError(f"version {version!r}, not {VERSION}")
-    if strange := sorted(parts.keys() ^ names):
+    strange = sorted(parts.keys() ^ names)
+    if strange:
         raise ValueError(f"{strange[0]!r} is unknown or missing")
     return parts
 
 
 def from_json(text: str, name: str = "scenario") -> Scenario:
-    """The scenario of a file's text; `name` is the file's, for the error.
+    """Return the scenario of a file's text; `name` is the file's, for the error.
 
     Raises:
-        ConfigError: it is no scenario, of another version, or has a value that no scenario can have.
+        ConfigError: it is no scenario, of another version, or has a value that no scenario can
+            have.
     """
     return from_text(text, name, from_document)
 
 
 def from_text(text: str, name: str, read: Callable[[Any], T]) -> T:
-    """What a file's JSON is read as.
+    """Read a file's text as JSON, and that as a case.
 
     Raises:
-        ConfigError: it cannot be.
+        ConfigError: it cannot be read so.
     """
     try:
         return read(json.loads(text))
@@ -91,7 +101,7 @@ def from_text(text: str, name: str, read: Callable[[Any], T]) -> T:
 
 
 def from_document(document: Any) -> Scenario:
-    """The scenario of a file's JSON.
+    """Return the scenario of a file's JSON.
 
     Raises:
         ConfigError, KeyError, TypeError, ValueError, AttributeError: as `from_json`.
@@ -107,11 +117,13 @@ def from_document(document: Any) -> Scenario:
     cell = tuples(parts["cell"])
     waves = tuple(parts["waves"])
     numbers = [seed, *waves, *(token for prompt in prompts for token in prompt)]
-    if strange := [number for number in numbers if type(number) is not int]:
-        raise ValueError(f"{strange[0]!r} is no integer")
+    not_integers = [number for number in numbers if type(number) is not int]
+    if not_integers:
+        raise ValueError(f"{not_integers[0]!r} is no integer")
     vocab_size = ExactConfig.vocab_size
-    if strange := [token for prompt in prompts for token in prompt if not 0 <= token < vocab_size]:
-        raise ValueError(f"token {strange[0]} is outside the vocabulary of {vocab_size}")
+    outside = [token for prompt in prompts for token in prompt if not 0 <= token < vocab_size]
+    if outside:
+        raise ValueError(f"token {outside[0]} is outside the vocabulary of {vocab_size}")
     if not prompts or (waves and (sum(waves) != len(prompts) or min(waves) < 1)):
         raise ValueError(f"waves of {list(waves)} requests, but {len(prompts)} requests")
     if (
@@ -129,43 +141,43 @@ def from_document(document: Any) -> Scenario:
         raise ValueError("options have no num_speculative_tokens")
     events = tuple(_event(**event) for event in parts["events"])
     params = [SamplingParams(**request) for request in requests]
-    answers = sum(min(own.max_tokens, options["max_model_len"]) for own in params)
+    answers = sum(min(each.max_tokens, options["max_model_len"]) for each in params)
     check_size(sum(map(len, prompts)) + answers, options)
     return Scenario(seed, layers, options, prompts, params, waves, drafts, events, cell)
 
 
 def check_size(num_tokens: int, options: Mapping[str, Any]) -> None:
-    """
+    """Refuse a case that is larger than any that the guard writes.
+
     Raises:
-        ValueError: a case is larger than any that the guard writes.
+        ValueError: it has too many tokens, or an option is too large.
     """
     if num_tokens > MAX_TOKENS:
         raise ValueError(f"prompts and answers of {num_tokens:,} tokens, more than {MAX_TOKENS:,}")
     for name, value in options.items():
-        if isinstance(value, int) and value > (
-            most := MAX_MEMORY if name.endswith("_bytes") else MAX_NUMBER
-        ):
+        most = MAX_MEMORY if name.endswith("_bytes") else MAX_NUMBER
+        if isinstance(value, int) and value > most:
             raise ValueError(f"{name}={value} is more than {most:,}")
 
 
-def _event(what: Any, first: int, every: int = 0) -> Event:
-    known = get_args(get_type_hints(Event)["what"])
-    if what not in known or any(
+def _event(kind: Any, first: int, every: int = 0) -> Disturbance:
+    known = get_args(get_type_hints(Disturbance)["what"])
+    if kind not in known or any(
         type(n) is not int or not 0 <= n <= MAX_TOKENS for n in (first, every)
     ):
         raise ValueError(
-            f"event {what!r} at step {first!r} and every {every!r} is none of {', '.join(known)}"
+            f"event {kind!r} at step {first!r} and every {every!r} is none of {', '.join(known)}"
         )
-    return Event(what, first, every)
+    return Disturbance(kind, first, every)
 
 
 def tuples(parts: dict[str, Any]) -> dict[str, Any]:
-    """JSON has lists only."""
+    """Replace lists by tuples: JSON has lists only."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in parts.items()}
 
 
 def _changed(params: SamplingParams) -> dict[str, Any]:
-    """What differs from the default."""
+    """Return the parameters that differ from the defaults, and `max_tokens`."""
     usual = vars(SamplingParams())
     return {
         key: value
@@ -175,7 +187,7 @@ def _changed(params: SamplingParams) -> dict[str, Any]:
 
 
 class _Story(EngineObserver):
-    """What ran in each step, in words."""
+    """The story of a play: each step in words."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -200,11 +212,16 @@ def _in_words(item: ScheduledRequest) -> str:
 
 @unwarned()
 def tell(scenario: Scenario) -> tuple[str, list[str]]:
-    """Play a scenario: the first rule that it breaks, empty if none, and the story of it in lines."""
+    """Play a scenario; return the first rule that it breaks, empty if none, and its story."""
     story = _Story()
     wrong = play(scenario, [story])[0].wrong[:1]
     sent = [
         f"request {i}: {prompt}" for i, prompt in enumerate(scenario.prompts) if len(prompt) <= 64
     ]
-    lines = [f"{scenario}", *sent, *story.lines[-NUM_STEPS:], *(one.report for one in wrong)]
-    return "".join(one.rule for one in wrong), lines
+    lines = [
+        f"{scenario}",
+        *sent,
+        *story.lines[-NUM_STEPS:],
+        *(failure.report for failure in wrong),
+    ]
+    return "".join(failure.rule for failure in wrong), lines

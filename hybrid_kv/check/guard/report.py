@@ -1,4 +1,4 @@
-"""What `hybrid-kv guard` prints, and its JSON."""
+"""The guard's table and its JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VERDICTS: dict[str, Word] = {"pass": "ok", "fail": "failed", "void": "void"}
 
 
 def verdicts(results: Sequence[CheckResult]) -> list[Verdict]:
-    """For `hybrid_kv.check.ci`."""
+    """Return the results as `hybrid_kv.check.ci` takes them."""
     return [
         Verdict(
             f"{result.section}, {result.name}",
@@ -28,7 +28,10 @@ def verdicts(results: Sequence[CheckResult]) -> list[Verdict]:
 
 
 def section_text(results: Sequence[CheckResult], verbose: bool = False) -> str:
-    """A section's line, and below it each check that failed, or every one, with the first thing that is wrong."""
+    """Return a section's line, and below it each check that failed, or every check.
+
+    A failed check names the first thing that is wrong.
+    """
     section = results[0].section
     seconds = sum(result.seconds for result in results)
     bad = Counter(VERDICTS[result.verdict].upper() for result in results if not result.passed)
@@ -50,29 +53,34 @@ def section_text(results: Sequence[CheckResult], verbose: bool = False) -> str:
 
 
 def print_closing(results: Sequence[CheckResult]) -> None:
-    """What failed first, and how many passed."""
-    if (first := first_failure(results)) is not None:
+    """Print what failed first, and how many passed."""
+    first = first_failure(results)
+    if first is not None:
         exact = f" and {first['exact_requests']} exact requests" if first["exact_requests"] else ""
         print(f"\nfirst failure: {first['section']}, after {first['seconds']:.1f} s{exact}")
     count = Counter(result.verdict for result in results)
     others = (f", {count[name]} {VERDICTS[name]}" for name in ("fail", "void") if count[name])
     passed = f"\n{count['pass']} of {len(results)} checks passed{''.join(others)}"
-    print(passed + (f"; unfit machine: {unfit}" if (unfit := unfit_machine(results)) else ""))
+    unfit = unfit_machine(results)
+    print(passed + (f"; unfit machine: {unfit}" if unfit else ""))
 
 
 def exit_code(results: Sequence[CheckResult]) -> int:
-    """0 if all passed, 1 if one failed, `VOID` if none did but one was void."""
+    """Return 0 if all passed, 1 if one failed, `VOID` if none failed and one was void."""
     verdicts = {result.verdict for result in results}
     return 1 if "fail" in verdicts else VOID if "void" in verdicts else 0
 
 
 def unfit_machine(results: Sequence[CheckResult]) -> str:
-    """Why the times among them prove nothing; empty: they do, or there are none."""
+    """Return why the times among them prove nothing; empty: they do, or there are none."""
     return next((result.params["unfit"] for result in results if "unfit" in result.params), "")
 
 
 def first_failure(results: Sequence[CheckResult]) -> dict[str, Any] | None:
-    """The check that failed first, the seconds until then, and the exact requests if it counts them."""
+    """Return the check that failed first, and the seconds until then.
+
+    If it counts exact requests, their number too.
+    """
     failed = [result for result in results if result.failed_after is not None]
     if not failed:
         return None
@@ -89,7 +97,10 @@ def first_failure(results: Sequence[CheckResult]) -> dict[str, Any] | None:
 def document(
     results: Sequence[CheckResult], seed: int, provenance: Mapping[str, Any], complete: bool = True
 ) -> dict[str, Any]:
-    """For JSON: every check with its metric, and where the run comes from; one that is not complete did not pass."""
+    """Return every check with its metric, and the origin of the run, for JSON.
+
+    A run that is not complete did not pass.
+    """
     return {
         "passed": complete and all(result.passed for result in results),
         "complete": complete,

@@ -1,7 +1,7 @@
-"""Runs the chosen sections so that no core is idle, the most telling first.
+"""Runs of the chosen sections so that no core is idle, the most telling first.
 
-The exact model spreads over all cores and comes first: it finds most in least time. Then sections of one process each
-run beside each other, the longest first. What measures time comes last, alone.
+The exact model spreads over all cores and comes first: it finds most in least time. Then sections
+of one process each run at the same time, the longest first. What measures time comes last, alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, wait
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -38,32 +38,49 @@ Ended = tuple[Check, list[CheckResult], float]  # and the seconds that it took
 
 
 def amounts(size: Size) -> dict[str, int]:
-    """How much of each section a guard of this size runs; 0 leaves it out."""
+    """Return how much of each section a guard of this size runs; 0 leaves it out."""
     return {check.section: check.amounts[size] for check in load_checks()}
 
 
+@dataclass(frozen=True)
+class GuardOptions:
+    """The options of a guard.
+
+    Attributes:
+        progress: whether to show a bar.
+        device: of the guard model; the exact one follows its integers on the CPU.
+        select: words in sections' names; one of them is enough. Empty: all.
+        only: levels by factor; only sections that have these factors run.
+        repro: folder for reduced cases of what failed; it is made when there is one.
+        fail_fast: end with the first section that fails, and those that run at the same time.
+        jobs: processes at a time; None: see `num_workers`.
+    """
+
+    seed: int = 0
+    progress: bool = True
+    device: str = "cpu"
+    select: Sequence[str] = ()
+    only: Mapping[str, str] = field(default_factory=dict)
+    repro: Path | None = None
+    fail_fast: bool = False
+    jobs: int | None = None
+
+
+def _unreported(results: list[CheckResult]) -> None:
+    pass
+
+
 def run_guard(
-    amount: dict[str, int],
-    seed: int,
-    progress: bool = True,
-    device: str = "cpu",
-    select: Sequence[str] | None = None,
-    only: Mapping[str, str] | None = None,
-    repro: Path | None = None,
-    fail_fast: bool = False,
-    jobs: int | None = None,
-    report: Callable[[list[CheckResult]], object] = lambda found: None,
+    amount: Mapping[str, int],
+    options: GuardOptions,
+    report: Callable[[list[CheckResult]], object] = _unreported,
 ) -> list[CheckResult]:
-    """All checks, each process on one thread: on tensors this small a second one costs more than it brings.
+    """Run all checks, each process on one thread.
+
+    On tensors this small a second thread costs more than it brings.
 
     Args:
         amount: by section, such as `amounts("quick")`.
-        device: of the guard model; the exact one follows its integers on the CPU.
-        select: parts of sections' names; one of them is enough.
-        only: levels by factor; only sections that have these factors run.
-        repro: folder for reduced cases of what failed; it is made when there is one.
-        fail_fast: end with the first section that fails, and what runs beside it.
-        jobs: processes at a time; None: see `num_workers`.
         report: called with each section's results as it ends.
 
     Raises:
@@ -71,36 +88,30 @@ def run_guard(
         ModuleNotFoundError: a section needs a package that is not installed; nothing has run.
     """
     known = load_checks()
-    refuse_unknown_levels(only or {}, known)
-    chosen = [
-        check
-        for check in known
-        if amount.get(check.section)
-        and (not select or any(part.lower() in check.section for part in select))
-        and (not only or only.keys() <= check.factors().keys())
-    ]
-    if not chosen:
-        wanted = [*(select or ()), *(only or ())]
-        raise ConfigError(f"no section of this guard has {' or '.join(wanted)!r}; leave --only out")
-    require(*dict.fromkeys(package for check in chosen for package in check.needs.split()))
-    workers = num_workers(jobs)
+    chosen = _chosen(known, amount, options)
+    workers = num_workers(options.jobs)
     run = Run(
-        0, seed, workers=workers, device=device, only=only or {}, repro=repro, fail_fast=fail_fast
+        0,
+        options.seed,
+        workers=workers,
+        device=options.device,
+        only=options.only,
+        repro=options.repro,
+        fail_fast=options.fail_fast,
     )
     runs = {check.section: replace(run, amount=amount[check.section]) for check in chosen}
     results: dict[str, list[CheckResult]] = {}
     begin = time.perf_counter()
-    with one_thread(), _bar(chosen, runs, progress) as advance, _pool(workers, chosen) as pool:
-        for check, found, seconds in _sections(chosen, runs, advance, pool):
+    with (
+        one_thread(),
+        _bar(chosen, runs, options.progress) as advance,
+        _pool(workers, chosen) as pool,
+    ):
+        for check, lines, seconds in _sections(chosen, runs, advance, pool):
             started = time.perf_counter() - begin - seconds
-            results[check.section] = [
-                result
-                if result.passed
-                else replace(result, failed_after=started + (result.failed_after or 0.0))
-                for result in found
-            ]
+            results[check.section] = [_since_start(line, started) for line in lines]
             report(results[check.section])
-            if fail_fast and not all(result.passed for result in found):
+            if options.fail_fast and not all(line.passed for line in lines):
                 break
         else:
             if pool is not None:
@@ -108,10 +119,37 @@ def run_guard(
     return [result for check in known for result in results.get(check.section, [])]
 
 
+def _chosen(
+    known: Sequence[Check], amount: Mapping[str, int], options: GuardOptions
+) -> list[Check]:
+    """Return the sections that run. Raises as `run_guard`."""
+    only = options.only
+    refuse_unknown_levels(only, known)
+    chosen = [
+        check
+        for check in known
+        if amount.get(check.section)
+        and (not options.select or any(word.lower() in check.section for word in options.select))
+        and (not only or only.keys() <= check.factors().keys())
+    ]
+    if not chosen:
+        asked = " or ".join([*options.select, *only])
+        raise ConfigError(f"no section of this guard has {asked!r}; leave --only out")
+    require(*dict.fromkeys(package for check in chosen for package in check.needs.split()))
+    return chosen
+
+
+def _since_start(result: CheckResult, started: float) -> CheckResult:
+    """Count the time of a failure from the start of the guard, not of its section."""
+    if result.passed:
+        return result
+    return replace(result, failed_after=started + (result.failed_after or 0.0))
+
+
 def _sections(
     chosen: Sequence[Check], runs: Mapping[str, Run], advance: Advance, pool: Executor | None
 ) -> Iterator[Ended]:
-    """Each section as it ends."""
+    """Yield each section as it ends."""
     beside = [check for check in chosen if check.runs == "beside"] if pool is not None else []
     first = [check for check in chosen if check not in beside and check.runs != "alone"]
     for check in first:
@@ -132,8 +170,12 @@ def _here(check: Check, runs: Mapping[str, Run], advance: Advance, pool: Executo
 def _beside(
     checks: Sequence[Check], runs: Mapping[str, Run], advance: Advance, pool: Executor
 ) -> Iterator[Ended]:
-    """One process for each section, as many at a time as there are workers; the longest go first."""
-    ordered = sorted(checks, key=lambda check: -check.seconds * runs[check.section].amount)
+    """Run each section in a process, as many at a time as there are workers, the longest first."""
+
+    def seconds_of(check: Check) -> float:
+        return check.seconds * runs[check.section].amount
+
+    ordered = sorted(checks, key=seconds_of, reverse=True)
     with deaf_to_ctrl_c():  # A submit may start a worker.
         futures = {
             pool.submit(
@@ -147,8 +189,8 @@ def _beside(
             advance(*_ticks.get())
         for future in done:
             check = futures.pop(future)
-            found, seconds = future.result()
-            yield check, found, seconds
+            results, seconds = future.result()
+            yield check, results, seconds
 
 
 _ticks: Any = None  # the queue of what workers have done; each process has its end of it
@@ -162,13 +204,20 @@ def _hear(ticks: Any) -> None:
 def _in_worker(module: str, section: str, run: Run) -> tuple[list[CheckResult], float]:
     import_module(module)  # registers the check, which may lie outside of `guard.checks`
     begin = time.perf_counter()
-    found = _run(CHECKS[section], replace(run, progress=lambda done: _ticks.put((section, done))))
-    return found, time.perf_counter() - begin
+
+    def progress(done: float) -> None:
+        _ticks.put((section, done))
+
+    results = _run(CHECKS[section], replace(run, progress=progress))
+    return results, time.perf_counter() - begin
 
 
 @contextmanager
 def _pool(workers: int, chosen: Sequence[Check]) -> Iterator[Executor | None]:
-    """Processes for sections and exact scenarios; none where this one is enough. They end with the block."""
+    """Provide processes for sections and exact scenarios; None where this process is enough.
+
+    They end with the block.
+    """
     if workers == 1 or (len(chosen) == 1 and chosen[0].runs != "spread"):
         yield None
         return
@@ -182,7 +231,7 @@ def _pool(workers: int, chosen: Sequence[Check]) -> Iterator[Executor | None]:
 
 @contextmanager
 def _bar(chosen: Sequence[Check], runs: Mapping[str, Run], progress: bool) -> Iterator[Advance]:
-    """A bar of time."""
+    """Show a progress bar of time."""
     seconds = {check.section: check.seconds for check in chosen}
     total = sum(runs[section].amount * each for section, each in seconds.items())
     with progress_bar(
@@ -195,17 +244,16 @@ def _bar(chosen: Sequence[Check], runs: Mapping[str, Run], progress: bool) -> It
 
         def advance(section: str, done: float) -> None:
             bar.set_postfix_str(section, refresh=False)
-            bar.update(
-                min(done * seconds[section], total - bar.n)
-            )  # A sum of floats may pass their total.
+            # A sum of floats may pass their total.
+            bar.update(min(done * seconds[section], total - bar.n))
 
         yield advance
 
 
 def _run(check: Check, run: Run) -> list[CheckResult]:
-    """A check that crashes has found something; one whose library is missing could not run.
+    """Run a check; one that crashes has failed, one whose library is missing could not run.
 
-    Of each section the first failure that has a case is reduced.
+    In each section the first failure that has a case is reduced.
     """
     begin = time.perf_counter()
     try:
@@ -223,8 +271,8 @@ def _run(check: Check, run: Run) -> list[CheckResult]:
         ]
     first = next((i for i, result in enumerate(results) if result.case), None)
     if first is not None and run.repro is not None:
-        found = results[first]
+        failed = results[first]
         results[first] = replace(
-            found, detail=f"{found.detail}\n\n{reproduce(found.case, run.repro).story}"
+            failed, detail=f"{failed.detail}\n\n{reproduce(failed.case, run.repro).story}"
         )
     return results

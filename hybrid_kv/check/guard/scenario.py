@@ -1,4 +1,4 @@
-"""What a scenario is, what its requests must become, and drafts by script."""
+"""Scenarios, their expected answers, and scripted drafts."""
 
 from __future__ import annotations
 
@@ -70,13 +70,14 @@ class SmallKVFirst(FlashAttentionBackend):
 
 
 @dataclass(frozen=True)
-class Event:
-    """A disturbance before step `first`, and again every `every` steps (0: once).
+class Disturbance:
+    """An event before step `first`, and again every `every` steps (0: once).
 
-    preempt: the youngest running request. abort: a running one, its step in flight. drop: a waiting or running one
-    between two steps. evict: the oldest published block. reset: all published blocks; before an odd step all running
-    requests are preempted, too. sleep: the engine gives its memory back, and takes another one. lose: what the step
-    fetches of another tier is lost meanwhile.
+    preempt: the youngest running request. abort: a running one, its step in flight. drop: a waiting
+    or running one between two steps. evict: the oldest published block. reset: all published
+    blocks; before an odd step all running requests are preempted, too. sleep: the engine releases
+    its memory, and allocates it again. lose: what the step fetches from another tier is lost
+    meanwhile.
     """
 
     what: Literal["preempt", "abort", "drop", "evict", "reset", "sleep", "lose"]
@@ -84,7 +85,7 @@ class Event:
     every: int = 0
 
     def is_due(self, step: int) -> bool:
-        """Whether it happens before this step."""
+        """Return whether it happens before this step."""
         late = step - self.first
         return late == 0 or (late > 0 and self.every > 0 and late % self.every == 0)
 
@@ -100,7 +101,7 @@ class Scenario:
     params: list[SamplingParams]
     waves: tuple[int, ...] = ()  # requests sent together; () is all at once
     drafts: str = "none"  # one of `SCRIPTS`
-    events: tuple[Event, ...] = ()
+    events: tuple[Disturbance, ...] = ()
     cell: Cell = field(default_factory=dict)
 
     @property
@@ -109,16 +110,18 @@ class Scenario:
 
     @property
     def num_tokens(self) -> int:
-        """Of all prompts."""
+        """Return the number of tokens of all prompts."""
         return sum(map(len, self.prompts))
 
     def __str__(self) -> str:
         options = ", ".join(f"{key}={value}" for key, value in self.options.items())
-        return f"scenario {self.seed}: {self.layers}, {options}, {self.drafts} drafts, {self.num_requests} requests"
+        drafts = f"{self.drafts} drafts"
+        num_requests = f"{self.num_requests} requests"
+        return f"scenario {self.seed}: {self.layers}, {options}, {drafts}, {num_requests}"
 
 
 class AnswerBook:
-    """What each request must become, whatever runs beside it: the oracle's answers, each computed once."""
+    """The oracle's answers to requests, whatever else runs with them; each is computed once."""
 
     def __init__(self, layers: str) -> None:
         self.model = ExactModel(ExactConfig(pattern=layers))
@@ -128,7 +131,7 @@ class AnswerBook:
     def without_stop(
         self, prompt: Sequence[int], params: SamplingParams, max_model_len: int
     ) -> list[int]:
-        """The answer as if no token ended it; nothing for a prompt that cannot run."""
+        """Return the answer as if no token ended it; nothing for a prompt that cannot run."""
         length = min(params.max_tokens, max_model_len - len(prompt))
         if length <= 0 or not prompt:
             return []
@@ -148,7 +151,11 @@ class AnswerBook:
         return self._answers[key][:length]
 
     def logprobs(self, tokens: Sequence[int]) -> torch.Tensor:
-        """[num_tokens - 1, vocab_size] float64: how likely each token is behind those before it."""
+        """Return the log-probability of every token after those before it.
+
+        Returns:
+            [num_tokens - 1, vocab_size] float64.
+        """
         rows: list[Residues] = []
 
         def follow(logits: Residues, position: int) -> int:
@@ -161,14 +168,17 @@ class AnswerBook:
     def answer(
         self, prompt: Sequence[int], params: SamplingParams, max_model_len: int
     ) -> list[int]:
-        """The answer up to its first stop token."""
+        """Return the answer up to its first stop token."""
         tokens = self.without_stop(prompt, params, max_model_len)
         stops = (i + 1 for i, token in enumerate(tokens) if token in params.stop_token_ids)
         return tokens[: next(stops, len(tokens))]
 
 
 def drawn(logits: Residues, params: SamplingParams, position: int) -> int:
-    """The token that `params` draw, re-implemented: the `top_k` likeliest, of these the fewest that reach `top_p`."""
+    """Return the token that `params` draw, re-implemented.
+
+    It is one of the `top_k` likeliest, and of these one of the fewest that reach `top_p`.
+    """
     scaled = logits / params.temperature
     kept = np.argsort(-scaled, kind="stable")[: params.top_k or None]
     weights = np.exp(scaled[kept] - scaled[kept[0]])
@@ -180,12 +190,12 @@ def drawn(logits: Residues, params: SamplingParams, position: int) -> int:
 
 
 def num_states(layers: str) -> int:
-    """How many of a pattern's layers have states."""
+    """Return how many of a pattern's layers have states."""
     return sum(letter in PARTS for letter in layers)
 
 
 def has_attention(layers: str) -> bool:
-    """Whether any of a pattern's layers is attention."""
+    """Return whether any of a pattern's layers is attention."""
     return any(letter in ATTENTION for letter in layers)
 
 
@@ -193,14 +203,17 @@ answer_book = cache(AnswerBook)  # one per model and process
 
 
 class ScriptedProposer:
-    """Drafts that are right exactly as far as the script says: a pure function of the request and its known tokens.
+    """Drafts that are right exactly as far as the script says.
 
-    right: K right ones. wrong: K wrong ones. mixed: any number, right up to any place. ragged: all right, their number
-    runs through K, 0, 1, K, 2. lapses: K wrong ones and none in turn. boundary: right up to a block boundary if K
-    reaches it, wrong behind it; beyond: right up to the first token behind one. rotate: request i has i % (K + 1) right
-    ones and wrong ones behind them. strange: K + 1 right ones, and among them what is no token, or the first token.
+    They are a pure function of the request and its known tokens. With K drafts: right: K right
+    ones. wrong: K wrong ones. mixed: any number, right up to any place. ragged: all right, their
+    number runs through K, 0, 1, K, 2. lapses: K wrong ones and none in turn. boundary: right up to
+    a block boundary if K reaches it, wrong after it; beyond: right up to the first token after a
+    boundary. rotate: request i has i % (K + 1) right ones and wrong ones after them. strange: K + 1
+    right ones, and among them a number that is no token, or token 0.
 
     Args:
+        num_drafts: K.
         sequences: prompt and answer of each request, by its number; stop tokens ignored.
         prompts: how many tokens of them are the prompt.
         block_size: of the boundaries.
@@ -228,14 +241,17 @@ class ScriptedProposer:
         token_ids: Sequence[npt.NDArray[np.int64]],
         num_tokens: npt.NDArray[np.int64],
     ) -> list[list[int]]:
-        """See."""
+        """Propose drafts for each request, as `engine.runner.Proposer`.
+
+        The tokens that the engine believes to be the request's are not looked at.
+        """
         return [
             self.drafts(int(request.request_id), count)
             for request, count in zip(requests, num_tokens.tolist(), strict=True)
         ]
 
     def drafts(self, number: int, num_tokens: int) -> list[int]:
-        """Drafts."""
+        """Return the drafts after the first `num_tokens` tokens of a request."""
         sequence = self._sequences[number]
         count, num_right = self._counts(number, num_tokens)
         # After the end of the answer no draft is right or wrong.
@@ -280,7 +296,7 @@ class ScriptedProposer:
 
 
 def cache_options(mode: str, num_drafts: int, drafts: str) -> dict[str, Any]:
-    """Engine options of the levels of three factors."""
+    """Return the engine options of the levels of three factors."""
     options: dict[str, Any] = {
         "mamba_cache_mode": "none" if mode == "attention" else mode,
         "enable_prefix_caching": mode not in MODES or MODES[mode].keeps_states,

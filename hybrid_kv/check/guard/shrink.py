@@ -1,6 +1,7 @@
-"""Reduces a failing scenario: what can go without another rule being the first to break, goes.
+"""Reduction of a failing scenario, as long as the same rule is the first to break.
 
-Over requests, disturbances, layers, engine options, prompt tokens and sampling parameters, until nothing more can go.
+Over requests, disturbances, layers, engine options, prompt tokens and sampling parameters, until
+nothing more can go.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from functools import partial
 from itertools import accumulate
 from typing import Any, Literal
 
-from hybrid_kv.check.guard.play import Failure, play, run_scenario, unwarned
+from hybrid_kv.check.guard.play import ScenarioFailure, play, run_scenario, unwarned
 from hybrid_kv.check.guard.scenario import (
     SCRIPTS,
-    Event,
+    Disturbance,
     Scenario,
     SmallBlocksFirst,
     SmallKVFirst,
@@ -39,13 +40,8 @@ _SIMPLER: dict[str, tuple[Any, ...]] = {
     "mamba_block_size": (4, 8),
     "captured_batch_sizes": ((), (4,)),
     "max_model_len": (32, 64, 96),
-    "max_num_batched_tokens": (
-        4,
-        8,
-        16,
-        32,
-        64,
-    ),  # where chunks are needed, prompts are as long as they are
+    # Where chunks are needed, prompts are as long as they are.
+    "max_num_batched_tokens": (4, 8, 16, 32, 64),
     "max_num_seqs": (1, 2, 3, 4),
     "num_blocks": (ROOMY,),
     "num_speculative_tokens": (1, 2, 3, 4, 5, 6),
@@ -54,16 +50,21 @@ _SIMPLER: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Shrunk:
-    """A failure as small as it got. `seconds` are of one core; `is_minimal`: nothing more could go in that time."""
+    """A failure as small as it got.
 
-    failure: Failure
+    Attributes:
+        seconds: of one core.
+        is_minimal: nothing more could be left out before the time was up.
+    """
+
+    failure: ScenarioFailure
     num_plays: int
     seconds: float
     is_minimal: bool
 
 
 class _Steps(EngineObserver):
-    """Counts steps; a play that goes on for much longer than the best one is ended."""
+    """A counter of steps that ends a play which runs for much longer than the best one."""
 
     def __init__(self, most: int) -> None:
         self.count = 0
@@ -75,11 +76,12 @@ class _Steps(EngineObserver):
             raise TimeUpError
 
 
-def shrink(failure: Failure, seconds: float = 60.0) -> Shrunk:
-    """The smallest scenario that could be found in the time, and that breaks the same rule first.
+def shrink(failure: ScenarioFailure, seconds: float = 60.0) -> Shrunk:
+    """Return the smallest scenario found in the time that breaks the same rule first.
 
-    The sanitizer is turned on if the scenario still fails then, since it names the first thing that is wrong; what is
-    kept is the rule that breaks first with it. The same failure gives the same scenario, as long as time is left.
+    The sanitizer is turned on if the scenario still fails then, since it names the first thing that
+    is wrong; what is kept is the rule that breaks first with it. The same failure gives the same
+    scenario, as long as time is left.
     """
     begin = time.process_time()
     sanitized = replace(
@@ -95,29 +97,30 @@ def shrink(failure: Failure, seconds: float = 60.0) -> Shrunk:
 
 
 @dataclass(frozen=True)
-class _Text:
-    """A prompt: `num_answer` tokens of what request `parent` got behind that one's prompt, then its own tokens.
+class _Prompt:
+    """A prompt that continues another request, or stands alone.
 
-    A second turn stays one when the first becomes shorter and gets another answer.
+    It is the prompt of request `parent`, the first `num_answer` tokens of that one's answer, and
+    `new` tokens. A second turn stays one when the first becomes shorter and gets another answer.
     """
 
-    own: list[int]
+    new: list[int]
     parent: int | None = None
     num_answer: int = 0
 
 
-def _texts(scenario: Scenario) -> list[_Text]:
-    found = []
-    for i, prompt in enumerate(scenario.prompts):
-        text = _Text(prompt)
+def _prompts_of(scenario: Scenario) -> list[_Prompt]:
+    prompts = []
+    for i, token_ids in enumerate(scenario.prompts):
+        prompt = _Prompt(token_ids)
         for parent in range(i):
             known = [*scenario.prompts[parent], *_answer(scenario, parent)]
             first = len(scenario.prompts[parent])
-            same = common_prefix(prompt, known)
-            if same > first + text.num_answer:
-                text = _Text(prompt[same:], parent, same - first)
-        found.append(text)
-    return found
+            same = common_prefix(token_ids, known)
+            if same > first + prompt.num_answer:
+                prompt = _Prompt(token_ids[same:], parent, same - first)
+        prompts.append(prompt)
+    return prompts
 
 
 def _answer(scenario: Scenario, i: int) -> list[int]:
@@ -125,19 +128,20 @@ def _answer(scenario: Scenario, i: int) -> list[int]:
     return answer_book(scenario.layers).answer(scenario.prompts[i], scenario.params[i], limit)
 
 
-def _with_texts(scenario: Scenario, texts: Sequence[_Text]) -> Scenario:
-    """With these prompts; an empty one gets a token."""
+def _with_prompts(scenario: Scenario, prompts: Sequence[_Prompt]) -> Scenario:
+    """Return the scenario with these prompts; an empty one gets a token."""
     made = replace(scenario, prompts=[])
-    for text in texts:
+    for prompt in prompts:
         before: list[int] = []
-        if text.parent is not None:
-            before = [*made.prompts[text.parent], *_answer(made, text.parent)[: text.num_answer]]
-        made.prompts.append([*before, *text.own] or [0])
+        if prompt.parent is not None:
+            answer = _answer(made, prompt.parent)
+            before = [*made.prompts[prompt.parent], *answer[: prompt.num_answer]]
+        made.prompts.append([*before, *prompt.new] or [0])
     return made
 
 
 class _Shrinker(Shrinker[Scenario]):
-    def __init__(self, failure: Failure, seconds: float) -> None:
+    def __init__(self, failure: ScenarioFailure, seconds: float) -> None:
         super().__init__(failure.scenario, seconds)
         self.failure = failure
         self._most_steps = sys.maxsize
@@ -202,34 +206,18 @@ class _Shrinker(Shrinker[Scenario]):
                     break
 
     def _make_room(self) -> None:
-        """What a full pool does, done on purpose in one with room."""
+        """Replace what a full pool does by events in a pool with room."""
         options = {**self.case.options, "num_blocks": ROOMY}
-        whats: tuple[Literal["preempt", "evict"], ...] = ("preempt", "evict")
-        for what in whats:
+        kinds: tuple[Literal["preempt", "evict"], ...] = ("preempt", "evict")
+        for kind in kinds:
             for step in range(10):
-                event = Event(what, step)
-                if self.fails(
-                    replace(self.case, options=options, events=(*self.case.events, event))
-                ):
+                events = (*self.case.events, Disturbance(kind, step))
+                if self.fails(replace(self.case, options=options, events=events)):
                     return
 
     def _options(self) -> None:
-        texts = _texts(self.case)
-        scenario = self.case
-        self.leave_out(
-            scenario.layers,
-            lambda kept: (
-                _with_texts(replace(scenario, layers="".join(kept)), texts) if kept else None
-            ),
-        )
-        for drafts in SCRIPTS[: SCRIPTS.index(self.case.drafts)]:
-            options = dict(self.case.options)
-            if drafts == "ngram":
-                continue
-            if drafts == "none":
-                options["num_speculative_tokens"] = 0
-            if self.fails(replace(self.case, drafts=drafts, options=options)):
-                break
+        self._layers()
+        self._drafts()
         for key in self.case.options:
             if key not in _KEPT:
                 self._option(key, None)
@@ -242,8 +230,30 @@ class _Shrinker(Shrinker[Scenario]):
                 if self._option(key, value):
                     break
 
+    def _layers(self) -> None:
+        scenario = self.case
+        prompts = _prompts_of(scenario)
+
+        def keep(kept: Sequence[str]) -> Scenario | None:
+            if not kept:
+                return None
+            return _with_prompts(replace(scenario, layers="".join(kept)), prompts)
+
+        self.leave_out(scenario.layers, keep)
+
+    def _drafts(self) -> None:
+        """Try each simpler script of drafts, the simplest first."""
+        for drafts in SCRIPTS[: SCRIPTS.index(self.case.drafts)]:
+            options = dict(self.case.options)
+            if drafts == "ngram":
+                continue
+            if drafts == "none":
+                options["num_speculative_tokens"] = 0
+            if self.fails(replace(self.case, drafts=drafts, options=options)):
+                break
+
     def _option(self, key: str, value: Any) -> bool:
-        """Set an option; None leaves it out."""
+        """Try another value of an option; None leaves it out."""
         options = {**self.case.options, key: value}
         if value is None:
             del options[key]
@@ -253,7 +263,7 @@ class _Shrinker(Shrinker[Scenario]):
         return not is_needed and self.fails(replace(self.case, options=options))
 
     def _blocks(self) -> None:
-        """Smaller blocks: of each block of tokens the first ones are kept, or some from everywhere."""
+        """Try smaller blocks: keep the first tokens of each block, or some from everywhere."""
         key = "block_size" if "block_size" in self.case.options else "mamba_block_size"
         size = self.case.options.get(key, 0)
         for smaller in (4, 8, 16):
@@ -267,64 +277,75 @@ class _Shrinker(Shrinker[Scenario]):
             {"attention_backend": SmallKVFirst.name},
             {},
         )
-        for keeps in (lambda i: i < smaller, lambda i: i * smaller % size < smaller):
-            texts = _kept(_texts(scenario), scenario, lambda i, keeps=keeps: keeps(i % size))  # type: ignore[misc]
+
+        def keeps_first(i: int) -> bool:
+            return i % size < smaller
+
+        def keeps_some(i: int) -> bool:
+            return i % size * smaller % size < smaller
+
+        for keeps in (keeps_first, keeps_some):
+            prompts = _kept(_prompts_of(scenario), scenario, keeps)
             for scale in (smaller / size, 1):
                 params = [
-                    replace(own, max_tokens=max(1, round(own.max_tokens * scale)))
-                    for own in scenario.params
+                    replace(each, max_tokens=max(1, round(each.max_tokens * scale)))
+                    for each in scenario.params
                 ]
                 budget = scenario.options.get("max_num_batched_tokens", 256)
                 for backend in backends:
                     options = {**scenario.options, key: smaller, **backend}
-                    options["max_num_batched_tokens"] = max(len(texts), round(budget * scale))
-                    yield _with_texts(replace(scenario, options=options, params=params), texts)
+                    options["max_num_batched_tokens"] = max(len(prompts), round(budget * scale))
+                    yield _with_prompts(replace(scenario, options=options, params=params), prompts)
 
     def _tokens(self) -> None:
-        """The same tokens of all prompts, so that what they share they share still; then those of each one."""
+        """Drop the same tokens of all prompts, preserving shared prefixes; then of each one."""
         scenario = self.case
-        texts = _texts(self.case)
+        prompts = _prompts_of(self.case)
 
         def keep(kept: Sequence[int]) -> Scenario:
             positions = set(kept)
-            return _with_texts(scenario, _kept(texts, scenario, positions.__contains__))
+            return _with_prompts(scenario, _kept(prompts, scenario, positions.__contains__))
 
         self.leave_out(range(max(map(len, scenario.prompts))), keep)
-        for i in range(len(texts)):
-            self.leave_out(
-                _texts(self.case)[i].own, self._with_text(i, lambda kept: {"own": list(kept)})
-            )
-            num_answer = _texts(self.case)[i].num_answer
-            self.leave_out(
-                range(num_answer), self._with_text(i, lambda kept: {"num_answer": len(kept)})
-            )
+        for i in range(len(prompts)):
+            with_new = self._with_prompt(i, lambda kept: {"new": list(kept)})
+            self.leave_out(_prompts_of(self.case)[i].new, with_new)
+            with_answer = self._with_prompt(i, lambda kept: {"num_answer": len(kept)})
+            self.leave_out(range(_prompts_of(self.case)[i].num_answer), with_answer)
 
-    def _with_text(
+    def _with_prompt(
         self, i: int, change: Callable[[Sequence[int]], dict[str, Any]]
     ) -> Callable[[Sequence[int]], Scenario]:
-        """The case as it is now, but for one of its texts."""
+        """Return a function that changes one prompt of the current case."""
         scenario = self.case
-        texts = _texts(self.case)
-        return lambda kept: _with_texts(
-            scenario, [*texts[:i], replace(texts[i], **change(kept)), *texts[i + 1 :]]
-        )
+        prompts = _prompts_of(self.case)
+
+        def changed(kept: Sequence[int]) -> Scenario:
+            prompt = replace(prompts[i], **change(kept))
+            return _with_prompts(scenario, [*prompts[:i], prompt, *prompts[i + 1 :]])
+
+        return changed
 
     def _params(self) -> None:
         for i in range(len(self.case.params)):
-            own = self.case.params[i]
-            self._param(i, SamplingParams(max_tokens=own.max_tokens))
+            params = self.case.params[i]
+            self._param(i, SamplingParams(max_tokens=params.max_tokens))
             for name, default in vars(SamplingParams()).items():
                 if name != "max_tokens":
                     self._param(i, replace(self.case.params[i], **{name: default}))
 
             def shorter(kept: Sequence[int], i: int = i) -> Scenario | None:
-                own = self.case.params[i]
-                return self._with_param(i, replace(own, max_tokens=len(kept))) if kept else None
+                if not kept:
+                    return None
+                return self._with_param(i, replace(self.case.params[i], max_tokens=len(kept)))
 
-            self.leave_out(range(own.max_tokens), shorter)
+            self.leave_out(range(params.max_tokens), shorter)
 
     def _param(self, i: int, params: SamplingParams) -> bool:
-        """Where tokens are drawn the seed stays: without one there is no right answer."""
+        """Try the default of a sampling parameter.
+
+        A sampled request keeps its seed: without a seed there is no right answer.
+        """
         known = params.seed is not None or params.is_greedy
         return known and params != self.case.params[i] and self.fails(self._with_param(i, params))
 
@@ -333,12 +354,15 @@ class _Shrinker(Shrinker[Scenario]):
         return replace(scenario, params=[*scenario.params[:i], params, *scenario.params[i + 1 :]])
 
 
-def _kept(texts: Sequence[_Text], scenario: Scenario, keeps: Callable[[int], bool]) -> list[_Text]:
-    """The tokens at these positions, counted in the prompts as they are."""
+def _kept(
+    prompts: Sequence[_Prompt], scenario: Scenario, keeps: Callable[[int], bool]
+) -> list[_Prompt]:
+    """Return the tokens at these positions, counted in the prompts as they are."""
     starts = [
-        len(prompt) - len(text.own) for prompt, text in zip(scenario.prompts, texts, strict=True)
+        len(token_ids) - len(prompt.new)
+        for token_ids, prompt in zip(scenario.prompts, prompts, strict=True)
     ]
     return [
-        replace(text, own=[token for i, token in enumerate(text.own, start) if keeps(i)])
-        for text, start in zip(texts, starts, strict=True)
+        replace(prompt, new=[token for i, token in enumerate(prompt.new, start) if keeps(i)])
+        for prompt, start in zip(prompts, starts, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""A request and a step of the engine as the guard's rules see them: from tokens and answers alone."""
+"""Requests and steps of the engine as the guard's rules see them: from tokens and answers alone."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hybrid_kv.request import ScheduledRequest
 Prefix = tuple[str, bytes]  # the salt and the tokens: the name of what the cache holds after them
 
 
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two sequences begin with in common."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return how many tokens two sequences begin with in common."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
 class RuleError(AssertionError):
@@ -26,7 +26,10 @@ class RuleError(AssertionError):
 
 @dataclass
 class Track:
-    """A running request as the rules see it. `most` and `logical_blocks` start anew with each admission."""
+    """A running request as the rules see it.
+
+    `most` and `logical_blocks` start anew with each admission.
+    """
 
     sequence: list[int]  # prompt and answer, stop tokens ignored
     prompt: int
@@ -49,7 +52,7 @@ class Track:
     computed: int = 0  # and those in the cache
 
     def prefix(self, num_tokens: int) -> Prefix:
-        """The name of what the cache holds after so many tokens."""
+        """Return the name of what the cache holds after so many tokens."""
         return self.salt, bytes(self.sequence[:num_tokens])
 
 
@@ -63,7 +66,7 @@ class Ran:
 
     @property
     def end(self) -> int:
-        """Accepted tokens in the cache after the step."""
+        """Return the number of accepted tokens in the cache after the step."""
         item = self.item
         kept = min(
             len(self.tokens),
@@ -73,12 +76,12 @@ class Ran:
 
     @property
     def is_prefill(self) -> bool:
-        """Not just the last known token and drafts behind it."""
+        """Return whether the row runs more than the last known token and the drafts after it."""
         return is_prefill(self.item)
 
 
 def is_prefill(item: ScheduledRequest) -> bool:
-    """Whether a row runs other tokens than the last known one and drafts behind it."""
+    """Return whether a row runs more than the last known token and the drafts after it."""
     return (
         item.num_computed_tokens == 0 or not item.samples or item.num_tokens > 1 + item.num_drafts
     )

@@ -1,15 +1,16 @@
-"""Seeded traffic: engine settings that cover each other pairwise, requests that share prefixes, and drafts by script.
+"""Seeded traffic: engine settings that cover each other pairwise, and their requests.
 
-A *scenario* is one engine configuration, its requests in waves (each sent when the one before has ended) and the
-disturbances beside them. Scenario 0, 1, … of a run are, in this order: the *forced* ones of `guard.forced`, each
-built so that one pattern must happen; a covering design of `FACTORS`, in which every pair of levels occurs, and every
-triple of `TRIPLES`; and random draws for ever.
+A *scenario* is one engine configuration, its requests in waves (each sent when the one before has
+ended) and the events that disturb them. Scenario 0, 1, … of a run are, in this order: the *forced*
+ones of `guard.forced`, each built so that one pattern must happen; a covering design of `FACTORS`,
+in which every pair of levels occurs, and every triple of `TRIPLES`; and random draws for ever.
 
-A *swarm* has no forced ones and no design. Each batch of its seeds has a random half of all levels, and of what happens
-beside them (Groce et al. 2012, Swarm Testing): what is left meets more often, and what would hide a bug is often away.
+A *swarm* has no forced ones and no design. Each batch of its seeds has a random half of all levels,
+and of what else may happen (Groce et al. 2012, Swarm Testing): what is left meets more often, and
+what would hide a bug is often absent.
 
-Modes, schemes and layouts of states are those that are registered when this module is imported: one that is new is
-drawn without a change here.
+Modes, schemes and layouts of states are those that are registered when this module is imported: a
+new one is drawn without a change here.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from hybrid_kv.cache.spec import (
 from hybrid_kv.check.guard.forced import FORCED, VOCAB, Draw
 from hybrid_kv.check.guard.scenario import (
     Cell,
-    Event,
+    Disturbance,
     Scenario,
     SmallBlocksFirst,
     SmallKVFirst,
@@ -49,7 +50,8 @@ from hybrid_kv.kernels.recompute import shortest_ring_len
 from hybrid_kv.models.exact import PARTS
 from hybrid_kv.sampling import SamplingParams
 
-# "*#+": layers of one group whose pages differ. "L": latents. "~", "=": sliding windows; next to "+" in larger blocks.
+# "*#+": layers of one group whose pages differ. "L": latents. "~", "=": sliding windows; next to
+# "+" in larger blocks.
 _LAYERS = (
     "M*",
     "M*MM*",
@@ -108,14 +110,14 @@ _BLOCK_SIZES = {
 
 @dataclass(frozen=True)
 class Features:
-    """What random scenarios are drawn from: levels by factor, and how often what happens beside them."""
+    """The levels that random scenarios are drawn from, and how often each other event happens."""
 
     levels: Mapping[str, tuple[Any, ...]]
     chances: Mapping[str, float]
 
 
 def allowed(cell: Cell) -> bool:
-    """Whether the engine has such a configuration; factors that `cell` lacks may be anything."""
+    """Return whether an engine can have such a configuration; missing factors may be anything."""
     mode = cell.get("mode")
     layers = cell.get("layers")
     has_states = layers is None or num_states(layers) > 0
@@ -156,7 +158,14 @@ def allowed(cell: Cell) -> bool:
 
 @cache
 def _pages(layers: str, num_drafts: int, block_size: int) -> tuple[int, int]:
-    """Bytes of the largest state of K drafts, and of the largest attention page of so many tokens; 0: there is none."""
+    """Return the bytes of the largest state with drafts, and of the largest attention page.
+
+    A model without states, or without attention, has 0 of them.
+
+    Args:
+        num_drafts: of a verify step.
+        block_size: tokens of the attention page.
+    """
     specs = answer_book(layers).model.layer_specs.values()
     states = [
         with_rollback(spec, SlotsSpec(num_drafts)).page_size_bytes
@@ -172,14 +181,14 @@ def _pages(layers: str, num_drafts: int, block_size: int) -> tuple[int, int]:
 
 
 def _fits(layers: str, num_drafts: int, block_size: int) -> bool:
-    """Whether an attention page of so many tokens holds a state of K drafts."""
+    """Return whether an attention page of `block_size` tokens holds a state of so many drafts."""
     state, page = _pages(layers, num_drafts, block_size)
     return state <= page
 
 
 @cache
 def _takes(scheme: str, mode: str | None, has_states: bool) -> bool:
-    """Whether a scheme can be used in a mode: it says so itself."""
+    """Return whether a scheme can be used in a mode, as the scheme itself says."""
     layers = "M*" if has_states and mode != "attention" else "**"
     specs = list(answer_book(layers).model.layer_specs.values())
     cache_mode = mode if mode in MODES else "none"
@@ -196,7 +205,7 @@ def _keeps_states(mode: str | None) -> bool:
 
 
 def _is_stateless(mode: str | None) -> bool:
-    """A mode of states that keeps none; attention alone is no such mode."""
+    """Return whether this is a mode of states that keeps none; attention alone is no such mode."""
     return mode in MODES and not MODES[mode].keeps_states
 
 
@@ -207,7 +216,11 @@ def _is_late(scheme: str | None) -> bool:
 def _smallest_block(
     mode: str | None, num_drafts: int, schedule: str | None, scheme: str | None
 ) -> int:
-    """A verify step must not pass two boundaries; where logical blocks are given back, nor may two steps in flight."""
+    """Return the smallest block size that a configuration allows.
+
+    A verify step must not pass two boundaries; where logical blocks are given back, nor may two
+    steps in flight.
+    """
     gives_back = mode in MODES and MODES[mode].gives_back
     late = num_drafts if gives_back and schedule == "async" and not _is_late(scheme) else 0
     return 1 + num_drafts + late if _keeps_states(mode) else 1
@@ -216,7 +229,7 @@ def _smallest_block(
 def _complete(
     cell: Cell, rng: np.random.Generator, factors: Mapping[str, tuple[Any, ...]] = FACTORS
 ) -> Cell | None:
-    """A random allowed cell of these levels that agrees with `cell`, if there is one."""
+    """Draw an allowed cell of these levels that agrees with `cell`; None if the draw met none."""
     cell = dict(cell)
     for name in rng.permutation([name for name in FACTORS if name not in cell]).tolist():
         levels = [level for level in factors[name] if allowed({**cell, name: level})]
@@ -227,7 +240,7 @@ def _complete(
 
 
 def combinations_of(cell: Cell) -> set[tuple[tuple[str, Any], ...]]:
-    """The pairs of levels, and the triples among `TRIPLES`, that a scenario of this cell exercises."""
+    """Return the pairs of levels, and the triples among `TRIPLES`, that a cell has."""
     levels = [(name, cell[name]) for name in FACTORS]
     pairs: set[tuple[tuple[str, Any], ...]] = set(combinations(levels, 2))
     return pairs | set(combinations([(name, cell[name]) for name in TRIPLES], 3))
@@ -235,7 +248,7 @@ def combinations_of(cell: Cell) -> set[tuple[tuple[str, Any], ...]]:
 
 @cache
 def required_combinations() -> frozenset[tuple[tuple[str, Any], ...]]:
-    """All pairs and triples that any configuration has."""
+    """Return all pairs and triples that any configuration has."""
     factors = [*combinations(FACTORS, 2), *combinations(TRIPLES, 3)]
     rng = np.random.default_rng(0)
     required = set()
@@ -249,7 +262,10 @@ def required_combinations() -> frozenset[tuple[tuple[str, Any], ...]]:
 
 @cache
 def design() -> tuple[Cell, ...]:
-    """A covering design of `FACTORS`: each row starts from an uncovered combination and is the best of 12."""
+    """Return a covering design of `FACTORS`.
+
+    Each row starts from a combination that is not covered yet, and is the best of 12 draws.
+    """
     rng = np.random.default_rng(3)
     # A set of tuples with strings has another order in each process.
     ordered = sorted(required_combinations(), key=lambda chosen: (-len(chosen), repr(chosen)))
@@ -273,17 +289,17 @@ def design() -> tuple[Cell, ...]:
 
 
 def rows_with(levels: Mapping[str, Any]) -> list[int]:
-    """The scenarios of a run that are rows of the design with these levels, by number."""
+    """Return the numbers of a run's scenarios that are rows of the design with these levels."""
     return [i for i, cell in enumerate(design(), len(FORCED)) if has_levels(cell, levels)]
 
 
 def has_levels(cell: Cell, levels: Mapping[str, Any]) -> bool:
-    """Whether a cell, or part of one, has all of these levels, which may be texts."""
+    """Return whether a cell, complete or not, has all of these levels, which may be texts."""
     return all(str(cell.get(name)) == str(level) for name, level in levels.items())
 
 
 def draw_scenario(seed: int) -> Scenario:
-    """Scenario number `seed % SCENARIOS_PER_RUN` of run `seed // SCENARIOS_PER_RUN`."""
+    """Draw scenario number `seed % SCENARIOS_PER_RUN` of run `seed // SCENARIOS_PER_RUN`."""
     number = seed % SCENARIOS_PER_RUN
     if number < len(FORCED):
         return list(FORCED.values())[number](Draw(seed))
@@ -299,7 +315,10 @@ SCENARIOS_PER_RUN = 2**20
 
 
 def draw_swarm_scenario(seed: int) -> Scenario:
-    """Scenario number `seed` of all swarms; its features are those of batch `seed // SEEDS_PER_BATCH`."""
+    """Draw scenario number `seed` of all swarms.
+
+    Its features are those of batch `seed // SEEDS_PER_BATCH`.
+    """
     features = draw_features(seed // SEEDS_PER_BATCH)
     rng = np.random.default_rng((seed, 1))
     cell = None
@@ -313,9 +332,10 @@ SEEDS_PER_BATCH = 16
 
 @lru_cache(maxsize=1)
 def draw_features(batch: int) -> Features:
-    """The features of a batch of a swarm: half of all levels, one of each factor at least, that some engine can have.
+    """Draw the features of a batch of a swarm.
 
-    What happens beside them happens never, or twice as often.
+    Half of all levels, at least one of each factor, and such that some engine can have them. Each
+    other event happens never, or twice as often.
     """
     rng = np.random.default_rng((batch, 2))
     while True:
@@ -367,7 +387,7 @@ def _random_scenario(
     if rng.random() < chances["prompt logprobs"]:
         requests.params[-1] = replace(requests.params[-1], logprobs=1, prompt_logprobs=1)
     if cell["offload"] == "host" and rng.random() < chances["lose"]:
-        events.append(Event("lose", int(rng.integers(2, 20)), 5))
+        events.append(Disturbance("lose", int(rng.integers(2, 20)), 5))
     if rng.random() < chances["third turn"]:
         _repeat_in_turn(requests)
     return Scenario(
@@ -497,16 +517,18 @@ def _draw_num_blocks(
     return 1 + int(per_request * factor)
 
 
-def _draw_events(cell: Cell, rng: np.random.Generator, chances: Mapping[str, float]) -> list[Event]:
+def _draw_events(
+    cell: Cell, rng: np.random.Generator, chances: Mapping[str, float]
+) -> list[Disturbance]:
     events = []
     if cell["preemption"] == "forced":
-        events.append(Event("preempt", 3, int(rng.choice([4, 5, 9]))))
+        events.append(Disturbance("preempt", 3, int(rng.choice([4, 5, 9]))))
     if rng.random() < chances["abort"]:
         kinds: tuple[Literal["abort", "drop"], ...] = ("abort", "drop")
-        events.append(Event(kinds[int(rng.integers(2))], int(rng.integers(2, 9)), 13))
+        events.append(Disturbance(kinds[int(rng.integers(2))], int(rng.integers(2, 9)), 13))
     if not _is_stateless(cell["mode"]) and rng.random() < chances["reset"]:
         step = int(rng.integers(2, 20))
-        events.append(Event("reset" if step % 3 else "sleep", step))
+        events.append(Disturbance("reset" if step % 3 else "sleep", step))
     return events
 
 
@@ -521,9 +543,10 @@ def _repeat_in_turn(requests: _Requests) -> None:
 
 
 def draw_trio(seed: int) -> tuple[Scenario, Scenario, Scenario]:
-    """One traffic with drafts and cache, without drafts, and without cache, in a pool with room for all of it.
+    """Draw one traffic three times: with drafts and cache, without drafts, and without cache.
 
-    Each wave starts in one step, so that what it finds is what the wave before has left, however fast that was.
+    The pool has room for all of it. Each wave starts in one step, so that a wave finds what the
+    wave before has left, however fast that was.
     """
     d = Draw(seed)
     mode = ("align", "all", "attention")[seed % 3]
@@ -563,7 +586,10 @@ def _twice(
     max_model_len: int,
     chance: float = CHANCES["second turn"],
 ) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Everything comes again, in another order, when much of it is in the cache; some of it as a second turn."""
+    """Return all requests, then all again in another order; some of these as a second turn.
+
+    The repeated ones come when much of their prefix is cached.
+    """
     book = answer_book(layers)
     order = rng.permutation(len(prompts)).tolist()
     again = []
@@ -583,7 +609,10 @@ def _twice(
 def _prompts(
     rng: np.random.Generator, count: int, block_size: int, chance: float = CHANCES["shared"]
 ) -> list[list[int]]:
-    """Prompts of 1 to 60 tokens: prefixes of one text with tails of their own, some of them on the edges of blocks."""
+    """Draw prompts of 1 to 60 tokens.
+
+    They are prefixes of one text with different tails; some end on the edges of blocks.
+    """
     base = rng.integers(0, VOCAB, size=60)
     base[20:40] = np.tile(base[20:24], 5)  # for n-grams to find
     lengths = rng.integers(1, 61, size=count)

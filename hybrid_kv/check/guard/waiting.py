@@ -1,4 +1,4 @@
-"""When a waiting request must be in the next step, and when it must not: re-implemented, from tokens and lengths."""
+"""Rules of waiting: when a request must start and when it must wait, from tokens and lengths."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from hybrid_kv.engine.llm import LLM
 from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.request import Request, ScheduledRequest
 
-KEEPS_INSIDE = (
-    "all",
-)  # modes in which a prefill leaves something to hit at each boundary that it passes
+# Modes in which a prefill leaves something to hit at each boundary that it passes.
+KEEPS_INSIDE = ("all",)
 
 
 class Waiting:
-    """The queue of one engine.
+    """The rules of one engine's queue.
 
-    The first waiting request is in the step if a row and budget are free, the pool has all blocks that it could ever
-    need, no running request went without, and no prefill in flight makes its hit longer. If one does, it waits. A
-    request that does not get in leaves its prefix as old as it was.
+    The first waiting request is in the step if a row and budget are free, the pool has all blocks
+    that it could ever need, no running request went without, and no prefill in flight makes its hit
+    longer. If one does, it waits. A request that does not get in leaves its prefix as old as it
+    was.
     """
 
     def __init__(
@@ -42,16 +42,17 @@ class Waiting:
         self._idle = NO_IDS
 
     def before_step(self) -> None:
-        """Nothing has been preempted for the next step yet."""
+        """Remember the preemptions and the free blocks before the next step."""
         self._preemptions = self._count_preemptions()
         self._idle = self._llm.manager.pool.idle_blocks() if self._llm.scheduler.waiting else NO_IDS
 
     def on_end(self) -> None:
-        """A request frees its blocks, and what it freed before counts as used now, too."""
+        """Forget the order of free blocks: those that an ended request frees count as used now."""
         self._idle = NO_IDS
 
     def check(self, scheduled: Sequence[ScheduledRequest], is_exact: bool) -> None:
-        """
+        """Check which requests start in a step, and which wait.
+
         Args:
             is_exact: hits are exactly those of `published`.
 
@@ -72,7 +73,8 @@ class Waiting:
                 ):
                     raise RuleError(
                         "did-not-wait",
-                        f"request {item.request.request_id} starts after {item.num_computed_tokens} tokens though a "
+                        f"request {item.request.request_id} starts after "
+                        f"{item.num_computed_tokens} tokens though a "
                         "prefill in flight computes more of its prefix",
                     )
         if not llm.scheduler.waiting:
@@ -107,30 +109,32 @@ class Waiting:
         )
 
     def _check_order(self) -> None:
-        """What was free before the step and is so still is lost in the order in which it was."""
+        """Check that blocks which stay free are lost in the order in which they were free."""
         now = self._llm.manager.pool.idle_blocks()
         now = now[np.isin(now, self._idle)]
         before = self._idle[np.isin(self._idle, now)]
-        if moved := before[before != now].tolist():
+        moved = before[before != now].tolist()
+        if moved:
             raise RuleError(
                 "used-unseen",
                 f"free blocks {moved} count as used later, though no request took them",
             )
 
     def has_preempted(self) -> bool:
-        """Whether a request lost its blocks for the step."""
+        """Return whether a request lost its blocks for the step."""
         before = self._preemptions
         return any(count > before.get(name, 0) for name, count in self._count_preemptions().items())
 
     def _count_preemptions(self) -> dict[str, int]:
-        """By request: one that ends in the step takes its own along."""
+        """Return the preemptions of each request that has not ended."""
         scheduler = self._llm.scheduler
         return {
-            one.request_id: one.num_preemptions for one in (*scheduler.running, *scheduler.waiting)
+            request.request_id: request.num_preemptions
+            for request in (*scheduler.running, *scheduler.waiting)
         }
 
     def _most_blocks(self, request: Request) -> int:
-        """With every logical block of all its tokens, shared ones too."""
+        """Return the blocks of all tokens of a request, shared ones too."""
         ahead = min(
             request.num_tokens + self._llm.manager.num_lookahead_tokens,
             self._llm.config.scheduler.max_model_len,
@@ -142,7 +146,10 @@ class Waiting:
         return due
 
     def _num_held(self, request: Request, num_known: int) -> int:
-        """Of its prefix, K/V blocks that another request holds: it gets them without a free block."""
+        """Return how many K/V blocks of a request's prefix another request holds.
+
+        It gets them without a free block.
+        """
         track = self._track(request)
         pool = self._llm.manager.pool
         names = (
@@ -152,27 +159,30 @@ class Waiting:
             for end in range(spec.block_size, num_known + 1, spec.block_size)
             if end > num_known - (window_of(spec) or num_known + 1) + 1
         )
-        found = [block for name in names if (block := self._device.found(name)) is not None]
-        return int(np.count_nonzero(pool.ref_count[found]))
+        blocks = [self._device.found(name) for name in names]
+        cached = [block for block in blocks if block is not None]
+        return int(np.count_nonzero(pool.ref_count[cached]))
 
     def _helps(
         self, request: Request, num_known: int, others: Sequence[ScheduledRequest]
     ) -> Iterator[bool]:
-        """Of each prefill in flight, whether it makes a hit of `num_known` tokens longer."""
-        own = self._track(request)
+        """Yield for each prefill in flight whether it makes a hit of `num_known` tokens longer."""
+        track = self._track(request)
         if not request.params.reads_prefix_cache:
             return
         flights = [
-            other.in_flight for other in self._llm.scheduler.running if other.in_flight is not None
+            other_track.in_flight
+            for other_track in self._llm.scheduler.running
+            if other_track.in_flight is not None
         ]
         for item in (*flights, *others):
             if item.request is request or not is_prefill(item):
                 continue
-            other = self._track(item.request)
+            other_track = self._track(item.request)
             end = item.num_computed_tokens + item.num_tokens
-            if own.salt != other.salt:
+            if track.salt != other_track.salt:
                 continue
             unit = self._published.unit
-            same = common_prefix(own.sequence, other.sequence)
+            same = common_prefix(track.sequence, other_track.sequence)
             shared = min(same, end, request.num_tokens - 1) // unit * unit
             yield shared > num_known and (self._keeps_inside or shared == end)

@@ -1,4 +1,4 @@
-"""Processes of this machine for what the guard runs: on one thread each, deaf to Ctrl-C, ended with their block."""
+"""Worker processes of the guard: on one thread each, deaf to Ctrl-C, ended with their block."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONTEXT = get_context("spawn")  # Fork would hand on the locks of torch's thread
 
 
 def num_workers(jobs: int | None) -> int:
-    """As many as given; else one per core, at most `MOST_WORKERS`."""
+    """Return as many as given; else one per core, at most `MOST_WORKERS`."""
     return jobs or min(MOST_WORKERS, os.cpu_count() or 1)
 
 
@@ -30,7 +30,10 @@ def _nothing() -> None:
 def processes(
     count: int, start: Callable[..., object] = _nothing, *given: Any
 ) -> Iterator[Executor]:
-    """`count` at most; each calls `start` first. Shut it down to let them finish."""
+    """Provide at most `count` processes; each calls `start` first.
+
+    Shut the executor down to let them finish.
+    """
     before = set(active_children())
     executor = ProcessPoolExecutor(
         count, mp_context=CONTEXT, initializer=_start, initargs=(start, given)

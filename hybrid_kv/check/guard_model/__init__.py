@@ -1,4 +1,4 @@
-"""Tiny trained models that need their recurrent state to answer (see README.md): what is in their folders."""
+"""Tiny trained models that need their recurrent state to answer (see README.md)."""
 
 from pathlib import Path
 
@@ -10,6 +10,9 @@ FOLDERS = {  # by the ``model_type`` of their config.json; the first is the defa
 
 
 def embedded(model: str | Path | None) -> str | Path:
-    """The folder of an embedded model by its name, of the first one for None; any other model as it is."""
+    """Return the folder of an embedded model by its name; any other model as it is.
+
+    None names the first one.
+    """
     known = {folder.name: folder for folder in FOLDERS.values()}
     return FOLDER if model is None else known.get(str(model), model)

@@ -1,14 +1,14 @@
 """Seeded grade-school word problems in GSM8K format, some of which need a remembered value.
 
-Every problem is a question, a chain of thought with one ``a<op>b=c`` per line, and ``#### N``.
-The *latch* is the sentence "Each box now holds 6 items.": it sets how many items a box holds,
-for its own problem and for every later one, until it is stated again. A latch problem counts boxes
-without saying the size, so its answer needs a number stated several problems (hundreds of tokens) ago.
+Every problem is a question, a chain of thought with one ``a<op>b=c`` per line, and ``#### N``. The
+*latch* is the sentence "Each box now holds 6 items.": it sets how many items a box holds, for its
+own problem and for every later one, until it is stated again. A latch problem counts boxes without
+saying the size, so its answer needs a number stated several problems (hundreds of tokens) ago.
 
-Training and evaluation never share numbers. What a problem's answer depends on (every number of
-its question, and the box size where that is left out) is hashed into ten classes; class 0 is
-generated for evaluation only, the others for training only. About 3 % of the ``a+b`` and ``a-b``
-pairs are kept out of training as well. Hashes are CRC-32, so they are the same everywhere.
+Training and evaluation never share numbers. What a problem's answer depends on (every number of its
+question, and the box size where that is left out) is hashed into ten classes; class 0 is generated
+for evaluation only, the others for training only. About 3 % of the ``a+b`` and ``a-b`` pairs are
+kept out of training as well. Hashes are CRC-32, so they are the same everywhere.
 """
 
 import random
@@ -66,7 +66,7 @@ class Problem:
     latch_after: int | None  # the box size in force after this problem
 
     def document(self) -> str:
-        """The problem as a solved example of a few-shot prompt."""
+        """Return the problem as a solved example of a few-shot prompt."""
         return f"Question: {self.question}\nAnswer: {self.answer}"
 
 
@@ -90,16 +90,16 @@ class FixedShotDataset:
 
 
 def is_held_out(numbers: tuple[int, ...]) -> bool:
-    """Whether problems with these numbers belong to evaluation (one class in ten)."""
+    """Return whether problems with these numbers belong to evaluation (one class in ten)."""
     return zlib.crc32(",".join(map(str, numbers)).encode()) % 10 == 0
 
 
 def is_held_out_pair(a: int, op: str, b: int) -> bool:
-    """Whether ``a+b`` or ``a-b`` never occurs in a training answer (about 3 %)."""
+    """Return whether ``a+b`` or ``a-b`` never occurs in a training answer (about 3 %)."""
     return op in "+-" and zlib.crc32(f"{a}{op}{b}".encode()) % 33 == 0
 
 
-class _Rejected(Exception):
+class _RejectedError(Exception):
     """A draft that broke a rule (a value out of range, a missing box); draw another one."""
 
 
@@ -126,12 +126,12 @@ class _Draft:
         """Add the line ``a<op>b=c`` to the answer and return c."""
         result = {"+": a + b, "-": a - b, "*": a * b}[op]
         if not 0 < result <= MAX_VALUE:
-            raise _Rejected
+            raise _RejectedError
         self.lines.append((a, op, b, result))
         return result
 
     def box_size(self, say: bool | None) -> int:
-        """The size of a box: left out where it is known, else said here.
+        """Return the size of a box: left out where it is known, else said here.
 
         ``say``: True says it, False leaves it out, None decides at random.
         """
@@ -141,7 +141,7 @@ class _Draft:
         if say:
             self.set_latch(len(self.sentences))
         elif self.latch is None:
-            raise _Rejected
+            raise _RejectedError
         else:
             self.needs_latch = True
             self.numbers.append(self.latch)
@@ -206,7 +206,11 @@ def _plain_event(d: _Draft, a: str, b: str, item: str) -> None:
 def _write(
     rng: random.Random, latch: int | None, steps: int, needs_latch: bool | None
 ) -> tuple[_Draft, str]:
-    """Write one draft with ``steps`` solution lines; raises _Rejected when it breaks a rule."""
+    """Write one draft with ``steps`` solution lines.
+
+    Raises:
+        _RejectedError: it breaks a rule.
+    """
     d = _Draft(rng, latch)
     a, b, c = rng.sample(NAMES, 3)
     item, other_item = rng.sample(ITEMS, 2)
@@ -230,7 +234,7 @@ def _write(
     else:
         question = f"How many {item} does {a} have now?"
     if len(d.lines) != steps or (needs_latch is not None and d.needs_latch != needs_latch):
-        raise _Rejected
+        raise _RejectedError
     if not d.used_boxes and rng.random() < P_BARE_LATCH:
         d.set_latch(rng.randint(0, len(d.sentences)))
     return d, question
@@ -256,7 +260,7 @@ def sample_problem(
     while True:
         try:
             d, question = _write(rng, latch, rng.choice(STEP_CHOICES), needs_latch)
-        except _Rejected:
+        except _RejectedError:
             continue
         numbers = tuple(d.numbers)
         if is_held_out(numbers) != (split == "held_out"):
@@ -327,8 +331,8 @@ def dataset(seed: int, n: int, shots: int = 5, needs_latch: bool | None = None) 
         solved.append(sample_problem(rng, size, "held_out", may_set_latch=False))
     docs: list[dict[str, str | int | bool]] = []
     for index in range(n):
-        wanted = index % 2 == 0 if needs_latch is None else needs_latch
-        target = sample_problem(rng, size, "held_out", needs_latch=wanted)
+        has_latch = index % 2 == 0 if needs_latch is None else needs_latch
+        target = sample_problem(rng, size, "held_out", needs_latch=has_latch)
         docs.append(
             {
                 "question": target.question,

@@ -9,19 +9,21 @@ from itertools import chain
 
 import torch
 
-from hybrid_kv.check.probes.oracle import ExactOracle, Oracle
+from hybrid_kv.check.probes.oracle import ExactWeightsOracle, Oracle
 from hybrid_kv.check.probes.registry import Verdict
 from hybrid_kv.check.targets.exact import ExactAnswers
 from hybrid_kv.check.targets.target import Answer, Ask
 
-# Kernels that sum in other orders than transformers differ from it as it differs from float64, a few times over.
+# Kernels that sum in other orders than transformers differ from it as it differs from float64, a
+# few times over.
 MARGIN = 8.0
-# A seeded draw is turned by rounding about as often as rounding is large; a difference is put down to it from here on.
+# A seeded draw is turned by rounding about as often as rounding is large; a difference is put down
+# to it from here on.
 CHANCE = 0.01
 
 
 @dataclass(frozen=True)
-class Judgement:
+class AnswerJudgement:
     """Of one answer.
 
     Attributes:
@@ -42,7 +44,7 @@ class Judgement:
     most_cached: int | None = None
 
 
-RIGHT = Judgement()
+RIGHT = AnswerJudgement()
 
 
 class Judge:
@@ -89,26 +91,28 @@ class Judge:
         """Whether `judge` needs what the plain engine answers alone."""
         return not self.trusted or ask.temperature > 0
 
-    def judge(self, ask: Ask, answer: Answer, alone: Answer | None) -> Judgement:
+    def judge(self, ask: Ask, answer: Answer, alone: Answer | None) -> AnswerJudgement:
         """One answer and those beside it, where several were requested."""
         if answer.error:
-            return Judgement("wrong", f"error: {answer.error}")
+            return AnswerJudgement("wrong", f"error: {answer.error}")
         if len(answer.others) != ask.n - 1:
-            return Judgement("wrong", f"{1 + len(answer.others)} answers for n={ask.n}")
+            return AnswerJudgement("wrong", f"{1 + len(answer.others)} answers for n={ask.n}")
         return self._judge(ask, answer, alone)
 
-    def _judge(self, ask: Ask, answer: Answer, alone: Answer | None) -> Judgement:
+    def _judge(self, ask: Ask, answer: Answer, alone: Answer | None) -> AnswerJudgement:
         if alone is not None and (
             alone.error or (ask.temperature and len(alone.others) != len(answer.others))
         ):
-            return Judgement(
+            return AnswerJudgement(
                 "inconclusive", f"the same request alone had {alone.error or 'other answers'}"
             )
         if ask.temperature > 0:
             assert alone is not None
             return self._sampled(ask, answer, alone)
         if not (answer.is_greedy or self.trusted):
-            return Judgement("inconclusive", "what a search chose is held against an oracle alone")
+            return AnswerJudgement(
+                "inconclusive", "what a search chose is held against an oracle alone"
+            )
         found = [self._greedy(ask, answer.token_ids, answer.logprobs, alone, answer.is_greedy)]
         found += [self._greedy(ask, other, (), alone) for other in answer.others]
         return next(
@@ -123,7 +127,7 @@ class Judge:
         logprobs: Sequence[Mapping[int, float]],
         alone: Answer | None,
         is_greedy: bool = True,
-    ) -> Judgement:
+    ) -> AnswerJudgement:
         least = _least(ask)
         expected = alone.token_ids if alone is not None else ()
         if not self.trusted:
@@ -134,7 +138,7 @@ class Judge:
                 least, len(tokens)
             )  # the end-of-text token of the checkpoints that we write
         if len(tokens) < least:
-            return Judgement(
+            return AnswerJudgement(
                 "wrong", f"ends after {len(tokens)} of {least} tokens", len(tokens), expected
             )
         if not tokens:
@@ -150,14 +154,15 @@ class Judge:
         tokens: tuple[int, ...],
         logprobs: Sequence[Mapping[int, float]],
         is_greedy: bool,
-    ) -> Judgement:
+    ) -> AnswerJudgement:
         assert self.oracle is not None
         text = [*ask.prompt, *tokens]
         rows = self.oracle.logprobs(text)[len(ask.prompt) - 1 : -1]
         found = _beyond(self.limit, rows, tokens, logprobs, is_greedy)
         if not found.problem or self.is_exact:
             return found
-        # The limit comes from short texts. Rounding grows with their length, and may turn a choice of experts.
+        # The limit comes from short texts. Rounding grows with their length, and may turn a choice
+        # of experts.
         limit = self.limit
         rounding = MARGIN * self.oracle.rounding_of(text)
         for moved in self.oracle.moves(text, MARGIN):
@@ -167,12 +172,12 @@ class Judge:
                 break
         if not found.problem and (share := self.oracle.within(text, limit)) ** len(tokens) > CHANCE:
             said = f"in this text rounding goes to {limit:.2g}, which {share:.0%} of all tokens are within"
-            return Judgement("inconclusive", said)
+            return AnswerJudgement("inconclusive", said)
         return found
 
     def _by_alone(
         self, tokens: tuple[int, ...], logprobs: Sequence[Mapping[int, float]], alone: Answer
-    ) -> Judgement:
+    ) -> AnswerJudgement:
         expected = alone.token_ids
         i = first_difference(tokens, expected)
         if i is None:
@@ -181,18 +186,18 @@ class Judge:
             ):
                 if not (off := abs(one[token] - other[token])) <= self.limit:
                     said = f"token {j} is the same alone, its log-probability off by {off:.3g} (limit {self.limit:.2g})"
-                    return Judgement("wrong", said, j, tokens[: j + 1], off, other[token])
+                    return AnswerJudgement("wrong", said, j, tokens[: j + 1], off, other[token])
             return RIGHT
         if i < len(alone.logprobs):
             there = alone.logprobs[i]
             margin = there[expected[i]] - there.get(tokens[i], min(there.values()))
             if margin > self.limit:
                 said = f"token {i} is {tokens[i]}; alone it was {expected[i]}, likelier by {margin:.3g}"
-                return Judgement("wrong", said, i, expected[: i + 1], margin)
+                return AnswerJudgement("wrong", said, i, expected[: i + 1], margin)
         said = f"token {i} is {tokens[i]}, alone {expected[i]}: log-probabilities there, or an oracle, would decide"
-        return Judgement("inconclusive", said, i, expected[: i + 1])
+        return AnswerJudgement("inconclusive", said, i, expected[: i + 1])
 
-    def _sampled(self, ask: Ask, answer: Answer, alone: Answer) -> Judgement:
+    def _sampled(self, ask: Ask, answer: Answer, alone: Answer) -> AnswerJudgement:
         for tokens, expected in zip(
             (answer.token_ids, *answer.others), (alone.token_ids, *alone.others), strict=True
         ):
@@ -200,7 +205,7 @@ class Judge:
                 by_chance = self.limit * ask.max_tokens
                 verdict: Verdict = "wrong" if by_chance < CHANCE else "inconclusive"
                 said = f"token {i} of the draw with seed {ask.seed} differs from the same request alone"
-                return Judgement(verdict, said, i, expected[: i + 1])
+                return AnswerJudgement(verdict, said, i, expected[: i + 1])
         return RIGHT
 
 
@@ -220,15 +225,15 @@ class ExactJudge(Judge):
     def needs_alone(self, ask: Ask) -> bool:
         return False
 
-    def _judge(self, ask: Ask, answer: Answer, alone: Answer | None) -> Judgement:
+    def _judge(self, ask: Ask, answer: Answer, alone: Answer | None) -> AnswerJudgement:
         expected = tuple(self._answers.tokens(ask.prompt, ask.max_tokens))
         least = _least(ask)
         for tokens in (answer.token_ids, *answer.others):
             if (i := first_difference(tokens, expected)) is not None:
                 said = f"token {i} is {tokens[i]}, not {expected[i]}"
-                return Judgement("wrong", said, i, expected[: i + 1])
+                return AnswerJudgement("wrong", said, i, expected[: i + 1])
             if not least <= len(tokens) <= ask.max_tokens:
-                return Judgement(
+                return AnswerJudgement(
                     "wrong", f"ends after {len(tokens)} of {least} tokens", len(tokens), expected
                 )
         return RIGHT
@@ -243,13 +248,13 @@ class WeightsJudge(Judge):
     is_exact = True
 
     def __init__(self, folder: str) -> None:
-        super().__init__(ExactOracle(folder))
+        super().__init__(ExactWeightsOracle(folder))
         self.is_calibrated = True
 
     def needs_alone(self, ask: Ask) -> bool:
         return False
 
-    def _judge(self, ask: Ask, answer: Answer, alone: Answer | None) -> Judgement:
+    def _judge(self, ask: Ask, answer: Answer, alone: Answer | None) -> AnswerJudgement:
         return super()._judge(replace(ask, temperature=0.0), answer, None)
 
 
@@ -259,19 +264,19 @@ def _beyond(
     tokens: tuple[int, ...],
     logprobs: Sequence[Mapping[int, float]],
     is_greedy: bool,
-) -> Judgement:
+) -> AnswerJudgement:
     """The first token of an answer, or log-probability, that is further from the oracle's `rows` than a limit."""
     for i, token in enumerate(tokens if is_greedy else ()):
         best = int(rows[i].argmax())
         margin = float(rows[i, best] - rows[i, token])
         if margin > limit:
             said = f"token {i} is {token}; the oracle has {best}, likelier by {margin:.3g} (limit {limit:.2g})"
-            return Judgement("wrong", said, i, (*tokens[:i], best), margin)
+            return AnswerJudgement("wrong", said, i, (*tokens[:i], best), margin)
     for i, one in enumerate(logprobs):
         right = float(rows[i, tokens[i]])
         if not (off := abs(one[tokens[i]] - right)) <= limit:
             said = f"the log-probability of token {i} is off by {off:.3g} (limit {limit:.2g}), though it is right"
-            return Judgement("wrong", said, i, tokens[: i + 1], off, right)
+            return AnswerJudgement("wrong", said, i, tokens[: i + 1], off, right)
     return RIGHT
 
 

@@ -114,7 +114,7 @@ class Oracle:
         return logits.double().log_softmax(-1)
 
 
-class ExactOracle(Oracle):
+class ExactWeightsOracle(Oracle):
     """Of a checkpoint whose every operation is exact: float32 says what float64 does, twice as fast."""
 
     def __init__(self, folder: str | Path) -> None:

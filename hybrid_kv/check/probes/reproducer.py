@@ -26,7 +26,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class Case:
+class ProbeCase:
     """What a file of a failure says.
 
     Attributes:
@@ -65,10 +65,10 @@ class Case:
         return self.most_cached is not None and (answer.cached_tokens or 0) > self.most_cached
 
 
-def case_of(failure: Failure, target: str, version: str, model: str, limit: float) -> Case:
+def case_of(failure: Failure, target: str, version: str, model: str, limit: float) -> ProbeCase:
     """The failure of an engine on a model."""
     judgement = failure.judgement
-    return Case(
+    return ProbeCase(
         target,
         version,
         model,
@@ -86,7 +86,7 @@ def case_of(failure: Failure, target: str, version: str, model: str, limit: floa
     )
 
 
-def replay(case: Case, target: Target) -> Answer:
+def replay(case: ProbeCase, target: Target) -> Answer:
     """The answer that was wrong, requested again in the same way.
 
     Raises:
@@ -98,7 +98,7 @@ def replay(case: Case, target: Target) -> Answer:
     return answers[case.index]
 
 
-def wrong_read(guarded: Guarded, case: Case) -> str:
+def wrong_read(guarded: Guarded, case: ProbeCase) -> str:
     """What the sanitizer sees first when a case is played again, where the engine has one and follows the setting."""
     if "sanitize" not in guarded.kind.factors or case.settings.get("async") == "on":
         return ""
@@ -116,14 +116,14 @@ def wrong_read(guarded: Guarded, case: Case) -> str:
         target.close()
 
 
-def to_json(case: Case) -> str:
+def to_json(case: ProbeCase) -> str:
     parts = {"format": FORMAT} | vars(case) | {"version": VERSION, "engine": case.version}
     lines = [f' "{key}": {json.dumps(value)},' for key, value in parts.items() if key != "rounds"]
     rounds = ",\n  ".join(map(json.dumps, as_json(case.rounds)))
     return "\n".join(["{", *lines, f' "rounds": [\n  {rounds}\n ]', "}", ""])
 
 
-def from_json(text: str, name: str) -> Case:
+def from_json(text: str, name: str) -> ProbeCase:
     """
     Raises:
         ConfigError: it is no failure of this version, or has a value that no failure has.
@@ -137,7 +137,7 @@ def from_json(text: str, name: str) -> Case:
         if found.pop("format") != FORMAT or found.pop("version") != VERSION:
             raise ValueError(f"it is not of the format {FORMAT!r}, version {VERSION}")
         found["version"] = found.pop("engine")
-        case = TypeAdapter(Case).validate_json(json.dumps(found), strict=True)
+        case = TypeAdapter(ProbeCase).validate_json(json.dumps(found), strict=True)
         _check(case)
         return case
     except ValidationError as error:
@@ -151,7 +151,7 @@ def from_json(text: str, name: str) -> Case:
     ) from None
 
 
-def _check(case: Case) -> None:
+def _check(case: ProbeCase) -> None:
     if not case.rounds or not all(one.requests and one.preempt_every >= 0 for one in case.rounds):
         raise ValueError("a round has no requests")
     for one in case.rounds:
@@ -175,7 +175,7 @@ def _check(case: Case) -> None:
         raise ValueError("logprob is of no token, or was not requested")
 
 
-def write_files(case: Case, folder: Path, script: str = "") -> list[Path]:
+def write_files(case: ProbeCase, folder: Path, script: str = "") -> list[Path]:
     """The JSON and the text, and a script if there is one."""
     text = to_json(case)
     slug = re.sub(r"\W+", "-", f"{case.target} {case.probe}").strip("-")  # a target may be a URL
@@ -188,7 +188,7 @@ def write_files(case: Case, folder: Path, script: str = "") -> list[Path]:
     return [*written]
 
 
-def _markdown(case: Case, stem: Path) -> str:
+def _markdown(case: ProbeCase, stem: Path) -> str:
     settings = ", ".join(f"{key}={value}" for key, value in case.settings.items()) or "defaults"
     likelier = f"likelier by {case.margin:.3g} (rounding goes to {case.limit:.2g})"
     expected = f"- Expected {list(case.expected)}, {likelier}"

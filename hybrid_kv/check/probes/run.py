@@ -38,7 +38,7 @@ def compare_with(old: Guarded, seen: Sequence[Outcome], jobs: int = 1, size: Siz
     cells = [dict(one.settings) for one in seen if one in doubtful or old.is_plain(one.settings)]
     select = ["alone", *(one.probe for one in doubtful)]  # a start is no probe
     distinct = [cell for i, cell in enumerate(cells) if cell not in cells[:i]]
-    run = Run(old, distinct, select, size=size)
+    run = ProbeRun(old, distinct, select, size=size)
     guard([run], jobs)
     known = [(one.probe, one.settings, _signs(one)) for one in run.found()]
     for one in doubtful:
@@ -116,7 +116,7 @@ def check_level(kind: Kind, factor: str, level: str) -> None:
         raise ConfigError(f"{factor}={level}: use one of {', '.join(kind.factors[factor])}")
 
 
-class Run:
+class ProbeRun:
     """All probes of an engine with one model, a wave of settings after another; what cannot start is an outcome, too.
 
     Args:
@@ -197,7 +197,7 @@ class Run:
         return sorted(self.outcomes, key=lambda one: self._order.index(dict(one.settings)))
 
 
-def guard(runs: Sequence[Run], jobs: int = 1) -> None:
+def guard(runs: Sequence[ProbeRun], jobs: int = 1) -> None:
     """Every probe in every setting of some runs.
 
     Args:
@@ -220,7 +220,7 @@ def guard(runs: Sequence[Run], jobs: int = 1) -> None:
             run.guarded.close()
 
 
-def ask_at_once(runs: Sequence[Run], jobs: int) -> None:
+def ask_at_once(runs: Sequence[ProbeRun], jobs: int) -> None:
     """`guarded.ask` for every setting of some runs, which get each outcome in this process, as it comes."""
     queue: SimpleQueue[tuple[int, str, Outcome]] = CONTEXT.SimpleQueue()
     in_flight: dict[Future[None], int] = {}
@@ -245,7 +245,8 @@ def ask_at_once(runs: Sequence[Run], jobs: int) -> None:
             if not in_flight:
                 return
             done, _ = wait(in_flight, SECONDS, FIRST_COMPLETED)
-            # A worker has reported all before it is done: what is put into such a queue is in its pipe.
+            # A worker has reported all before it is done: what is put into such a queue is in its
+            # pipe.
             while not queue.empty():
                 i, version, outcome = queue.get()
                 runs[i].guarded.version = version if version != UNHEARD else runs[i].guarded.version

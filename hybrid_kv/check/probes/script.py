@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hybrid_kv.check.probes.reproducer import Case, from_json
+from hybrid_kv.check.probes.reproducer import ProbeCase, from_json
 from hybrid_kv.check.probes.shrink import as_json
 from hybrid_kv.check.targets.exact import write_exact_checkpoint
 from hybrid_kv.check.targets.workers import vllm as worker
@@ -22,7 +22,7 @@ WORKERS = Path(worker.__file__).parent
 GPU = "vllm_gpu"  # a folder of workers
 
 
-def script_of(case: Case) -> str:
+def script_of(case: ProbeCase) -> str:
     """The plugin's source, the case, and what plays it; its exit code is 1 while the answer is wrong.
 
     Nothing for other engines and models.
@@ -57,8 +57,10 @@ def script_of(case: Case) -> str:
         "",
         f"{case.problem.rstrip('.')}.",
         "",
-        "The model's arithmetic is exact: integers modulo a prime. It runs over vLLM's own cache, block tables and",
-        "metadata, so a wrong token is a wrong block, slot, state or column. Run it with vLLM's Python; the exit code",
+        "The model's arithmetic is exact: integers modulo a prime. It runs over vLLM's own cache, "
+        "block tables and",
+        "metadata, so a wrong token is a wrong block, slot, state or column. Run it with vLLM's "
+        "Python; the exit code",
         "is 1 while the answer is wrong. The requests are in CASE, below the model.",
         '"""',
         "",

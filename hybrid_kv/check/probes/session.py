@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from hybrid_kv.check.guard.step import common_prefix
-from hybrid_kv.check.probes.judge import Judge, Judgement
+from hybrid_kv.check.probes.judge import AnswerJudgement, Judge
 from hybrid_kv.check.probes.known import name_known
 from hybrid_kv.check.probes.registry import Probe, Round, Traffic, Verdict
 from hybrid_kv.check.targets.target import Answer, Ask, Kind, Target, TargetError, is_plain
@@ -38,7 +38,7 @@ class Failure:
     rounds: tuple[Round, ...]
     index: int
     answer: Answer
-    judgement: Judgement
+    judgement: AnswerJudgement
     unit: int = DEFAULT_UNIT
     died: bool = False
 
@@ -292,7 +292,7 @@ class Session:
             tuple(self.sent),
             0,
             Answer((), error=said),
-            Judgement("wrong", said),
+            AnswerJudgement("wrong", said),
             self.unit or DEFAULT_UNIT,
             died=True,
         )
@@ -331,7 +331,7 @@ class Session:
             outcome.verdict, outcome.detail = problem
 
     def first_wrong(
-        self, probe: str, answers: Sequence[Answer], judgements: Sequence[Judgement]
+        self, probe: str, answers: Sequence[Answer], judgements: Sequence[AnswerJudgement]
     ) -> Failure | None:
         """Of the last round's answers, with what was sent until then."""
         for i, judgement in enumerate(judgements):
@@ -362,7 +362,7 @@ class Session:
             if self.is_plain("offload"):
                 self.seen = Seen()
 
-    def play(self, one: Round) -> tuple[list[Answer], list[Judgement]]:
+    def play(self, one: Round) -> tuple[list[Answer], list[AnswerJudgement]]:
         """The answers to a round, and whether they are right."""
         self.sent.append(one)
         answers = [
@@ -380,7 +380,7 @@ class Session:
                 most = self.seen.shared(one, i, finds_itself=True)
             if judgement.verdict == "right" and cached > most:
                 said = f"{cached} cached tokens, but no text of its salt shares more than {most} with it"
-                judgement = Judgement("wrong", said, most_cached=most)
+                judgement = AnswerJudgement("wrong", said, most_cached=most)
             found.append(judgement)
         self.seen.add(one, answers)
         return answers, found
@@ -425,7 +425,7 @@ class Session:
 
 
 def _count(
-    outcome: Outcome, one: Round, answers: Sequence[Answer], judgements: Sequence[Judgement]
+    outcome: Outcome, one: Round, answers: Sequence[Answer], judgements: Sequence[AnswerJudgement]
 ) -> None:
     for ask, answer, judgement in zip(one.requests, answers, judgements, strict=True):
         texts = (answer.token_ids, *answer.others)
@@ -472,5 +472,6 @@ def calibrate(session: Session, vocab_size: int) -> None:
         judge.hidden = fmean(judge.oracle.within(text, judge.limit) for text in texts)
     if judge.oracle is None and "logprobs" not in target.can:
         raise ConfigError(
-            "neither an oracle nor log-probabilities: no difference could be distinguished from rounding"
+            "neither an oracle nor log-probabilities: no difference could be distinguished from "
+            "rounding"
         )

@@ -16,20 +16,21 @@ from hybrid_kv.config import ConfigError
 Rounds = tuple[Round, ...]
 
 
-def shrink(failure: Failure, start: Callable[[], Session], seconds: float = 120.0) -> Shrunk:
+def shrink(failure: Failure, start: Callable[[], Session], seconds: float = 120.0) -> ShrunkRounds:
     """The least that is still answered wrongly, as far as the time goes.
 
     Args:
         start: a session of the failure's settings, which has sent nothing yet. One that can forget its cache is used
             again and again; another is started for every try.
     """
-    shrinker = Shrunk(failure, start, seconds)
+    shrinker = ShrunkRounds(failure, start, seconds)
     try:
         shrinker.run()
         smallest = shrinker.failure
         shrinker.close()
         shrinker.tried.clear()  # in a new engine it may be tried again
-        # What an engine keeps besides its cache may be what is wrong with it: then each try has an engine of its own.
+        # What an engine keeps besides its cache may be what is wrong with it: then each try has an
+        # engine of its own.
         if shrinker.is_minimal and not shrinker.fails(smallest.rounds):
             shrinker.case = failure.rounds
             shrinker.failure = failure
@@ -54,7 +55,7 @@ def play(session: Session, rounds: Sequence[Round], failure: Failure) -> Failure
     return None
 
 
-class Shrunk(Shrinker[Rounds]):
+class ShrunkRounds(Shrinker[Rounds]):
     """`failure`: the smallest one so far."""
 
     def __init__(self, failure: Failure, start: Callable[[], Session], seconds: float) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from hybrid_kv.check.guard.cases import filed
 from hybrid_kv.check.guard.patterns import REQUIRED
-from hybrid_kv.check.guard.play import Differences, Failure, run_scenario
+from hybrid_kv.check.guard.play import Differences, ScenarioFailure, run_scenario
 from hybrid_kv.check.guard.scenario import answer_book
 from hybrid_kv.check.guard.shrink import Shrunk, shrink
 from hybrid_kv.check.guard.traffic import (
@@ -181,8 +181,8 @@ class Swarm:
         self._clock = clock
         self._begin: float | None = None
         self._kept = 0.0
-        self._to_shrink: deque[Failure] = deque()
-        self._unfiled: dict[str, Failure] = {}
+        self._to_shrink: deque[ScenarioFailure] = deque()
+        self._unfiled: dict[str, ScenarioFailure] = {}
 
     def run(self, pool: Pool) -> Tally:
         """Play until the time is over, or Ctrl-C."""
@@ -233,7 +233,7 @@ class Swarm:
             is_over = False
             self._keep(tally, is_over)
 
-    def _note(self, failures: list[Failure]) -> None:
+    def _note(self, failures: list[ScenarioFailure]) -> None:
         if not failures:
             return
         file = self._repro / SEEDS_FILE
@@ -249,7 +249,7 @@ class Swarm:
                 self._unfiled[failure.rule] = failure
                 self._to_shrink.append(failure)
 
-    def _file(self, failure: Failure, shrunk: Shrunk) -> None:
+    def _file(self, failure: ScenarioFailure, shrunk: Shrunk) -> None:
         finding = self.tally.findings[failure.rule]
         made = filed(shrunk.failure.scenario, failure.rule, shrunk, self._repro)
         finding.file = Path(made.file)

@@ -17,7 +17,7 @@ from hybrid_kv.cache.request_blocks import PrefixHit, RequestBlocks
 from hybrid_kv.cache.spec import MambaSpec, StateProgress
 from hybrid_kv.check.guard.forced import FORCED, Draw
 from hybrid_kv.check.guard.play import Differences, run_scenario
-from hybrid_kv.check.guard.scenario import Event, Scenario, SmallKVFirst
+from hybrid_kv.check.guard.scenario import Disturbance, Scenario, SmallKVFirst
 from hybrid_kv.check.guard.waiting import Waiting
 from hybrid_kv.engine import runner, step_inputs
 from hybrid_kv.engine.llm import LLM
@@ -31,7 +31,9 @@ def scenario(mode: str, K: int = 0, drafts: str = "none", **options: Any) -> Sce
     d, layers = Draw(4), "**" if mode == "attention" else "M*MM*"
     options = {"attention_backend": SmallKVFirst.name, "max_num_batched_tokens": 20, "max_model_len": 80} | options
     prompts = d.prompts(13, 24, 31) * 2
-    return d.scenario(prompts, [14] * 6, modes=(mode,), layers=layers, K=K, drafts=drafts, waves=(3, 3), **options)
+    return d.scenario(
+        prompts, [14] * 6, modes=(mode,), layers=layers, num_drafts=K, drafts=drafts, waves=(3, 3), **options
+    )
 
 
 def wrong(result: Differences) -> str:
@@ -142,10 +144,10 @@ STATES = scenario("align", 3, "right", state_scheme="recompute")
 FULL = scenario("attention", num_blocks=9)
 EQUAL = replace(scenario("align", max_num_batched_tokens=64), prompts=[scenario("align").prompts[2]] * 6)
 # Three prompts that begin differently: nothing is shared, and step 3 is an odd one.
-RESET = replace(scenario("all"), prompts=scenario("all").prompts[:3], waves=(3,), events=(Event("reset", 3),))
+RESET = replace(scenario("all"), prompts=scenario("all").prompts[:3], waves=(3,), events=(Disturbance("reset", 3),))
 LATE = FORCED["once_more_at_max_model_len"](Draw(0))
 ENDS = FORCED["all_accepted, max_model_len_with_drafts"](Draw(0))
-SLEEP = replace(scenario("all", 2, "mixed", state_scheme="recompute"), events=(Event("sleep", 3, 4),))
+SLEEP = replace(scenario("all", 2, "mixed", state_scheme="recompute"), events=(Disturbance("sleep", 3, 4),))
 
 
 @pytest.mark.parametrize(
@@ -267,7 +269,7 @@ def test_what_a_request_publishes_as_it_leaves_is_forgotten_too(events: list[str
         "state_scheme": "recompute", "mamba_block_size": 4, "num_blocks": 400,
     }  # fmt: skip
     leaving = Scenario(
-        0, "M", options, [[0]], [SamplingParams(max_tokens=10)], events=tuple(Event(what, 9) for what in events)
+        0, "M", options, [[0]], [SamplingParams(max_tokens=10)], events=tuple(Disturbance(what, 9) for what in events)
     )
     assert run_scenario(leaving).wrong == []
 

@@ -14,10 +14,10 @@ from hybrid_kv.cache.block_hash import BlockHashes
 from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.check.guard import shrink as module
 from hybrid_kv.check.guard.forced import FORCED
-from hybrid_kv.check.guard.play import Failure, run_scenario
+from hybrid_kv.check.guard.play import ScenarioFailure, run_scenario
 from hybrid_kv.check.guard.registry import CheckResult
 from hybrid_kv.check.guard.replay import from_json
-from hybrid_kv.check.guard.run import run_guard
+from hybrid_kv.check.guard.run import GuardOptions, run_guard
 from hybrid_kv.check.guard.scenario import answer_book
 from hybrid_kv.check.guard.shrink import shrink
 from hybrid_kv.check.guard.traffic import draw_scenario
@@ -31,11 +31,11 @@ def forced(name: str) -> int:
     return next(number for number, names in enumerate(FORCED) if name in names.split(", "))
 
 
-def failure(number: int) -> Failure:
+def failure(number: int) -> ScenarioFailure:
     return run_scenario(draw_scenario(number)).wrong[0]
 
 
-def num_prompt_tokens(found: Failure) -> int:
+def num_prompt_tokens(found: ScenarioFailure) -> int:
     return sum(map(len, found.scenario.prompts))
 
 
@@ -96,20 +96,20 @@ def test_when_the_time_is_up_the_best_so_far_is_kept(monkeypatch: pytest.MonkeyP
 
 def test_a_second_turn_stays_one_while_the_first_becomes_shorter() -> None:
     scenario = draw_scenario(forced("second_turn_all"))
-    text, again = module._texts(scenario)
+    text, again = module._prompts_of(scenario)
     assert again.parent == 0 and again.num_answer >= 12
-    text.own[:4] = []
-    made = module._with_texts(scenario, [text, again])
+    text.new[:4] = []
+    made = module._with_prompts(scenario, [text, again])
     first, second = made.prompts
     answer = answer_book(scenario.layers).answer(first, scenario.params[0], 96)
-    assert len(first) == 8 and second == [*first, *answer[: again.num_answer], *again.own]
+    assert len(first) == 8 and second == [*first, *answer[: again.num_answer], *again.new]
 
 
 def test_a_failing_section_names_its_reproducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = tmp_path / "repro"
 
     def unlike_the_oracle() -> CheckResult:
-        return run_guard({"exact model": 10}, 0, progress=False, repro=folder, jobs=1)[0]
+        return run_guard({"exact model": 10}, GuardOptions(0, progress=False, repro=folder, jobs=1))[0]
 
     assert unlike_the_oracle().passed and not folder.exists()
     no_copies(monkeypatch)

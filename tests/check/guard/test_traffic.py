@@ -10,7 +10,7 @@ import torch
 
 from hybrid_kv.check.guard.forced import FORCED, Draw
 from hybrid_kv.check.guard.play import run_scenario
-from hybrid_kv.check.guard.scenario import Event, ScriptedProposer, answer_book, drawn, num_states
+from hybrid_kv.check.guard.scenario import Disturbance, ScriptedProposer, answer_book, drawn, num_states
 from hybrid_kv.check.guard.traffic import (
     CHANCES,
     FACTORS,
@@ -129,8 +129,8 @@ def test_wrong_log_probabilities_break_a_rule(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_events_are_due_once_or_again() -> None:
-    assert [step for step in range(12) if Event("evict", 3).is_due(step)] == [3]
-    assert [step for step in range(12) if Event("preempt", 3, 4).is_due(step)] == [3, 7, 11]
+    assert [step for step in range(12) if Disturbance("evict", 3).is_due(step)] == [3]
+    assert [step for step in range(12) if Disturbance("preempt", 3, 4).is_due(step)] == [3, 7, 11]
 
 
 def test_a_batch_of_a_swarm_has_half_of_the_features() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hybrid_kv.check.guard.workers import CONTEXT
 from hybrid_kv.check.probes import run as at_once
 from hybrid_kv.check.probes.guarded import Guarded
-from hybrid_kv.check.probes.run import Run, guard
+from hybrid_kv.check.probes.run import ProbeRun, guard
 from hybrid_kv.check.probes.session import Outcome
 from hybrid_kv.check.targets import ours, remote
 from hybrid_kv.check.targets.kinds import kind_of
@@ -39,9 +39,9 @@ def test_two_at_a_time_say_what_one_after_another_says(tmp_path: Path) -> None:
     def guarded() -> Guarded:
         return Guarded(toy, str(tmp_path), against=toy)
 
-    in_turn = Run(guarded(), cells, ["alone"])
+    in_turn = ProbeRun(guarded(), cells, ["alone"])
     guard([in_turn])
-    runs = [Run(guarded(), cells, ["alone"], reported.append), Run(guarded(), cells[:1], ["alone"])]
+    runs = [ProbeRun(guarded(), cells, ["alone"], reported.append), ProbeRun(guarded(), cells[:1], ["alone"])]
     guard(runs, jobs=2)
     assert untimed(runs[0].found()) == untimed(in_turn.found()) and len(reported) == len(runs[0].outcomes) == 2
     assert [one.verdict for one in runs[1].outcomes] == ["right"]

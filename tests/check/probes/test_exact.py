@@ -10,7 +10,7 @@ from hybrid_kv.check.probes.guarded import Guarded
 from hybrid_kv.check.probes.judge import ExactJudge
 from hybrid_kv.check.probes.known import name_known
 from hybrid_kv.check.probes.registry import Round
-from hybrid_kv.check.probes.reproducer import Case, write_files
+from hybrid_kv.check.probes.reproducer import ProbeCase, write_files
 from hybrid_kv.check.probes.run import compare_with, default_matrix
 from hybrid_kv.check.probes.script import script_of
 from hybrid_kv.check.targets import ours, vllm
@@ -169,7 +169,7 @@ def test_a_failure_in_vllm_becomes_a_script(tmp_path):
     rounds = (Round((Ask((5, 6), max_tokens=3), Ask((7,), max_tokens=2, step=4)), preempt_every=9),)
     settings = {"runner": "cpu", "prefix": "on", "blocks": "tight", "async": "on", "kernel": "4"}
     wrong = rounds, 1, (8, 9), (8, 1), 0.0, None, None, 0.0
-    case = Case("vllm", "0.32.0", "exact:gdn", settings, "traffic", "token 0 is 1", *wrong)
+    case = ProbeCase("vllm", "0.32.0", "exact:gdn", settings, "traffic", "token 0 is 1", *wrong)
     *_, script = write_files(case, tmp_path, script_of(case))
     names = {
         node.name for node in ast.parse(script.read_text()).body if isinstance(node, ast.FunctionDef | ast.ClassDef)

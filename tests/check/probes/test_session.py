@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from hybrid_kv.check.probes.judge import Judge, Judgement
+from hybrid_kv.check.probes.judge import AnswerJudgement, Judge
 from hybrid_kv.check.probes.registry import Round, load_probes
 from hybrid_kv.check.probes.session import References, calibrate
 from hybrid_kv.check.targets.target import CAPABILITIES, Ask, TargetError
@@ -194,7 +194,7 @@ def test_an_unclear_answer_is_counted_but_not_judged(monkeypatch):
     found, some = outcomes(only="several answers")
     judged = found["several answers"]
     assert judged.num_answers == judged.num_judged == 18
-    monkeypatch.setattr(Judge, "judge", lambda *_: Judgement("inconclusive", "a log-probability would decide"))
+    monkeypatch.setattr(Judge, "judge", lambda *_: AnswerJudgement("inconclusive", "a log-probability would decide"))
     unclear = run_probe(some, "several answers")
     assert (unclear.verdict, unclear.num_answers, unclear.num_judged) == ("inconclusive", 18, 0)
     assert unclear.num_tokens == judged.num_tokens

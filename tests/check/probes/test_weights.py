@@ -4,7 +4,7 @@ import pytest
 
 from hybrid_kv.check.probes.guarded import Guarded
 from hybrid_kv.check.probes.judge import WeightsJudge
-from hybrid_kv.check.probes.run import Run, guard
+from hybrid_kv.check.probes.run import ProbeRun, guard
 from hybrid_kv.check.targets.kinds import kind_of, model_folder
 from hybrid_kv.check.targets.target import Answer, Ask
 
@@ -28,7 +28,7 @@ def test_a_wrong_token_and_a_log_probability_that_is_off_by_the_least_are_wrong(
 
 @pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"prefix": "align", "spec": "ngram3"}])
 def test_this_engine_is_right_in_every_dtype(folder, settings):
-    run = Run(Guarded(kind_of("ours"), folder), [settings], ["drafts", "repeat"])
+    run = ProbeRun(Guarded(kind_of("ours"), folder), [settings], ["drafts", "repeat"])
     guard([run])
     verdicts = {outcome.probe: outcome.verdict for outcome in run.found()}
     assert len(verdicts) >= 2 and {*verdicts.values()} == {"right"}

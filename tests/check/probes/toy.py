@@ -7,7 +7,7 @@ import torch
 from hybrid_kv.check.probes.judge import Judge
 from hybrid_kv.check.probes.oracle import Oracle
 from hybrid_kv.check.probes.registry import load_probes
-from hybrid_kv.check.probes.run import Run
+from hybrid_kv.check.probes.run import ProbeRun
 from hybrid_kv.check.probes.run import guard as guard_all
 from hybrid_kv.check.probes.session import References, Session
 from hybrid_kv.check.targets.target import CAPABILITIES, Answer, Kind, TargetError
@@ -171,6 +171,6 @@ def run_probe(session, name):
 
 def guard(guarded, matrix=None, select=(), report=lambda outcome: None, jobs=1):
     """The outcomes of one run."""
-    run = Run(guarded, matrix, select, report)
+    run = ProbeRun(guarded, matrix, select, report)
     guard_all([run], jobs)
     return run.found()

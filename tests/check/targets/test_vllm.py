@@ -12,7 +12,7 @@ import pytest
 
 from hybrid_kv.check.guard_model import FOLDER
 from hybrid_kv.check.probes.registry import Round
-from hybrid_kv.check.probes.reproducer import Case, write_files
+from hybrid_kv.check.probes.reproducer import ProbeCase, write_files
 from hybrid_kv.check.probes.script import script_of
 from hybrid_kv.check.targets import remote, vllm
 from hybrid_kv.check.targets.exact import ExactAnswers, write_exact_checkpoint
@@ -145,7 +145,7 @@ def test_a_script_exits_with_what_the_answer_is(exact: tuple[Remote, ExactAnswer
     expected = exact[1].tokens(PROMPT[:1], 3)
     expected[-1] += wrong
     settings = {"runner": "cpu", "blocks": "tight", "kernel": "8"}
-    case = Case(
+    case = ProbeCase(
         "vllm", "0.32.0", "exact", settings, "p", "wrong", rounds, 1, tuple(expected), (), 0.0, None, None, 0.0
     )  # fmt: skip
     *_, script = write_files(case, tmp_path, script_of(case))

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from hybrid_kv.check.guard.play import Differences, Failure
+from hybrid_kv.check.guard.play import Differences, ScenarioFailure
 from hybrid_kv.check.guard.replay import from_json
 from hybrid_kv.check.guard.scenario import Scenario, answer_book
 from hybrid_kv.check.guard.shrink import Shrunk
@@ -57,7 +57,11 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scenarios that are not played: each third breaks a rule, in turn `a`, `b`, `a`; and no search for a small one."""
 
     def played(scenario: Scenario) -> Differences:
-        wrong = [] if scenario.seed % 3 else [Failure(scenario, "b" if scenario.seed % 9 == 3 else "a", "so it is")] * 2
+        wrong = (
+            []
+            if scenario.seed % 3
+            else [ScenarioFailure(scenario, "b" if scenario.seed % 9 == 3 else "a", "so it is")] * 2
+        )
         return Differences(wrong, num_requests=10, num_scenarios=1)
 
     monkeypatch.setattr(module, "SEEDS_PER_BATCH", SEEDS)

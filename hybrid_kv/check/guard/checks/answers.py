@@ -1,8 +1,9 @@
 """The guard models' answers in every combination of cache mode and drafts, question by question.
 
-All prompts share their five worked examples, so hits must happen; each cell names its hit rate and its acceptance, and
-one without hits, or without an accepted draft, is void. The tokens must be those of the plainest cell (no cache, no
-drafts), the acceptance must not depend on the cache, and the hit rate must not depend on the drafts, as counts.
+All prompts share their five worked examples, so hits must happen; each cell names its hit rate and
+its acceptance, and one without hits, or without an accepted draft, is void. The tokens must be
+those of the plainest cell (no cache, no drafts), the acceptance must not depend on the cache, and
+the hit rate must not depend on the drafts, as counts.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ FORGET_EVERY = (
 
 
 @dataclass(frozen=True)
-class Cell:
+class AnsweredCell:
     """One engine configuration and what it made of the questions."""
 
     mode: str
@@ -56,7 +57,8 @@ class Cell:
     def name(self) -> str:
         drafts = f"{self.method} {self.num_speculative_tokens}" if self.method else "no drafts"
         scheme = "" if self.scheme == DEFAULT_SCHEME else f", {self.scheme}"
-        return f"{self.mode}, {drafts}{scheme}{', offload' if self.num_loaded_blocks is not None else ''}"
+        offload = ", offload" if self.num_loaded_blocks is not None else ""
+        return f"{self.mode}, {drafts}{scheme}{offload}"
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -68,20 +70,19 @@ class Cell:
 
     @property
     def hit_rate(self) -> float:
-        return sum(self.cached_tokens) / sum(
-            len(output.prompt_token_ids) for output in self.outputs
-        )
+        num_tokens = sum(len(output.prompt_token_ids) for output in self.outputs)
+        return sum(self.cached_tokens) / num_tokens
 
     @property
     def least_acceptance(self) -> float:
-        """The share of drafts that must be accepted."""
+        """Return the share of drafts that must be accepted."""
         return self.model.least_acceptance(
             self.method or "", self.num_speculative_tokens, len(self.outputs)
         )
 
     @property
     def drafts(self) -> tuple[int, int]:
-        """Accepted and verified."""
+        """Return how many drafts were accepted and verified."""
         accepted = sum(output.num_accepted_draft_tokens for output in self.outputs)
         return accepted, sum(output.num_draft_tokens for output in self.outputs)
 
@@ -99,7 +100,7 @@ def run_cell(
     on_step: Callable[[LLM], None] | None = None,
     model: Trained = TRAINED["nemotron_h"],
     **options: Any,
-) -> Cell:
+) -> AnsweredCell:
     """Answer all questions in one configuration."""
     llm = LLM(
         model.folder,
@@ -117,13 +118,16 @@ def run_cell(
     )
     tier = llm.manager.offload
     loaded = None if tier is None else tier.stats.loaded_blocks
-    return Cell(mode, method, k, outputs, loaded, llm.config.cache.state_scheme, model)
+    return AnsweredCell(mode, method, k, outputs, loaded, llm.config.cache.state_scheme, model)
 
 
 def cells(
     prompts: Sequence[str], device: str = "cpu", model: Trained = TRAINED["nemotron_h"]
-) -> Iterator[Cell]:
-    """Every mode with every kind of draft; then blocks come back from host memory, and from files after a restart."""
+) -> Iterator[AnsweredCell]:
+    """Yield every mode with every kind of draft, then engines that load blocks.
+
+    They load them from host memory, and from files after a restart.
+    """
     run = partial(run_cell, device=device, model=model)
     for mode in TRIED:
         for method, k in DRAFTS:
@@ -146,19 +150,19 @@ def cells(
     needs="safetensors tokenizers transformers",
 )
 def check_answers(run: Run) -> Iterator[CheckResult]:
-    """One line per model and cell: how many answers differ from those of mode none without drafts."""
+    """Yield a line per model and cell: how many answers differ from mode none without drafts."""
     for model in TRAINED.values():
         prompts = five_shot(QUESTIONS_SEED, model.amount(run.amount, LEAST))
-        seen: dict[str, Cell] = {}
+        seen: dict[str, AnsweredCell] = {}
         for cell in cells(prompts, run.device, model):
             seen[cell.name] = cell
             yield _result(cell, seen)
             run.progress(run.amount / NUM_CELLS / len(TRAINED))
 
 
-def _result(cell: Cell, seen: dict[str, Cell]) -> CheckResult:
+def _result(cell: AnsweredCell, seen: dict[str, AnsweredCell]) -> CheckResult:
     pairs = zip(cell.tokens, seen["none, no drafts"].tokens, strict=True)
-    wrong = [i for i, (own, plain) in enumerate(pairs) if own != plain]
+    wrong = [i for i, (answer, plain) in enumerate(pairs) if answer != plain]
     detail = f"question {wrong[0]} has another answer" if wrong else _other_faults(cell, seen)
     accepted, drafted = cell.drafts
     params = {
@@ -191,14 +195,14 @@ def _result(cell: Cell, seen: dict[str, Cell]) -> CheckResult:
 def metrics_in_words(
     mode: str, hit_rate: float, accepted: int, drafted: int, loaded_blocks: int | None
 ) -> str:
-    """What a line of the table says behind its name."""
+    """Return what a line of the table says after its name."""
     shown = [f"hits {hit_rate:.1%}"] if MODES[mode].keeps_states else []
     shown += [f"accepted {accepted / drafted:.1%}"] if drafted else []
     shown += [f"{loaded_blocks} loads"] if loaded_blocks is not None else []
     return ", ".join(shown)
 
 
-def _other_faults(cell: Cell, seen: dict[str, Cell]) -> str:
+def _other_faults(cell: AnsweredCell, seen: dict[str, AnsweredCell]) -> str:
     accepted, drafted = cell.drafts
     if MODES[cell.mode].keeps_states and not cell.hit_rate:
         return "void: no prompt token came from the cache"
@@ -206,19 +210,21 @@ def _other_faults(cell: Cell, seen: dict[str, Cell]) -> str:
         return "void: no block came from the offload tier"
     if cell.method is not None and not accepted:
         return "void: no draft was accepted"
-    if cell.method is not None and accepted < (due := cell.least_acceptance) * drafted:
-        return f"{accepted} of {drafted} drafts accepted, {due:.1%} are due"
+    if cell.method is not None and accepted < cell.least_acceptance * drafted:
+        return f"{accepted} of {drafted} drafts accepted, {cell.least_acceptance:.1%} are due"
     if cell.num_loaded_blocks is not None:
         return ""  # another cache, another schedule: the counts below are not comparable
     if cell.scheme != DEFAULT_SCHEME:
         slots = seen[cell.name.replace(f", {cell.scheme}", "")]
-        return f"{cell.drafts} drafts accepted and verified, {slots.drafts} with slots" * (
-            cell.drafts != slots.drafts
-        )
+        if cell.drafts != slots.drafts:
+            return f"{cell.drafts} drafts accepted and verified, {slots.drafts} with slots"
+        return ""
     uncached = seen[cell.name.replace(cell.mode, "none", 1)]
     if cell.drafts != uncached.drafts:
         return f"{cell.drafts} drafts accepted and verified, {uncached.drafts} without a cache"
     undrafted = seen[f"{cell.mode}, no drafts"]
-    if sum(cell.cached_tokens) < sum(undrafted.cached_tokens):
-        return f"{sum(cell.cached_tokens)} cached tokens, {sum(undrafted.cached_tokens)} without drafts"
+    num_cached = sum(cell.cached_tokens)
+    num_undrafted = sum(undrafted.cached_tokens)
+    if num_cached < num_undrafted:
+        return f"{num_cached} cached tokens, {num_undrafted} without drafts"
     return ""

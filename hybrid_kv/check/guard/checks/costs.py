@@ -1,4 +1,4 @@
-"""What drafts and caching cost each other: nothing, as counts of one traffic run three times."""
+"""The cost of drafts and caching to each other: none, as counts of one traffic run three times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybrid_kv.check.guard.traffic import SCENARIOS_PER_RUN, draw_trio
 
 @check("costs", quick=12, full=24, long=48, seconds=0.3, place=35)
 def check_costs(run: Run) -> Iterator[CheckResult]:
-    """The same requests with and without drafts, and with and without a cache.
+    """Send the same requests with and without drafts, and with and without a cache.
 
     Drafts must not cost a cached token, caching must not cost an accepted draft.
     """
@@ -28,7 +28,8 @@ def check_costs(run: Run) -> Iterator[CheckResult]:
             due = (cached.cached_tokens, drafted.num_accepted_draft_tokens)
             if metrics != due:
                 errors.append(
-                    f"{trio[0]}: request {i} has {metrics[0]} cached tokens and {metrics[1]} accepted drafts; without "
+                    f"{trio[0]}: request {i} has {metrics[0]} cached tokens and {metrics[1]} "
+                    "accepted drafts; without "
                     f"drafts {due[0]} are cached, without a cache {due[1]} are accepted"
                 )
         wrong += errors

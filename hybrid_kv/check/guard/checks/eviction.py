@@ -1,4 +1,4 @@
-"""What is lost when the pool is full, request by request: the blocks that were used least recently, the deepest first.
+"""The order of loss in a full pool: the least recently used blocks first, of these the deepest.
 
 A wrong order costs hits and nothing else: every token stays right.
 """
@@ -24,7 +24,7 @@ BLOCK = 8
 NUM_NEW = 4
 
 
-class Kind(NamedTuple):
+class EvictionCase(NamedTuple):
     """Layers in a cache mode. `gives_back`: states come and go in the middle of a request."""
 
     mode: str
@@ -32,7 +32,11 @@ class Kind(NamedTuple):
     gives_back: bool = False
 
 
-KINDS = Kind("attention", "**"), Kind("all", "M*"), Kind("align", "M*MM*", gives_back=True)
+KINDS = (
+    EvictionCase("attention", "**"),
+    EvictionCase("all", "M*"),
+    EvictionCase("align", "M*MM*", gives_back=True),
+)
 Key = tuple[int, tuple[int, ...]]  # group, tokens up to the end of the block
 
 
@@ -63,7 +67,10 @@ class LeastRecentlyUsed:
         self.idle: list[Key] = []
 
     def run(self, tokens: Sequence[int], num_prompt: int) -> int:
-        """Serve a request that ends with these tokens, the last one not cached; how much of its prompt was cached."""
+        """Serve a request that ends with these tokens; return how much of its prompt was cached.
+
+        The last token is not cached.
+        """
         groups = range(len(self._has_states))
         keys = [
             [(g, tuple(tokens[:end])) for end in range(BLOCK, len(tokens) + BLOCK, BLOCK)]
@@ -76,62 +83,61 @@ class LeastRecentlyUsed:
             hit -= 1
         held = [
             {
-                block_idx: Held(keys[g][block_idx], True)
+                block_idx: Held(keys[g][block_idx], is_whole=True)
                 for of, block_idx in self._of_hit(hit)
                 if of == g
             }
             for g in groups
         ]
-        for own in held:
-            for one in own.values():
-                self.idle.remove(one.key)
+        for blocks in held:
+            for block in blocks.values():
+                self.idle.remove(block.key)
         given_back: list[Key] = []
         lengths = [hit] * len(groups)
         computed = hit * BLOCK
         for end in self._steps(computed, num_prompt, len(tokens) - 1):
             is_first = computed == hit * BLOCK
-            for own in [] if is_first else self._giving_back(held):
-                gone = [block_idx for block_idx in own if block_idx < (computed - 1) // BLOCK]
-                given_back += self._release([own.pop(block_idx) for block_idx in gone])
+            for blocks in [] if is_first else self._giving_back(held):
+                gone = [block_idx for block_idx in blocks if block_idx < (computed - 1) // BLOCK]
+                given_back += self._release([blocks.pop(block_idx) for block_idx in gone])
             logical_blocks = cdiv(end, BLOCK)
-            for g, (own, is_states) in enumerate(zip(held, self._has_states, strict=True)):
-                # What a chunk jumps over gets no block.
-                first = (
-                    max(lengths[g], logical_blocks - 1)
-                    if is_states and self._gives_back
-                    else lengths[g]
-                )
-                own.update(
-                    {
-                        block_idx: Held(keys[g][block_idx])
-                        for block_idx in range(first, logical_blocks)
-                    }
-                )
+            for g, blocks in enumerate(held):
+                first = self._first_new(g, lengths[g], logical_blocks)
+                for block_idx in range(first, logical_blocks):
+                    blocks[block_idx] = Held(keys[g][block_idx])
                 self._take(logical_blocks - first)
                 lengths[g] = logical_blocks
             whole = range(end // BLOCK)
             computed = end
-            for own, is_states in zip(held, self._has_states, strict=True):
-                for block_idx, one in own.items():
+            for blocks, is_states in zip(held, self._has_states, strict=True):
+                for block_idx, block in blocks.items():
                     left = not (is_states and self._gives_back) or (block_idx + 1) * BLOCK == end
-                    one.is_whole |= block_idx in whole and left
-        last = self._release([own[block_idx] for own in held for block_idx in sorted(own)])
+                    block.is_whole |= block_idx in whole and left
+        last = self._release([blocks[block_idx] for blocks in held for block_idx in sorted(blocks)])
         used = [*(key for key in given_back if key in self.idle), *last]
-        self.idle = [key for key in self.idle if key not in used] + sorted(
-            used, key=lambda key: -len(key[1])
-        )
+        used.sort(key=lambda key: len(key[1]), reverse=True)  # the deepest first
+        self.idle = [key for key in self.idle if key not in used] + used
         return hit * BLOCK
 
+    def _first_new(self, group: int, length: int, logical_blocks: int) -> int:
+        """Return the first logical block that a step takes; none is taken that it jumps over."""
+        if self._has_states[group] and self._gives_back:
+            return max(length, logical_blocks - 1)
+        return length
+
     def _steps(self, begin: int, num_prompt: int, end: int) -> list[int]:
-        """Where the steps of a request end: a chunk ends where a repeated prompt could go on, if that is kept."""
+        """Return where the steps of a request end.
+
+        A chunk ends where a repeated prompt could go on, if that is kept.
+        """
         last = (num_prompt - 1) // BLOCK * BLOCK
         chunk = [last] if self._gives_back and begin < last else []
         return [*chunk, *range(num_prompt, end + 1)]
 
     def _giving_back(self, held: Sequence[dict[int, Held]]) -> list[dict[int, Held]]:
         return [
-            own
-            for own, is_states in zip(held, self._has_states, strict=True)
+            blocks
+            for blocks, is_states in zip(held, self._has_states, strict=True)
             if is_states and self._gives_back
         ]
 
@@ -142,14 +148,17 @@ class LeastRecentlyUsed:
         del self.idle[: count - plain]
 
     def _release(self, blocks: Sequence[Held]) -> list[Key]:
-        """Those that can be found from now on; of what is there already nothing is kept."""
-        kept = [one.key for one in blocks if one.is_whole and one.key not in self.idle]
-        self._num_plain += len(blocks) - len(kept)
-        self.idle += kept
-        return kept
+        """Return the keys that can be found from now on; what is there already is not kept."""
+        findable = [block.key for block in blocks if block.is_whole and block.key not in self.idle]
+        self._num_plain += len(blocks) - len(findable)
+        self.idle += findable
+        return findable
 
     def _of_hit(self, depth: int) -> list[tuple[int, int]]:
-        """Groups and logical blocks that a hit of so many blocks needs: of states the last one."""
+        """Return the groups and logical blocks that a hit of so many blocks needs.
+
+        Of states it is the last one.
+        """
         return [
             (group, block_idx)
             for group, is_states in enumerate(self._has_states)
@@ -159,7 +168,7 @@ class LeastRecentlyUsed:
 
 @check("eviction", quick=6, full=20, seconds=0.1, place=36)
 def check_eviction(run: Run) -> Iterator[CheckResult]:
-    """Requests one after the other, with beginnings in common, in a pool that holds about two of them."""
+    """Send requests with common beginnings one after the other to a pool that holds about two."""
     wrong = list[str]()
     num_cached = 0
     num_lost = 0
@@ -202,18 +211,21 @@ def check_eviction(run: Run) -> Iterator[CheckResult]:
             }
             if output.cached_tokens != due:
                 wrong.append(
-                    f"{where}: request {output.request_id} finds {output.cached_tokens} of its {len(prompt)} tokens "
+                    f"{where}: request {output.request_id} finds {output.cached_tokens} of its "
+                    f"{len(prompt)} tokens "
                     f"cached, {due} are due"
                 )
             elif [
                 names.get(engine.key_of(block)) for block in engine.idle_blocks().tolist()
             ] != pool.idle:
                 wrong.append(
-                    f"{where}: blocks behind request {output.request_id} are not in the order of their use"
+                    f"{where}: blocks behind request {output.request_id} are not in the order of "
+                    "their use"
                 )
             elif engine.num_evictions != pool.num_lost:
                 wrong.append(
-                    f"{where}: {engine.num_evictions} evictions are counted, {pool.num_lost} blocks were lost"
+                    f"{where}: {engine.num_evictions} evictions are counted, {pool.num_lost} "
+                    "blocks were lost"
                 )
         num_lost += pool.num_lost
         run.progress(1)

@@ -1,4 +1,4 @@
-"""Engine against oracle on the integer model; void unless every pattern and every pair of settings happened."""
+"""Engine against oracle on the integer model; void unless every pattern and pair happened."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from hybrid_kv.check.guard.traffic import (
 )
 
 Combination = tuple[tuple[str, Any], ...]  # two or three factors, with a level each
-# Times. With some seeds a pair does not happen in its row of the design (no draft of it was rejected, say): of 1,814
-# none to two were missing with seeds 0 to 3, behind the 2,250 to 2,370 requests of all rows.
+# Times. With some seeds a pair does not happen in its row of the design (no draft of it was
+# rejected, say): of 1,814 none to two were missing with seeds 0 to 3, behind the 2,250 to 2,370
+# requests of all rows.
 AGAIN = 8
 
 
@@ -38,20 +39,22 @@ AGAIN = 8
     runs="spread",
 )
 def check_exact_model(run: Run) -> Iterator[CheckResult]:
-    """Engine against oracle on the integer model, until `run.amount` requests ran; tokens must be equal.
+    """Compare the engine with the oracle on the integer model, until `run.amount` requests ran.
+
+    Tokens must be equal.
 
     A row of the design in which a pair of settings did not happen runs again with other traffic.
 
-    With `run.only` the rows of the covering design that have these levels are run, all of them. Forced patterns
-    are not required: these belong to scenarios with settings of their own.
+    With `run.only` the rows of the covering design that have these levels are run, all of them.
+    Forced patterns are not required: these belong to scenarios with settings of their own.
     """
     begin = time.perf_counter()
     total = Differences()
     failed_after = None
     requests = dict[str, int]()
     numbers = rows_with(run.only) if run.only else range(SCENARIOS_PER_RUN)
-    wanted = {chosen for chosen in required_combinations() if has_levels(dict(chosen), run.only)}
-    for result in _results(run, numbers, total, wanted):
+    required = {chosen for chosen in required_combinations() if has_levels(dict(chosen), run.only)}
+    for result in _results(run, numbers, total, required):
         run.progress(min(result.num_requests, max(0, run.amount - total.num_requests)))
         total += result
         if result.wrong and failed_after is None:
@@ -60,13 +63,12 @@ def check_exact_model(run: Run) -> Iterator[CheckResult]:
         if total.wrong and run.fail_fast:
             break
     wrong = total.wrong
-    untried = _untried(total, wanted)
+    untried = _untried(total, required)
     missing = [name for name in REQUIRED if not total.seen[name]]
     params = {"seed": run.seed, **run.only}
     metrics = {"scenarios": total.num_scenarios}
-    shortest = min(
-        wrong, key=lambda failure: failure.scenario.num_tokens, default=None
-    )  # reduced soonest
+    # Reduced soonest.
+    shortest = min(wrong, key=lambda failure: failure.scenario.num_tokens, default=None)
     yield CheckResult(
         "wrong tokens, exact model",
         len(wrong),
@@ -95,9 +97,9 @@ def check_exact_model(run: Run) -> Iterator[CheckResult]:
         void = "void: no row of the design has all of these settings"
     yield CheckResult(
         "pairs and triples of settings covered",
-        len(wanted) - len(untried),
+        len(required) - len(untried),
         "settings",
-        str(len(wanted)),
+        str(len(required)),
         total.num_scenarios,
         void,
         params,
@@ -106,13 +108,15 @@ def check_exact_model(run: Run) -> Iterator[CheckResult]:
 
 
 def _results(
-    run: Run, numbers: Iterable[int], total: Differences, wanted: Iterable[Combination]
+    run: Run, numbers: Iterable[int], total: Differences, required: Iterable[Combination]
 ) -> Iterator[Differences]:
-    """Scenarios by number, until `total` has enough of them; then the rows of the design that have shown too little."""
+    """Yield scenarios by number, until `total` has enough of them.
+
+    Then follow the rows of the design that have shown too little.
+    """
     first = run.seed * SCENARIOS_PER_RUN
-    with closing(
-        run_scenarios((first + number for number in numbers), run.pool, run.workers)
-    ) as runs:
+    seeds = (first + number for number in numbers)
+    with closing(run_scenarios(seeds, run.pool, run.workers)) as runs:
         for result in runs:
             yield result
             if total.num_requests >= run.amount and not run.only:
@@ -120,9 +124,9 @@ def _results(
     if total.num_scenarios < len(rows_with(run.only)) + len(FORCED) * (not run.only):
         return  # not all rows of the design ran
     for again in range(1, AGAIN + 1):
-        rows = sorted({rows_with(dict(chosen))[0] for chosen in _untried(total, wanted)})
+        rows = sorted({rows_with(dict(chosen))[0] for chosen in _untried(total, required)})
         yield from run_scenarios((first + again * SCENARIOS_PER_RUN + row for row in rows), None, 1)
 
 
-def _untried(total: Differences, wanted: Iterable[Combination]) -> list[Combination]:
-    return sorted(set(wanted).difference(*map(combinations_of, total.cells)), key=repr)
+def _untried(total: Differences, required: Iterable[Combination]) -> list[Combination]:
+    return sorted(set(required).difference(*map(combinations_of, total.cells)), key=repr)

@@ -1,7 +1,7 @@
-"""One tiny model with random weights per family: a change to what they share is seen in all of them.
+"""Tiny models with random weights, one per family: a shared change is seen in all of them.
 
-And the trained heads of the guard models: a wrong slot of a draft changes no token, only the next draft, and the head
-of a random model is hardly ever right.
+And the trained heads of the guard models: a wrong slot of a draft changes no token, only the next
+draft, and the head of a random model is hardly ever right.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hybrid_kv.models.config_file import ConfigFile
 
 
 def known() -> list[str]:
-    """The families that have a tiny checkpoint."""
+    """Return the families that have a tiny checkpoint."""
     import hybrid_kv.models.families  # noqa: F401  (registers them)
 
     return sorted(name for name, sizes in registry.sized().items() if "tiny" in sizes)
@@ -47,9 +47,10 @@ def known() -> list[str]:
     factors=lambda: {"family": known()},
 )
 def check_families(run: Run) -> Iterator[CheckResult]:
-    """Logits in engines of every kind against each request alone, in float64. Only a long guard takes all families.
+    """Compare logits in engines of every kind with each request alone, in float64.
 
-    Of those that are not drawn one engine is compared with transformers, and each path's states in bfloat16.
+    Only a long guard takes all families. Of those that are not drawn one engine is compared with
+    transformers, and each path's states in bfloat16.
     """
     from hybrid_kv.models.random_checkpoint import quiet, write_checkpoint
 
@@ -68,7 +69,10 @@ def check_families(run: Run) -> Iterator[CheckResult]:
 
 
 def draw(run: Run) -> list[str]:
-    """The families of a run, as many as its amount: those whose files have changed since the last commit, then any."""
+    """Return the families of a run, as many as its amount.
+
+    Those whose files have changed since the last commit come first, then any.
+    """
     names = known()
     rng = random.Random(run.seed)
     drawn = rng.sample(names, min(run.amount, len(names)))
@@ -77,30 +81,37 @@ def draw(run: Run) -> list[str]:
 
 
 def _modules(model_type: str) -> set[str]:
-    """Where a family and its draft head are defined."""
+    """Return the modules in which a family and its draft head are defined."""
     file = ConfigFile({"model_type": model_type}, "the guard")
     family = registry.family_of(file)
     head = registry.head_of(file)
-    parts = family.kinds, family.build, family.convert_weights, head and head.build
-    return {getattr(part, "func", part).__module__ for part in parts if part is not None}
+    functions = family.kinds, family.build, family.convert_weights, head and head.build
+    return {
+        getattr(function, "func", function).__module__
+        for function in functions
+        if function is not None
+    }
 
 
 def _beside_itself(model_type: str, folder: str, seed: int) -> CheckResult:
     alone = Alone(folder, seed)
-    found = [alone.check(cell) for cell in alone.cells()]
-    problem, case = _first_problem(model_type, alone, found)
+    compared = [alone.check(cell) for cell in alone.cells()]
+    problem, case = _first_problem(model_type, alone, compared)
     metrics: dict[str, float] = {
-        **{describe(one.cell).replace(", ", "_").replace(" ", "_"): one.worst for one in found},
-        "cached_tokens": sum(one.cached_tokens for one in found),
-        "accepted": sum(one.accepted for one in found),
-        "preemptions": sum(one.preemptions for one in found),
+        **{
+            describe(result.cell).replace(", ", "_").replace(" ", "_"): result.worst
+            for result in compared
+        },
+        "cached_tokens": sum(result.cached_tokens for result in compared),
+        "accepted": sum(result.accepted for result in compared),
+        "preemptions": sum(result.preemptions for result in compared),
     }
     return CheckResult(
         f"largest logit difference, {model_type}",
-        max(one.worst for one in found),
+        max(result.worst for result in compared),
         "logit",
         f"{FLOAT64_LIMIT:.0g}",
-        sum(one.num_tokens for one in found),
+        sum(result.num_tokens for result in compared),
         problem,
         {"family": model_type, "seed": seed},
         metrics,
@@ -125,16 +136,18 @@ def _beside_transformers(model_type: str, folder: str, reference: Any) -> CheckR
 
 
 def _in_bfloat16(model_type: str, folder: str, seed: int) -> Iterator[CheckResult]:
-    found = compare_paths(folder, seed)
-    if found.num_paths:
-        detail = f"states behind {found.path} are {found.worst:.2g} away from those of one prefill"
+    furthest = compare_paths(folder, seed)
+    if furthest.num_paths:
+        detail = (
+            f"states behind {furthest.path} are {furthest.worst:.2g} away from those of one prefill"
+        )
         yield CheckResult(
             f"states in float32 beside bfloat16, {model_type}",
-            found.worst,
+            furthest.worst,
             "share",
             f"<= {LIMIT:.0g}",
-            found.num_paths,
-            detail if found.worst > LIMIT else "",
+            furthest.num_paths,
+            detail if furthest.worst > LIMIT else "",
             {"family": model_type, "seed": seed},
         )
 
@@ -145,13 +158,13 @@ def _texts() -> list[list[int]]:
     return [[rng.randrange(1, 100) for _ in range(length)] for length in (100, 61, 1, 33)]
 
 
-def _first_problem(model: str, alone: Alone, found: Sequence[Compared]) -> tuple[str, str]:
-    """What is wrong in the first cell in which something is, and its case."""
-    for one in found:
-        if one.problem:
-            case = LogitCase("alone", model, one.cell, alone.prompts, alone.again)
-            rule, _ = one.broken
-            return f"{describe(one.cell)}: {one.problem}", to_json(case, rule) if rule else ""
+def _first_problem(model: str, alone: Alone, compared: Sequence[Compared]) -> tuple[str, str]:
+    """Return what is wrong in the first cell that failed, and its case."""
+    for result in compared:
+        if result.problem:
+            case = LogitCase("alone", model, result.cell, alone.prompts, alone.again)
+            rule, _ = result.broken
+            return f"{describe(result.cell)}: {result.problem}", to_json(case, rule) if rule else ""
     return "", ""
 
 
@@ -159,15 +172,15 @@ def _trained_head(model: Trained, seed: int) -> CheckResult:
     alone = Alone(model.folder, seed)
     # All but the first model get one of the cells, by the seed.
     cells = MTP_CELLS if model.share == 1.0 else MTP_CELLS[seed % len(MTP_CELLS) :][:1]
-    found = [alone.check(cell) for cell in cells]
-    problem, case = _first_problem(model.folder.name, alone, found)
-    accepted = {"accepted": sum(one.accepted for one in found), "cells": len(found)}
+    compared = [alone.check(cell) for cell in cells]
+    problem, case = _first_problem(model.folder.name, alone, compared)
+    accepted = {"accepted": sum(result.accepted for result in compared), "cells": len(compared)}
     return CheckResult(
         f"wrong drafts, trained head{model.suffix}",
-        sum(one.wrong_drafts for one in found),
+        sum(result.wrong_drafts for result in compared),
         "drafts",
         "0",
-        sum(one.num_drafts for one in found),
+        sum(result.num_drafts for result in compared),
         problem,
         {"seed": seed, **model.params},
         accepted,

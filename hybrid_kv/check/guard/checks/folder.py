@@ -1,7 +1,8 @@
-"""One folder of stored blocks for several engines: other weights of one geometry, and other layouts of a page.
+"""Folders of stored blocks that several engines share, of other weights or other layouts.
 
-What an engine finds there must be what it would have computed itself, so a block's file tells weights and layout; and
-an equal engine finds it again.
+The weights have one geometry, the layouts one page. What an engine finds there must be what it
+would have computed itself, so a block's file tells weights and layout; and an equal engine finds it
+again.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ NUM_NEW = 8
     needs="safetensors tokenizers transformers",
 )
 def check_folder(run: Run) -> Iterator[CheckResult]:
-    """Two exact models, then two checkpoints of a family, one after the other in each layout, by one folder each."""
+    """Run exact models, then checkpoints of a family, in turn in each layout."""
     wrong = list[str]()
     num_engines = 0
     for i in range(run.amount):
         for play in (_exact_models, _checkpoints):
             with tempfile.TemporaryDirectory() as folder, unwarned():
-                found = list(play(run.seed + i, folder))
-            wrong += filter(None, found)
-            num_engines += len(found)
+                problems = list(play(run.seed + i, folder))
+            wrong += filter(None, problems)
+            num_engines += len(problems)
         run.progress(1)
     yield CheckResult(
         "engines misled by a shared folder",
@@ -59,7 +60,7 @@ def check_folder(run: Run) -> Iterator[CheckResult]:
 
 
 def _exact_models(seed: int, folder: str) -> Iterator[str]:
-    """Of each engine what is wrong, or nothing."""
+    """Yield what is wrong in each engine, or nothing."""
     rng = random.Random(seed)
     params = SamplingParams(max_tokens=NUM_NEW)
     mode = rng.choice(["align", "all"])
@@ -87,15 +88,12 @@ def _exact_models(seed: int, folder: str) -> Iterator[str]:
         where = f"{layers}, mode {mode}, weights {weights}, {layout}"
         yield f"{where}: {num_wrong} requests got other tokens" if num_wrong else ""
     assert llm.manager.offload is not None
-    yield (
-        ""
-        if llm.manager.offload.stats.folder_hits
-        else f"{where}: no block is found again by an equal engine"
-    )
+    has_hits = llm.manager.offload.stats.folder_hits
+    yield "" if has_hits else f"{where}: no block is found again by an equal engine"
 
 
 def _checkpoints(seed: int, folder: str) -> Iterator[str]:
-    """The same for random checkpoints, given as folders and as objects."""
+    """Yield the same for random checkpoints, given as folders and as objects."""
     from hybrid_kv.models.random_checkpoint import quiet, write_checkpoint
 
     family = FAMILIES[seed % len(FAMILIES)]
@@ -110,7 +108,9 @@ def _checkpoints(seed: int, folder: str) -> Iterator[str]:
         both = Alone(first, seed, max_tokens=4), Alone(second, seed, max_tokens=4)
         for kind in ("folder", "object"):
             for alone, backend in ((both[0], layout), (both[1], layout), (both[0], other)):
-                found = alone.check({**cell, "attention_backend": backend})
-                yield f"{family} as {kind}, {backend}: {found.problem}" if found.problem else ""
+                compared = alone.check({**cell, "attention_backend": backend})
+                yield (
+                    f"{family} as {kind}, {backend}: {compared.problem}" if compared.problem else ""
+                )
             for alone in both:
                 alone.given = alone.model

@@ -1,4 +1,4 @@
-"""The trained models' logits, in engines of every kind, against their plain forward pass in float64."""
+"""Logits of the trained models, in engines of every kind, against their plain pass in float64."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ _MTP = {
     "async_scheduling": True,
 }
 _REPLAY = {"state_scheme": "recompute"}
-# Engine settings in which a guard model's logits are compared with its plain forward pass. Those with a cache get
-# prompts that share their examples, and chunks so small that they do not jump over the shared boundaries.
+# Engine settings in which a guard model's logits are compared with its plain forward pass. Those
+# with a cache get prompts that share their examples, and chunks so small that they do not jump over
+# the shared boundaries.
 LOGIT_CELLS: tuple[dict[str, Any], ...] = (
     _TORCH,
     {**_FA, "max_num_batched_tokens": 37, "captured_batch_sizes": (6,), "logprobs": 3},
@@ -43,7 +44,8 @@ LOGIT_CELLS: tuple[dict[str, Any], ...] = (
         "num_blocks": 20,
     },
     {**_TORCH, "mamba_cache_mode": "align", "max_num_batched_tokens": 150, "max_num_seqs": 2},
-    # Three chunks to a step. The guard has one thread, with which prefills are scanned in another way.
+    # Three chunks to a step. The guard has one thread, with which prefills are scanned in another
+    # way.
     {**_FI, **_NGRAM, "mamba_cache_mode": "all", "max_num_batched_tokens": 90, "in_chunks": True},
     {**_FA, **_MTP, "mamba_cache_mode": "align", "max_num_batched_tokens": 128, "logprobs": 0},
     {
@@ -69,21 +71,22 @@ LOGIT_CELLS: tuple[dict[str, Any], ...] = (
     needs="safetensors tokenizers transformers",
 )
 def check_guard_logits(run: Run) -> Iterator[CheckResult]:
-    """Logits of every computed prompt and answer token, engine against the plain forward pass in float64.
+    """Compare the logits of every computed token, engine against the plain pass in float64.
 
-    Tokens of a trained model hide damage (a state one token behind changes no answer); logits do not. Cells with a
-    cache get prompts that begin alike. The plain pass runs on the CPU, whatever `run.device`.
+    Tokens of a trained model hide damage (a state one token behind changes no answer); logits do
+    not. Cells with a cache get prompts that begin alike. The plain pass runs on the CPU, whatever
+    `run.device`.
     """
     for model in TRAINED.values():
-        # A part of them is every other, by the seed.
+        # A share of the cells is every other one, by the seed.
         cells = LOGIT_CELLS if model.share == 1.0 else LOGIT_CELLS[run.seed % 2 :: 2]
         questions = Questions(model, run.seed + 7, model.amount(run.amount, LEAST))
-        found = []
+        compared = []
         for cell in cells:
-            found.append(questions.run(cell, run.device))
+            compared.append(questions.run(cell, run.device))
             run.progress(run.amount / len(TRAINED) / len(cells))
-            yield result_of(found[-1], model, run.seed)
-        yield _tokens(model, found, questions, run.seed)
+            yield result_of(compared[-1], model, run.seed)
+        yield _tokens(model, compared, questions, run.seed)
 
 
 class Questions:
@@ -98,72 +101,78 @@ class Questions:
 
         tokenizer = load_tokenizer(model.folder)
         self.model = model
-        self.own = [list(tokenizer.encode(item.prompt)) for item in eval_set(seed, count)]
+        self.unshared = [list(tokenizer.encode(item.prompt)) for item in eval_set(seed, count)]
         self.shared = [list(tokenizer.encode(prompt)) for prompt in five_shot(seed, count)]
 
     def run(self, cell: dict[str, Any], device: str) -> Found:
         """Answer all of them in one engine; a cell with a cache gets prompts that begin alike."""
-        prompts = (
-            self.shared if MODES[cell.get("mamba_cache_mode", "none")].keeps_states else self.own
-        )
+        is_cached = MODES[cell.get("mamba_cache_mode", "none")].keeps_states
+        prompts = self.shared if is_cached else self.unshared
         options = {**cell, "device": device, "preempts": PREEMPTS}
         return beside_plain(
             LogitCase("plain", self.model.folder.name, options, prompts, (), NUM_NEW)
         )
 
 
-def result_of(found: Found, model: Trained, seed: int) -> CheckResult:
-    cell = {key: value for key, value in found.cell.items() if key not in OWN}
+def result_of(compared: Found, model: Trained, seed: int) -> CheckResult:
+    """Return the guard's line of a cell."""
+    cell = {key: value for key, value in compared.cell.items() if key not in OWN}
     features = [cell["dtype"], cell["attention_backend"], *_features(cell)]
-    rule, detail = found.broken
-    detail = (
-        found.void or _too_few_accepted(found, model) if rule in ("", "tokens") else detail
-    )  # tokens: see below
+    rule, detail = compared.broken
+    if rule in ("", "tokens"):  # `_tokens` counts wrong tokens.
+        detail = compared.void or _too_few_accepted(compared, model)
     return CheckResult(
         f"largest logit difference, {', '.join(features)}{model.suffix}",
-        found.worst,
+        compared.worst,
         "logit",
-        f"{found.limit:.1g}",
-        found.num_tokens,
+        f"{compared.limit:.1g}",
+        compared.num_tokens,
         detail,
         {**cell, "seed": seed, **model.params},
-        {"cached_tokens": found.cached_tokens, "accepted": found.accepted},
-        case=to_json(found.case, rule) if rule else "",
+        {"cached_tokens": compared.cached_tokens, "accepted": compared.accepted},
+        case=to_json(compared.case, rule) if rule else "",
     )
 
 
-def _too_few_accepted(found: Found, model: Trained) -> str:
-    """A head that drafts worse than it was trained to; where it is asked what its acceptance was measured with."""
-    cell = found.cell
+def _too_few_accepted(compared: Found, model: Trained) -> str:
+    """Return how a head drafts worse than it was trained to; empty if it does not.
+
+    It is asked only in cells that its acceptance was measured with.
+    """
+    cell = compared.cell
     if (
         cell.get("speculative_method") != "mtp"
         or not MODES[cell.get("mamba_cache_mode", "none")].keeps_states
     ):
         return ""
-    due = model.least_acceptance("mtp", cell["num_speculative_tokens"], len(found.case.prompts))
-    is_low = found.accepted < due * found.verified
-    return f"{found.accepted} of {found.verified} drafts accepted, {due:.1%} are due" * is_low
+    due = model.least_acceptance("mtp", cell["num_speculative_tokens"], len(compared.case.prompts))
+    is_low = compared.accepted < due * compared.verified
+    return f"{compared.accepted} of {compared.verified} drafts accepted, {due:.1%} are due" * is_low
 
 
-def _tokens(model: Trained, found: Sequence[Found], questions: Questions, seed: int) -> CheckResult:
-    num_wrong = sum(one.num_wrong for one in found)
-    preemptions = sum(one.preemptions for one in found)
+def _tokens(
+    model: Trained, compared: Sequence[Found], questions: Questions, seed: int
+) -> CheckResult:
+    num_wrong = sum(result.num_wrong for result in compared)
+    preemptions = sum(result.preemptions for result in compared)
     void = "" if preemptions else "void: no request was preempted"
     detail = f"{num_wrong} tokens differ" if num_wrong else void
-    case = next((to_json(one.case, "tokens") for one in found if one.broken[0] == "tokens"), "")
+    case = next(
+        (to_json(result.case, "tokens") for result in compared if result.broken[0] == "tokens"), ""
+    )
     used = {
-        "cells": len(found),
-        "prompts": len(questions.own),
+        "cells": len(compared),
+        "prompts": len(questions.unshared),
         "preemptions": preemptions,
-        "cached_tokens": sum(one.cached_tokens for one in found),
-        "accepted": sum(one.accepted for one in found),
+        "cached_tokens": sum(result.cached_tokens for result in compared),
+        "accepted": sum(result.accepted for result in compared),
     }
     return CheckResult(
         f"wrong tokens, plain forward pass{model.suffix}",
         num_wrong,
         "tokens",
         "0",
-        sum(one.num_tokens for one in found),
+        sum(result.num_tokens for result in compared),
         detail,
         {"seed": seed, **model.params},
         used,
@@ -172,12 +181,14 @@ def _tokens(model: Trained, found: Sequence[Found], questions: Questions, seed: 
 
 
 def _features(cell: dict[str, Any]) -> list[str]:
-    """What a cell has beyond paging."""
-    drafts = (
-        [f"{cell['speculative_method']} {cell['num_speculative_tokens']}"]
-        if "speculative_method" in cell
-        else []
-    )
-    late = ["async"] if cell.get("async_scheduling") else []
-    late += [cell["state_scheme"]] if "state_scheme" in cell else []
-    return [*([cell["mamba_cache_mode"]] if "mamba_cache_mode" in cell else []), *drafts, *late]
+    """Return what a cell has beyond paging."""
+    features = []
+    if "mamba_cache_mode" in cell:
+        features.append(cell["mamba_cache_mode"])
+    if "speculative_method" in cell:
+        features.append(f"{cell['speculative_method']} {cell['num_speculative_tokens']}")
+    if cell.get("async_scheduling"):
+        features.append("async")
+    if "state_scheme" in cell:
+        features.append(cell["state_scheme"])
+    return features

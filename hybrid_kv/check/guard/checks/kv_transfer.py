@@ -61,41 +61,45 @@ SEEN = (
 
 
 class Arriving(EngineObserver):
-    """A request that goes on has blocks for what is computed, its next token, and states for its drafts; no more."""
+    """A check of the blocks of a request that goes on in another engine.
+
+    It has blocks for what is computed, its next token, and states for its drafts; no more.
+    """
 
     def __init__(self, llm: LLM) -> None:
         self._specs = [group.spec for group in llm.plan.config.groups]
 
     def on_arrival(self, request: Request, logical_blocks: Sequence[BlockIds]) -> None:
         held = [int(np.count_nonzero(ids != NULL_BLOCK)) for ids in logical_blocks]
-        n = request.num_computed_tokens
+        num_computed = request.num_computed_tokens
         due = list[int]()
         for spec in self._specs:
-            blocks = cdiv(n + 1, spec.block_size)
+            blocks = cdiv(num_computed + 1, spec.block_size)
             if isinstance(spec, MambaSpec):
-                behind = (n - 1) // spec.block_size  # blocks of states before the last one
-                blocks = (
-                    blocks - behind if spec.mode.keeps_states else 1
-                ) + spec.num_speculative_blocks
-            if (window := window_of(spec)) is not None:
-                blocks -= (
-                    max(0, n + 1 - window) // spec.block_size
-                )  # all of whose tokens nobody sees any more
+                # Blocks of states before the last one.
+                num_before = (num_computed - 1) // spec.block_size
+                states = blocks - num_before if spec.mode.keeps_states else 1
+                blocks = states + spec.num_speculative_blocks
+            window = window_of(spec)
+            if window is not None:
+                # No query sees a token of these blocks any more.
+                blocks -= max(0, num_computed + 1 - window) // spec.block_size
             due.append(blocks)
         if held != due:
             raise RuleError(
-                "arriving", f"a request with {n} tokens holds {held} blocks; {due} are due"
+                "arriving",
+                f"a request with {num_computed} tokens holds {held} blocks; {due} are due",
             )
 
 
-class Engine:
-    """One of the two: its settings are drawn, its drafts follow the requests' right tokens."""
+class TransferEngine:
+    """A prefill or a decode engine with drawn settings, whose drafts follow the right tokens."""
 
     def __init__(self, rng: random.Random, layers: str) -> None:
         self.book = answer_book(layers)
         mode = rng.choice(["none", "align", "all"]) if num_states(layers) else "attention"
-        K = rng.choice([0, 0, 1, 3])
-        self.setting: dict[str, Any] = cache_options(mode, K, "none")
+        num_drafts = rng.choice([0, 0, 1, 3])
+        self.setting: dict[str, Any] = cache_options(mode, num_drafts, "none")
         if mode == "attention":
             self.setting["enable_prefix_caching"] = rng.random() < 0.5
         self.setting |= {
@@ -114,11 +118,12 @@ class Engine:
         self.sequences: list[list[int]] = []  # by request, prompt and answer
         self.lengths: list[int] = []
         script = rng.choice(["right", "mixed", "rotate"])
-        proposer = (
-            ScriptedProposer(script, K, self.sequences, self.lengths, 8, self.book.model.vocab_size)
-            if K
-            else None
-        )
+        vocab_size = self.book.model.vocab_size
+        proposer = None
+        if num_drafts:
+            proposer = ScriptedProposer(
+                script, num_drafts, self.sequences, self.lengths, 8, vocab_size
+            )
         self.llm = LLM(
             self.book.model,
             device="cpu",
@@ -131,7 +136,7 @@ class Engine:
         poison(self.llm)
 
     def expect(self, prompt: list[int], params: SamplingParams) -> None:
-        """The next request of this engine."""
+        """Return the next request of this engine."""
         self.sequences.append([*prompt, *self.book.without_stop(prompt, params, MAX_MODEL_LEN)])
         self.lengths.append(len(prompt))
 
@@ -154,13 +159,12 @@ class Pair:
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         layers = LAYERS[seed % len(LAYERS)]
-        self.prefill = Engine(rng, layers)
-        self.decode = Engine(rng, layers)
+        self.prefill = TransferEngine(rng, layers)
+        self.decode = TransferEngine(rng, layers)
         self._book = answer_book(layers)
         self.seen: Counter[str] = Counter()
-        self._went: list[
-            tuple[int, Request]
-        ] = []  # number of each request that went over, and what it became there
+        # The number of each request that was handed over, and the request there.
+        self._went: list[tuple[int, Request]] = []
         self._done: dict[Request, str] = {}  # why each has ended
         self._num_steps = 0
         self.name = f"seed {seed}, {layers}: {self.prefill.setting} to {self.decode.setting}"
@@ -168,19 +172,18 @@ class Pair:
         shared = [rng.randrange(vocabulary) for _ in range(35)]
         self.requests: list[tuple[list[int], SamplingParams]] = []
         for _ in range(NUM_REQUESTS):
-            own = [rng.randrange(vocabulary) for _ in range(rng.choice([1, 5, 12]))]
-            prompt = shared[: rng.choice([0, 8, 16, 24, 31, 35])] + own
+            unshared = [rng.randrange(vocabulary) for _ in range(rng.choice([1, 5, 12]))]
+            prompt = shared[: rng.choice([0, 8, 16, 24, 31, 35])] + unshared
             noise: dict[str, Any] = rng.choice(
                 [{}, {"temperature": 1.0, "seed": rng.randrange(99)}]
             )
-            self.requests.append(
-                (prompt, SamplingParams(max_tokens=rng.choice([2, 9, 14]), **noise))
-            )
+            params = SamplingParams(max_tokens=rng.choice([2, 9, 14]), **noise)
+            self.requests.append((prompt, params))
         # The longest come again, when the other side may have all of them.
         self.requests += sorted(self.requests, key=lambda request: len(request[0]))[-NUM_AGAIN:]
 
     def problems(self) -> Iterator[str]:
-        """What is wrong; nothing if all is well."""
+        """Yield what is wrong; nothing if all is well."""
         prefill = self.prefill.llm
         decode = self.decode.llm
         here = dict[Request, int]()
@@ -198,23 +201,22 @@ class Pair:
         yield from self._again()
         for who, llm in (("prefill", prefill), ("decode", decode)):
             llm.scheduler.check_integrity()
-            if held := llm.manager.pool.num_blocks - 1 - llm.manager.pool.num_free_blocks:
+            held = llm.manager.pool.num_blocks - 1 - llm.manager.pool.num_free_blocks
+            if held:
                 yield f"the {who} engine holds {held} blocks for no request"
 
     def _step(self, here: Mapping[Request, int]) -> None:
-        """A step of both engines; what has its first token goes over, or not yet."""
+        """Step both engines; hand over what has its first token, or keep it a while."""
         prefill = self.prefill.llm
         decode = self.decode.llm
         self._num_steps += 1
         if prefill.scheduler.has_requests:
             self._done |= dict(prefill.step())
         for request in list(prefill.scheduler.running):
-            if (
-                request.output_token_ids
-                and self.rng.random() < 0.6
-                and (new := self._go(request)) is not None
-            ):
-                self._went.append((here[request], new))
+            if request.output_token_ids and self.rng.random() < 0.6:
+                handed_over = self._go(request)
+                if handed_over is not None:
+                    self._went.append((here[request], handed_over))
         self.seen["waited"] += any(
             request.arrival is not None for request in decode.scheduler.waiting
         )
@@ -228,7 +230,10 @@ class Pair:
             self._done |= dict(decode.step())
 
     def _go(self, request: Request) -> Request | None:
-        """Hand a request over, if the step in flight does not end it; its blocks are used again at once."""
+        """Hand a request over, if the step in flight does not end it.
+
+        Its blocks are reused at once.
+        """
         row = request.row
         try:
             kv_transfer = self.prefill.llm.send_request(request)
@@ -242,7 +247,7 @@ class Pair:
         self.seen["several states"] += any(len(parts) > 2 for parts in kv_transfer.layers.values())
         specs = self.prefill.llm.model.layer_specs
         self.seen["a window alone"] += any(
-            not part.nbytes for parts in kv_transfer.layers.values() for part in parts
+            not state_part.nbytes for parts in kv_transfer.layers.values() for state_part in parts
         )
         self.seen["latents"] += any(isinstance(spec, MLAAttentionSpec) for spec in specs.values())
         sides = {side.llm.manager.enable_prefix_caching for side in (self.prefill, self.decode)}
@@ -253,11 +258,11 @@ class Pair:
         return self.decode.receive_request(kv_transfer)
 
     def _has_all(self, kv_transfer: KVTransfer) -> bool:
-        """Whether the other side could restore all of the request's whole blocks itself."""
+        """Return whether the other side could restore all whole blocks of the request itself."""
         manager = self.decode.llm.manager
         known = kv_transfer.num_computed_tokens
         tokens = [*kv_transfer.prompt_token_ids, *kv_transfer.output_token_ids]
-        hit = manager.find_longest_cache_hit(BlockHashes(), tokens, False)
+        hit = manager.find_longest_cache_hit(BlockHashes(), tokens, use_offload=False)
         return 0 < hit.num_tokens == known // manager.hit_granularity * manager.hit_granularity
 
     def _wrong(self, i: int, request: Request, reason: str) -> Iterator[str]:
@@ -266,10 +271,14 @@ class Pair:
             expected = expected[: len(request.output_token_ids)]
         if request.output_token_ids != expected:
             first = common_prefix(request.output_token_ids, expected)
-            yield f"request {i} ({len(self.requests[i][0])} prompt tokens) differs at output token {first}"
+            length = len(self.requests[i][0])
+            yield f"request {i} ({length} prompt tokens) differs at output token {first}"
 
     def _again(self) -> Iterator[str]:
-        """What the decode engine publishes, its own requests find: prompts and answers that it went on with."""
+        """Check that requests of the decode engine find what it published.
+
+        These are prompts, and answers that it went on with.
+        """
         decode = self.decode
         again: list[tuple[list[int], SamplingParams, Request]] = []
         for prompt, params in self.requests[:3]:
@@ -281,11 +290,14 @@ class Pair:
         for prompt, params, request in again:
             self.seen["hits behind"] += request.hit.num_tokens > 0
             if request.output_token_ids != self._book.answer(prompt, params, MAX_MODEL_LEN):
-                yield f"a prompt of {len(prompt)} tokens, {request.hit.num_tokens} of them found, is continued wrongly"
+                yield (
+                    f"a prompt of {len(prompt)} tokens, {request.hit.num_tokens} of them found, "
+                    "is continued wrongly"
+                )
 
 
 def drafts_behind(seed: int) -> CheckResult:
-    """Requests of a random model that are handed over: its head drafts what it drafts for each of them alone."""
+    """Hand over requests of a random model, and compare the drafts of its head with those alone."""
     from hybrid_kv.models.random_checkpoint import quiet, write_checkpoint
 
     mode = ("align", "all", "none")[seed % 3]
@@ -303,7 +315,9 @@ def drafts_behind(seed: int) -> CheckResult:
         while prefill.scheduler.has_requests or decode.scheduler.has_requests:
             for request, _ in prefill.step() if prefill.scheduler.has_requests else ():
                 done[sent.index(request)] = request.output_token_ids
-            for request in [one for one in prefill.scheduler.running if one.output_token_ids]:
+            for request in [
+                running for running in prefill.scheduler.running if running.output_token_ids
+            ]:
                 order.append(sent.index(request))
                 decode.receive_request(prefill.send_request(request))
                 poison_free_blocks(prefill)
@@ -312,12 +326,11 @@ def drafts_behind(seed: int) -> CheckResult:
         due = alone.drafts_alone(mode)
     num_other = sum(done.get(i) != output.token_ids for i, (output, _) in enumerate(alone.known))
     wrong, count = recorder.compare(due)
-    detail = (
-        f"{num_other} requests got other tokens"
-        if num_other
-        else "void: no drafts to compare" * (not count)
-    )
-    detail = f"{wrong} of {count} times a request got other drafts than alone" if wrong else detail
+    detail = "" if count else "void: no drafts to compare"
+    if num_other:
+        detail = f"{num_other} requests got other tokens"
+    if wrong:
+        detail = f"{wrong} of {count} times a request got other drafts than alone"
     return CheckResult(
         "wrong drafts behind KV transfer",
         wrong,
@@ -339,7 +352,7 @@ def drafts_behind(seed: int) -> CheckResult:
     needs="safetensors tokenizers transformers",
 )
 def check_kv_transfer(run: Run) -> Iterator[CheckResult]:
-    """Every request gets the oracle's tokens, on whatever side it ends."""
+    """Check that every request gets the oracle's tokens, on whatever side it ends."""
     yield play_seeds(run, Pair, SEEN, "requests continued wrongly after KV transfer", "handed over")
     if run.amount:
         yield drafts_behind(run.seed)

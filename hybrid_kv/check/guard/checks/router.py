@@ -1,4 +1,4 @@
-"""What a router predicts of an engine's prefix cache, from its events alone, against what the engine then restores."""
+"""A router's predictions of an engine's prefix cache, from its events alone, against its hits."""
 
 from __future__ import annotations
 
@@ -48,20 +48,18 @@ class Routed:
         self.rng = rng = random.Random(seed)
         layers = rng.choice(LAYERS)
         mode = rng.choice(["align", "all"]) if num_states(layers) else "attention"
-        setting: dict[str, Any] = cache_options(
-            mode, K := rng.choice([0, 2]), "ngram" if K else "none"
-        )
+        num_drafts = rng.choice([0, 2])
+        drafts = "ngram" if num_drafts else "none"
+        setting: dict[str, Any] = cache_options(mode, num_drafts, drafts)
         setting |= {
             "attention_backend": rng.choice([SmallBlocksFirst.name, SmallKVFirst.name]),
             "max_num_batched_tokens": rng.choice([12, 64]),
             "max_num_seqs": rng.choice([1, 4]),
-            "num_blocks": rng.choice(
-                [36, 44]
-            ),  # 80 tokens in three groups, with states for two drafts, take 34
+            # 80 tokens in three groups, with states for two drafts, take 34.
+            "num_blocks": rng.choice([36, 44]),
         }
-        setting["block_size" if has_attention(layers) else "mamba_block_size"] = rng.choice(
-            [8, 12, 16]
-        )
+        block_size = "block_size" if has_attention(layers) else "mamba_block_size"
+        setting[block_size] = rng.choice([8, 12, 16])
         self.name = f"seed {seed}, {layers}: {setting}"
         self.llm = LLM(
             answer_book(layers).model, device="cpu", max_model_len=MAX_MODEL_LEN, **setting
@@ -74,7 +72,7 @@ class Routed:
         self.seen: Counter[str] = Counter()
 
     def problems(self) -> Iterator[str]:
-        """What is wrong; nothing if all is well."""
+        """Yield what is wrong; nothing if all is well."""
         rng = self.rng
         llm = self.llm
         for _ in range(ROUNDS):
@@ -86,14 +84,15 @@ class Routed:
             self._hear()
             published = set(llm.manager.pool.published_keys())
             if self.known.keys - published or (self.is_whole and self.known.keys != published):
-                yield f"{len(self.known.keys ^ published)} of {len(published)} blocks are known wrongly"
+                num_wrong = len(self.known.keys ^ published)
+                yield f"{num_wrong} of {len(published)} blocks are known wrongly"
             prompt = self._prompt()
             salt = rng.choice(["", "", "", "other"])
             self.seen["predictions"] += 1
             predicted = self.known.predict(prompt, salt)
-            (found,) = self._generate([prompt], salt)
-            if predicted > found or (self.is_whole and predicted != found):
-                yield f"{predicted} of {len(prompt)} tokens are predicted, {found} restored"
+            (restored,) = self._generate([prompt], salt)
+            if predicted > restored or (self.is_whole and predicted != restored):
+                yield f"{predicted} of {len(prompt)} tokens are predicted, {restored} restored"
             self.seen["hits"] += predicted > 0
             self.seen["hits of several blocks"] += predicted > self.log.hit_granularity
             self.seen["other salts"] += bool(salt)
@@ -111,20 +110,21 @@ class Routed:
         else:
             self.heard.append(self.log.take())
         self.known.apply(self.heard[-1])
-        if (
-            self.rng.random() < 0.3
-        ):  # The last ones or older ones come once more: they say nothing new.
+        if self.rng.random() < 0.3:
+            # The last events or older ones come once more: they say nothing new.
             self.known.apply(self.rng.choice(self.heard))
             self.seen["again"] += 1
 
     def _prompt(self) -> list[int]:
-        own = [
+        unshared = [
             self.rng.randrange(ExactConfig.vocab_size) for _ in range(self.rng.choice([1, 5, 12]))
         ]
-        return self.rng.choice(self.shared)[: self.rng.choice([0, 8, 17, 24, 31, 48, 60])] + own
+        return (
+            self.rng.choice(self.shared)[: self.rng.choice([0, 8, 17, 24, 31, 48, 60])] + unshared
+        )
 
     def _generate(self, prompts: list[list[int]], salt: str = "") -> list[int]:
-        """The tokens that each of them found."""
+        """Return the number of cached tokens of each prompt."""
         params = SamplingParams(max_tokens=self.rng.choice([1, 9]), cache_salt=salt)
         outputs = self.llm.generate(prompts, params, progress=False)
         assert not any(output.error for output in outputs), [output.error for output in outputs]
@@ -133,5 +133,5 @@ class Routed:
 
 @check("router", quick=8, full=32, long=160, seconds=0.12, place=38)
 def check_router(run: Run) -> Iterator[CheckResult]:
-    """Every prompt finds exactly what was predicted, or at least that behind events that were missed."""
+    """Check that every prompt finds what was predicted, or at least that after missed events."""
     yield play_seeds(run, Routed, SEEN, "prefix hits predicted wrongly", "predictions")

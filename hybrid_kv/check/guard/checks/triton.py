@@ -1,6 +1,7 @@
-"""Engines with `kernels="triton"`, in Triton's interpreter: what launches are handed, and what is done with the result.
+"""Engines with `kernels="triton"` in Triton's interpreter: arguments and results of launches.
 
-Each kernel is held against its reference by the unit tests of its folder. Here whole engines run on all of them.
+Each kernel is held against its reference by the unit tests of its folder. Here whole engines run on
+all of them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from hybrid_kv.kernels.common.interpreter import start_interpreter
 
 MODEL = "nemotron_h"
 COMMON = {"dtype": "float32", "attention_backend": "TORCH", "kernels": "triton"}
-# Both rollback schemes, each with a cache that hits and drafts that are accepted. Together they launch every kernel.
+# Both rollback schemes, each with a cache that hits and drafts that are accepted. Together they
+# launch every kernel.
 CELLS: tuple[Cell, ...] = (
     {**COMMON, "mamba_cache_mode": "all", "script": "mixed"},
     {
@@ -38,8 +40,8 @@ CELLS: tuple[Cell, ...] = (
         "recompute_ring_len": 11,
     },
 )
-# Of random weights, which are the same each time, as these are: in float32 another prompt might have two best tokens.
-# One that is a block and a little longer, and is sent again; one beside it.
+# Of random weights, which are the same each time, as these are: in float32 another prompt might
+# have two best tokens. One that is a block and a little longer, and is sent again; one beside it.
 PROMPTS = [[(7 * i * i + 3 * i) % 89 + 1 for i in range(length)] for length in (17, 3)]
 NUM_NEW = 4
 # All that an engine of this family can launch.
@@ -68,7 +70,7 @@ KERNELS = (
     needs="safetensors tokenizers transformers",
 )
 def check_triton(run: Run) -> Iterator[CheckResult]:
-    """Exact scenarios, as many as the amount, and the logits of a random model in both rollback schemes."""
+    """Run exact scenarios, and compare the logits of a random model in both rollback schemes."""
     if find_spec("triton") is None:
         yield CheckResult("not run: Triton is not installed", 0, "", "", 0)
         return
@@ -77,8 +79,10 @@ def check_triton(run: Run) -> Iterator[CheckResult]:
     numbers = random.Random(run.seed).sample(range(len(FORCED) + len(design())), run.amount)
     with processes(1, start_interpreter) as pool:
         for number in numbers:
-            found, kernels = pool.submit(_play, run.seed * SCENARIOS_PER_RUN + number).result()
-            total += found
+            differences, kernels = pool.submit(
+                _play, run.seed * SCENARIOS_PER_RUN + number
+            ).result()
+            total += differences
             launched |= kernels
             run.progress(1)
             if total.wrong and run.fail_fast:
@@ -91,7 +95,7 @@ def check_triton(run: Run) -> Iterator[CheckResult]:
 
 @contextmanager
 def _launched() -> Iterator[set[str]]:
-    """The names of kernels that are launched inside."""
+    """Collect the names of the kernels that are launched inside."""
     from triton.runtime.interpreter import GridExecutor
 
     names = set[str]()
@@ -108,8 +112,10 @@ def _launched() -> Iterator[set[str]]:
 def _play(number: int) -> tuple[Differences, set[str]]:
     scenario = draw_scenario(number)
     with _launched() as names:
-        found = run_scenario(replace(scenario, options={**scenario.options, "kernels": "triton"}))
-    return found, names
+        differences = run_scenario(
+            replace(scenario, options={**scenario.options, "kernels": "triton"})
+        )
+    return differences, names
 
 
 @unwarned()
@@ -137,18 +143,18 @@ def _exact(total: Differences, seed: int) -> CheckResult:
     )
 
 
-def _logits(found: Compared) -> CheckResult:
-    case = LogitCase("alone", MODEL, found.cell, PROMPTS, (0,), NUM_NEW)
+def _logits(compared: Compared) -> CheckResult:
+    case = LogitCase("alone", MODEL, compared.cell, PROMPTS, (0,), NUM_NEW)
     return CheckResult(
-        f"largest logit difference, {describe(found.cell)}",
-        found.worst,
+        f"largest logit difference, {describe(compared.cell)}",
+        compared.worst,
         "logit",
-        f"{found.limit:.1g}",
-        found.num_tokens,
-        found.problem,
-        dict(found.cell),
-        {"cached_tokens": found.cached_tokens, "accepted": found.accepted},
-        case=logits_to_json(case, found.broken[0]) if found.broken[0] else "",
+        f"{compared.limit:.1g}",
+        compared.num_tokens,
+        compared.problem,
+        dict(compared.cell),
+        {"cached_tokens": compared.cached_tokens, "accepted": compared.accepted},
+        case=logits_to_json(case, compared.broken[0]) if compared.broken[0] else "",
     )
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from hybrid_kv.check.guard.checks import answers
-from hybrid_kv.check.guard.checks.answers import Cell, check_answers
+from hybrid_kv.check.guard.checks.answers import AnsweredCell, check_answers
 from hybrid_kv.check.guard.registry import Run
 from hybrid_kv.check.guard.trained import TRAINED
 from hybrid_kv.engine.llm import RequestOutput
@@ -19,7 +19,7 @@ def output(tokens=(1, 2), cached=64, drafted=10, accepted=10):
 
 
 def cell(mode="none", method=None, k=0, loads=None, scheme="slots", **metrics):
-    return Cell(mode, method, k, [output(**metrics)], loads, scheme)
+    return AnsweredCell(mode, method, k, [output(**metrics)], loads, scheme)
 
 
 def checked(monkeypatch, *cells):
