@@ -1,1 +1,1 @@
-"""What checks an engine, this one or another: the guard, probes and their targets, the server."""
+"""The checks of an engine, this one or another: the guard, probes, their targets, the server."""

@@ -36,6 +36,7 @@ def changed_modules() -> frozenset[str]:
     """
     if not commit():
         return frozenset()
-    status = git("status", "--porcelain", "--", "*.py") or git("diff", "--name-only", "HEAD~1", "HEAD", "--", "*.py")
+    status = git("status", "--porcelain", "--", "*.py")
+    status = status or git("diff", "--name-only", "HEAD~1", "HEAD", "--", "*.py")
     files = (line.split()[-1] for line in (status or "").splitlines())
     return frozenset(file.removesuffix(".py").replace("/", ".") for file in files)

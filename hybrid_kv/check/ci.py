@@ -25,7 +25,7 @@ NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one check; `message` is what is wrong, its first line in short."""
+    """The verdict of a check; `message` is what is wrong, its first line in short."""
 
     name: str
     word: Word
@@ -34,16 +34,17 @@ class Verdict:
 
 
 def exit_code(verdicts: Sequence[Verdict]) -> int:
-    """1 if one failed, else `VOID` if one was void, else 0."""
-    words = {one.word for one in verdicts}
+    """Return 1 if a verdict failed, else `VOID` if one was void, else 0."""
+    words = {verdict.word for verdict in verdicts}
     return 1 if "failed" in words else VOID if "void" in words else 0
 
 
 @contextmanager
 def published(command: str, junit: Path | None) -> Iterator[Callable[[Sequence[Verdict]], None]]:
-    """Yields a function that takes all verdicts so far, whenever there is another one, and keeps them in `junit`.
+    """Provide a function that keeps all verdicts so far in `junit`, whenever there is another.
 
-    At the end GitHub gets its annotations and summary. A run that an error ends is a failure of its own.
+    At the end GitHub gets its annotations and summary. A run that an error ends is a failure of its
+    own.
     """
     known: list[Verdict] = []
 
@@ -55,57 +56,74 @@ def published(command: str, junit: Path | None) -> Iterator[Callable[[Sequence[V
     try:
         yield keep
     except BaseException as error:
-        keep([*known, Verdict("the run itself", "failed", f"ended early: {str(error) or type(error).__name__}")])
+        message = f"ended early: {str(error) or type(error).__name__}"
+        keep([*known, Verdict("the run itself", "failed", message)])
         raise
     finally:
         if environment.runs_on_github():
             for line in workflow_commands(command, known):
                 print(line, file=sys.stderr)  # GitHub reads both, and stdout may have to be JSON
-        if (file := environment.step_summary()) is not None:
+        file = environment.step_summary()
+        if file is not None:
             with open(file, "a", encoding="utf-8") as summary:
                 summary.write(markdown(command, known))
 
 
 def junit_xml(command: str, verdicts: Sequence[Verdict]) -> str:
-    """One suite with a case for each verdict; what XML has no letter for is replaced."""
-    words = [str(one.word) for one in verdicts]
+    """Return a suite with a case for each verdict; what XML has no letter for is replaced."""
+    words = [str(verdict.word) for verdict in verdicts]
     root = ElementTree.Element("testsuites")
     suite = ElementTree.SubElement(root, "testsuite", name=command, tests=str(len(words)))
     for attribute, word in (("failures", "failed"), ("errors", "void"), ("skipped", "skipped")):
         suite.set(attribute, str(words.count(word)))
-    suite.set("time", f"{sum(one.seconds for one in verdicts):.3f}")
-    for one in verdicts:
-        name = NO_XML.sub("\ufffd", one.name)
-        case = ElementTree.SubElement(suite, "testcase", classname=command, name=name, time=f"{one.seconds:.3f}")
-        if one.word != "ok":
-            text = NO_XML.sub("\ufffd", one.message)
-            ElementTree.SubElement(case, ELEMENTS[one.word], message=text.partition("\n")[0], type=one.word).text = text
+    suite.set("time", f"{sum(verdict.seconds for verdict in verdicts):.3f}")
+    for verdict in verdicts:
+        name = NO_XML.sub("\ufffd", verdict.name)
+        seconds = f"{verdict.seconds:.3f}"
+        case = ElementTree.SubElement(suite, "testcase", classname=command, name=name, time=seconds)
+        if verdict.word != "ok":
+            message = NO_XML.sub("\ufffd", verdict.message)
+            first_line = message.partition("\n")[0]
+            problem = ElementTree.SubElement(
+                case, ELEMENTS[verdict.word], message=first_line, type=verdict.word
+            )
+            problem.text = message
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
 
 def workflow_commands(command: str, verdicts: Sequence[Verdict]) -> list[str]:
-    """A line for each verdict that fails the run; in a value `%`, line ends and separators are escaped."""
-    return [
-        f"::error title={_escaped(f'{command}: {one.name} {one.word}', ':,')}::{_escaped(one.message)}"
-        for one in verdicts
-        if one.word in FAILING
-    ]
+    """Return a line for each verdict that fails the run.
+
+    In a value `%`, line ends and separators are escaped.
+    """
+    lines = []
+    for verdict in verdicts:
+        if verdict.word in FAILING:
+            title = _escaped(f"{command}: {verdict.name} {verdict.word}", ":,")
+            lines.append(f"::error title={title}::{_escaped(verdict.message)}")
+    return lines
 
 
 def _escaped(text: str, separators: str = "") -> str:
-    text = NO_XML.sub("\ufffd", text)
-    return "".join(f"%{ord(letter):02X}" if letter in f"%\r\n{separators}" else letter for letter in text)
+    reserved = f"%\r\n{separators}"
+    return "".join(
+        f"%{ord(letter):02X}" if letter in reserved else letter
+        for letter in NO_XML.sub("\ufffd", text)
+    )
 
 
 def markdown(command: str, verdicts: Sequence[Verdict]) -> str:
-    """How many passed, and a table of those that did not."""
-    failing = [one for one in verdicts if one.word in FAILING]
-    passed = sum(one.word == "ok" for one in verdicts)
+    """Return how many passed, and a table of those that did not."""
+    failing = [verdict for verdict in verdicts if verdict.word in FAILING]
+    passed = sum(verdict.word == "ok" for verdict in verdicts)
     lines = [f"### {command}: {passed} of {passed + len(failing)} passed", ""]
     if failing:
         lines += ["| check | verdict | reason |", "|---|---|---|"]
-        lines += [f"| {plain(one.name)} | {one.word} | {plain(one.message)} |" for one in failing]
+        lines += [
+            f"| {plain(verdict.name)} | {verdict.word} | {plain(verdict.message)} |"
+            for verdict in failing
+        ]
     return "\n".join([*lines, ""])
 
 

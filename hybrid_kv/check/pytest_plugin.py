@@ -1,4 +1,7 @@
-"""`pytest --hybrid-kv-target URL`: each probe of an engine is a test item. Without the option nothing is imported."""
+"""The pytest plugin: with `--hybrid-kv-target URL` each probe of an engine is a test item.
+
+Without the option nothing is imported.
+"""
 
 from __future__ import annotations
 
@@ -15,42 +18,68 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The engine, and what it serves."""
+    """Add the engine, and the model that it serves."""
     group = parser.getgroup("hybrid-kv", "probes of an engine's cache")
-    group.addoption("--hybrid-kv-target", metavar="URL|ENGINE", help="Probe this engine: hybrid-kv guard --target.")
-    group.addoption("--hybrid-kv-model", metavar="FAMILY|FOLDER|HUB", help="The model that it serves; default: exact.")
-    group.addoption("--hybrid-kv-python", metavar="PATH", help="The engine's Python; default: that in .venv-ENGINE.")
+    group.addoption(
+        "--hybrid-kv-target",
+        metavar="URL|ENGINE",
+        help="Probe this engine: hybrid-kv guard --target.",
+    )
+    group.addoption(
+        "--hybrid-kv-model",
+        metavar="FAMILY|FOLDER|HUB",
+        help="The model that it serves; default: exact.",
+    )
+    group.addoption(
+        "--hybrid-kv-python",
+        metavar="PATH",
+        help="The engine's Python; default: that in .venv-ENGINE.",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k chooses among the items
-def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Add each probe, in the plainest setting and each level of the prefix cache that the engine has.
+def pytest_collection_modifyitems(
+    session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Add each probe, in the plainest setting and each level of the engine's prefix cache.
 
     With the exact model, in the settings that the engine names for it.
 
     Raises:
         pytest.UsageError: the engine or its model is not known, or a package is missing.
     """
-    if (target := config.getoption("--hybrid-kv-target")) is None:
+    target = config.getoption("--hybrid-kv-target")
+    if target is None:
         return
-    from hybrid_kv.check.probes.guarded import wanted
+    from hybrid_kv.check.probes.guarded import runs_in
     from hybrid_kv.check.probes.registry import load_probes
     from hybrid_kv.check.probes.run import default_matrix
     from hybrid_kv.check.targets.kinds import for_model, kind_of, model_folder
     from hybrid_kv.errors import HybridKVError
 
     try:
-        python, model = config.getoption("--hybrid-kv-python"), config.getoption("--hybrid-kv-model")
+        python = config.getoption("--hybrid-kv-python")
+        model = config.getoption("--hybrid-kv-model")
         kind = kind_of(target, python)
         if model is None and not kind.inside:
-            raise HybridKVError("--hybrid-kv-target needs --hybrid-kv-model: the family, folder or hub id that it has")
-        if (model := model or "exact").startswith("exact"):
+            raise HybridKVError(
+                "--hybrid-kv-target needs --hybrid-kv-model: the family, folder or hub id that it "
+                "has"
+            )
+        model = model or "exact"
+        weights = "exact" if model.startswith("exact") else "random"
+        if weights == "exact":
             with model_folder(model) as folder:
                 kind = for_model(kind, folder)
-        part = "exact" if model.startswith("exact") else "random"
+        thorough = weights == "random"
+        again = f"hybrid-kv guard --target {target} --model {model}"
+        again += f" --python {python}" if python else ""
         for settings in default_matrix(kind, "quick"):
-            probes = [one for one in load_probes() if wanted(one, kind, settings, part, part == "random")]
-            again = f"hybrid-kv guard --target {target} --model {model}" + (f" --python {python}" if python else "")
+            probes = [
+                probe
+                for probe in load_probes()
+                if runs_in(probe, kind, settings, weights, thorough)
+            ]
             setting = Setting.from_parent(
                 session,
                 kind=partial(kind_of, target, python),
@@ -65,9 +94,9 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
 
 
 class Setting(pytest.Collector):
-    """An engine in one setting, started for its first item and closed behind its last.
+    """An engine in one setting, started for its first item and closed after its last.
 
-    `again` is the command that reduces what fails.
+    `again` is the command that reduces a failure.
     """
 
     def __init__(
@@ -81,10 +110,14 @@ class Setting(pytest.Collector):
     ) -> None:
         levels = ",".join(f"{factor}={level}" for factor, level in settings.items()) or "plain"
         super().__init__(name=f"hybrid-kv[{levels}]", **given)
-        self.kind, self.model, self.settings, self.probes, self.again = kind, model, settings, probes, again
+        self.kind = kind
+        self.model = model
+        self.settings = settings
+        self.probes = probes
+        self.again = again
 
     def collect(self) -> list[Item]:
-        return [Item.from_parent(self, name=one.name, probe=one) for one in self.probes]
+        return [Item.from_parent(self, name=probe.name, probe=probe) for probe in self.probes]
 
     def setup(self) -> None:
         from hybrid_kv.check.probes.guarded import Guarded
@@ -111,11 +144,17 @@ class Setting(pytest.Collector):
             pytest.fail(start.detail, pytrace=False)
         except HybridKVError as error:
             pytest.fail(str(error), pytrace=False)
-        stack.callback(lambda: self.engine.target.close())  # a probe may have started another one
+        stack.callback(self._close)
+
+    def _close(self) -> None:
+        self.engine.target.close()  # a probe may have started another one
 
 
 class Item(pytest.Item):
-    """A probe in its parent's setting; one that is void or inconclusive fails, too, a known failure as expected."""
+    """A probe in its parent's setting.
+
+    A void or inconclusive probe fails, too; a known failure is expected.
+    """
 
     def __init__(self, probe: Probe, **given: Any) -> None:
         super().__init__(**given)
@@ -131,8 +170,9 @@ class Item(pytest.Item):
         if outcome.verdict == "not supported":
             pytest.skip(outcome.detail)
         if outcome.verdict != "right":
-            said = f"{outcome.verdict}: {outcome.detail}\nreduce it: {setting.again} -k '{self.name}'"
-            pytest.fail(said, pytrace=False)
+            problem = f"{outcome.verdict}: {outcome.detail}"
+            again = f"{setting.again} -k '{self.name}'"
+            pytest.fail(f"{problem}\nreduce it: {again}", pytrace=False)
 
     def reportinfo(self) -> tuple[Any, None, str]:
         return self.path, None, self.nodeid.lstrip(":")

@@ -109,7 +109,9 @@ def test_sections_are_chosen_by_a_part_of_their_name(
 ) -> None:
     assert run(capsys, "guard", "--only", "lay", "-k", "cost", "--only", "mamba_cache_mode=align")[0] == 0
     rest = {"repro": Path("repro"), "fail_fast": False, "jobs": None}
-    assert ran == [{"seed": 0, "device": "cpu", "select": ["cost", "lay"], "only": {"mode": "align"}, **rest}]
+    assert ran == [
+        {"seed": 0, "progress": True, "device": "cpu", "select": ["cost", "lay"], "only": {"mode": "align"}, **rest}
+    ]
 
 
 def test_what_has_ended_is_on_disk_if_the_next_section_is_interrupted(

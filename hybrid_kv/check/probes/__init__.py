@@ -1,1 +1,1 @@
-"""The guard of engines that we did not write: traffic, an oracle, verdicts, and reproducers; see docs/targets.md."""
+"""The guard of other engines: traffic, an oracle, verdicts, reproducers; see docs/targets.md."""

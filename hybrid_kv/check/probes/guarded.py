@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from hybrid_kv.check.probes.judge import ExactJudge, Judge, WeightsJudge
 from hybrid_kv.check.probes.oracle import Oracle
 from hybrid_kv.check.probes.registry import Probe, Verdict, load_probes
-from hybrid_kv.check.probes.session import Outcome, References, Session, calibrate
+from hybrid_kv.check.probes.session import Load, Outcome, References, Session, calibrate
 from hybrid_kv.check.targets.exact import is_exact
 from hybrid_kv.check.targets.kinds import for_model
 from hybrid_kv.check.targets.target import Kind, TargetError, is_plain
@@ -18,9 +18,8 @@ from hybrid_kv.models.exact_weights.checkpoint import has_exact_weights
 
 Settings = dict[str, str]
 UNHEARD = "?"  # the version of an engine that did not start yet
-MOST_DEATHS = (
-    3  # of one kind in one setting; vLLM takes 20 s to start again, and there are 26 probes
-)
+# Of one kind in one setting; vLLM takes 20 s to start again, and there are 26 probes.
+MOST_DEATHS = 3
 
 
 class Guarded:
@@ -31,7 +30,7 @@ class Guarded:
         folder: the checkpoint.
         against: an engine to take answers from, instead of the oracle.
         amount: how much each probe requests; 1 is a quick look.
-        thorough: also probes that the other part of a run has, see `registry.probe`.
+        thorough: also probes that a run of both models has with the other, see `registry.Probe`.
 
     Attributes:
         version: of the engine, once one was heard.
@@ -64,7 +63,7 @@ class Guarded:
         self.vocab_size = ConfigFile.read(folder).size("vocab_size")
 
     def judge_of(self, settings: Mapping[str, str]) -> Judge:
-        """That of the setting's dtype."""
+        """Return the judge of the setting's dtype."""
         dtype = settings.get("dtype", self.kind.factors.get("dtype", ("float32",))[0])
         if dtype not in self.judges and is_exact(self.folder):
             self.judges[dtype] = ExactJudge(self.folder)
@@ -75,33 +74,28 @@ class Guarded:
         return self.judges[dtype]
 
     def references_of(self, settings: Mapping[str, str]) -> References:
-        """Those of the setting's dtype, if the engine that gives them has it."""
+        """Return the references of the setting's dtype, if the engine that gives them has it."""
         kind = self.against or self.kind
         dtype = settings.get("dtype", "")
         if dtype not in self._references:
             has_it = dtype in kind.factors.get("dtype", ())
-            self._references[dtype] = References(
-                kind, self.folder, {"dtype": dtype} if has_it else {}
-            )
+            plain = {"dtype": dtype} if has_it else {}
+            self._references[dtype] = References(kind, self.folder, plain)
         return self._references[dtype]
 
     def is_plain(self, settings: Mapping[str, str]) -> bool:
-        """Whether all factors but the dtype are at their plainest level."""
+        """Return whether all factors but the dtype are at their plainest level."""
         return is_plain(self.kind, settings, {*settings} - {"dtype"})
 
     def hear(self, outcome: Outcome) -> None:
-        """The oracle is not used any more where the plain engine, alone and cold, disagrees with it.
+        """Stop trusting the oracle where the plain engine, alone and cold, disagrees with it.
 
         An engine that dies says nothing of the oracle.
         """
         disagrees = any(not failure.died for failure in outcome.failures)
         judge = self.judge_of(outcome.settings)
-        if (
-            outcome.probe == "alone"
-            and disagrees
-            and self.is_plain(outcome.settings)
-            and not judge.is_exact
-        ):
+        is_plain_alone = outcome.probe == "alone" and self.is_plain(outcome.settings)
+        if disagrees and is_plain_alone and not judge.is_exact:
             judge.trusted = False
 
     def close(self) -> None:
@@ -110,7 +104,7 @@ class Guarded:
             references.close()
 
     def session(self, settings: Mapping[str, str]) -> Session:
-        """A new one.
+        """Start a session.
 
         Raises:
             ConfigError: the engine does not know the setting or the model.
@@ -118,9 +112,9 @@ class Guarded:
         """
         judge = self.judge_of(settings)
         references = self.references_of(settings)
-        drawn = self.seed, self.amount, self.shortest
+        load = Load(self.seed, self.amount, self.shortest)
         try:
-            session = Session(self.kind, self.folder, settings, judge, references, *drawn)
+            session = Session(self.kind, self.folder, settings, judge, references, load)
         except TargetError as error:
             self.version = error.version or self.version
             raise
@@ -130,13 +124,17 @@ class Guarded:
         return session
 
 
-def wanted(
-    probe: Probe, kind: Kind, settings: Mapping[str, str], part: str, thorough: bool
+def runs_in(
+    probe: Probe, kind: Kind, settings: Mapping[str, str], weights: str, thorough: bool
 ) -> bool:
-    """Whether a probe runs in a setting of an engine; `part` of a run: `exact` or `random`."""
-    if (probe.exact and part != "exact") or (part in probe.not_in and not thorough):
+    """Return whether a probe runs in a setting of an engine.
+
+    Args:
+        weights: of the model, `exact` or `random`.
+    """
+    if (probe.exact and weights != "exact") or (weights in probe.not_in and not thorough):
         return False
-    is_sparing = part == "exact" and not thorough and kind.is_slow(settings)
+    is_sparing = weights == "exact" and not thorough and kind.is_slow(settings)
     if is_sparing and not probe.exact and probe.name != "alone":
         return False
     is_met = not is_plain(kind, settings, probe.when.split())
@@ -146,30 +144,28 @@ def wanted(
 def ask(
     guarded: Guarded, settings: Settings, select: Sequence[str], report: Callable[[Outcome], None]
 ) -> None:
-    """All probes that are selected, in one setting; an engine that dies of the same thing again and again is let be."""
+    """Run all selected probes in one setting.
+
+    An engine that dies of the same thing again and again gets no more.
+    """
     try:
         session = guarded.session(settings)
     except (ConfigError, TargetError) as error:
         verdict: Verdict = "not supported" if isinstance(error, ConfigError) else "wrong"
         report(Outcome("start", settings, verdict, str(error)))
         return
-    part = "exact" if session.judge.is_exact else "random"
+    weights = "exact" if session.judge.is_exact else "random"
     deaths = Counter[str]()
     try:
         for probe in load_probes():
-            if probe.name != "alone" and select and not any(part in probe.name for part in select):
+            is_selected = not select or any(word in probe.name for word in select)
+            if probe.name != "alone" and not is_selected:
                 continue
-            if not wanted(probe, guarded.kind, settings, part, guarded.thorough):
+            if not runs_in(probe, guarded.kind, settings, weights, guarded.thorough):
                 continue
             if max(deaths.values(), default=0) >= MOST_DEATHS:
-                report(
-                    Outcome(
-                        probe.name,
-                        settings,
-                        "inconclusive",
-                        f"not sent: it died {MOST_DEATHS} times of one thing",
-                    )
-                )
+                detail = f"not sent: it died {MOST_DEATHS} times of one thing"
+                report(Outcome(probe.name, settings, "inconclusive", detail))
                 continue
             outcome = session.run(probe, guarded.vocab_size)
             deaths.update(failure.last_words for failure in outcome.failures if failure.died)

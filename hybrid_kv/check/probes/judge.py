@@ -1,4 +1,4 @@
-"""From an answer to a verdict: wrong only where more than rounding, measured in the same run, stands behind it."""
+"""Judgements of answers: wrong is only a difference that exceeds the rounding of this run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHANCE = 0.01
 
 @dataclass(frozen=True)
 class AnswerJudgement:
-    """Of one answer.
+    """The verdict about one answer.
 
     Attributes:
         problem: what is wrong or unclear, one line; empty if nothing is.
@@ -48,17 +48,18 @@ RIGHT = AnswerJudgement()
 
 
 class Judge:
-    """Holds answers against the oracle, or, once that disagrees with the plain engine itself, against the latter.
+    """A judge of answers by the oracle, or by the plain engine once the oracle disagrees with it.
 
     Args:
         oracle: None where no other engine reads the model.
 
     Attributes:
         trusted: the oracle and the plain engine, each request alone and cold, agree.
-        repeated: the largest difference of a log-probability between two equal requests, each alone and cold.
+        repeated: the largest difference of a log-probability between two equal requests, each alone
+            and cold.
         is_calibrated: that and the oracle's rounding were measured.
-        hidden: of all tokens, the share that may stand where another is right, since they are no further off than the
-            limit: what an answer of random tokens would be taken for right by.
+        hidden: of all tokens, the share that may stand where another is right, since they are
+            within the limit: an answer of random tokens would be taken for right so often.
     """
 
     is_exact = False
@@ -72,15 +73,21 @@ class Judge:
 
     @property
     def limit(self) -> float:
-        """What a log-probability may differ by."""
+        """Return the most that a log-probability may differ by."""
         return MARGIN * max(self.repeated, self.oracle.rounding if self.oracle is not None else 0.0)
 
     def hides(self, num_tokens: int) -> bool:
-        """Whether so many random tokens would too often be taken for right: then no answer is shown to be right."""
+        """Return whether so many random tokens would too often be taken for right.
+
+        Then no answer is shown to be right.
+        """
         return self.limit == math.inf or (self.trusted and self.hidden**num_tokens > CHANCE)
 
     def possible(self, answer: Answer) -> Answer:
-        """An answer with a token that the model does not have is an error: nothing can be computed with it."""
+        """Return an answer, or an error in place of one with a token that the model does not have.
+
+        Nothing can be computed with such a token.
+        """
         most = self.oracle.vocab_size if self.oracle is not None else math.inf
         for token in (*answer.token_ids, *chain(*answer.others)):
             if not 0 <= token < most:
@@ -88,11 +95,11 @@ class Judge:
         return answer
 
     def needs_alone(self, ask: Ask) -> bool:
-        """Whether `judge` needs what the plain engine answers alone."""
+        """Return whether `judge` needs the answer of the plain engine alone."""
         return not self.trusted or ask.temperature > 0
 
     def judge(self, ask: Ask, answer: Answer, alone: Answer | None) -> AnswerJudgement:
-        """One answer and those beside it, where several were requested."""
+        """Judge an answer, and the others to its request where several were asked for."""
         if answer.error:
             return AnswerJudgement("wrong", f"error: {answer.error}")
         if len(answer.others) != ask.n - 1:
@@ -113,11 +120,11 @@ class Judge:
             return AnswerJudgement(
                 "inconclusive", "what a search chose is held against an oracle alone"
             )
-        found = [self._greedy(ask, answer.token_ids, answer.logprobs, alone, answer.is_greedy)]
-        found += [self._greedy(ask, other, (), alone) for other in answer.others]
+        judgements = [self._greedy(ask, answer.token_ids, answer.logprobs, alone, answer.is_greedy)]
+        judgements += [self._greedy(ask, tokens, (), alone) for tokens in answer.others]
+        unclear = next((judgement for judgement in judgements if judgement.problem), RIGHT)
         return next(
-            (one for one in found if one.verdict == "wrong"),
-            next((one for one in found if one.problem), RIGHT),
+            (judgement for judgement in judgements if judgement.verdict == "wrong"), unclear
         )
 
     def _greedy(
@@ -134,9 +141,8 @@ class Judge:
             assert alone is not None
             least = min(least, len(alone.token_ids))
         elif tokens and tokens[-1] == 0:
-            least = min(
-                least, len(tokens)
-            )  # the end-of-text token of the checkpoints that we write
+            # The end-of-text token of the checkpoints that we write.
+            least = min(least, len(tokens))
         if len(tokens) < least:
             return AnswerJudgement(
                 "wrong", f"ends after {len(tokens)} of {least} tokens", len(tokens), expected
@@ -158,22 +164,27 @@ class Judge:
         assert self.oracle is not None
         text = [*ask.prompt, *tokens]
         rows = self.oracle.logprobs(text)[len(ask.prompt) - 1 : -1]
-        found = _beyond(self.limit, rows, tokens, logprobs, is_greedy)
-        if not found.problem or self.is_exact:
-            return found
+        judgement = _beyond(self.limit, rows, tokens, logprobs, is_greedy)
+        if not judgement.problem or self.is_exact:
+            return judgement
         # The limit comes from short texts. Rounding grows with their length, and may turn a choice
         # of experts.
         limit = self.limit
         rounding = MARGIN * self.oracle.rounding_of(text)
         for moved in self.oracle.moves(text, MARGIN):
             limit = max(limit, rounding + moved)
-            found = _beyond(limit, rows, tokens, logprobs, is_greedy)
-            if not found.problem:
+            judgement = _beyond(limit, rows, tokens, logprobs, is_greedy)
+            if not judgement.problem:
                 break
-        if not found.problem and (share := self.oracle.within(text, limit)) ** len(tokens) > CHANCE:
-            said = f"in this text rounding goes to {limit:.2g}, which {share:.0%} of all tokens are within"
-            return AnswerJudgement("inconclusive", said)
-        return found
+        if not judgement.problem:
+            share = self.oracle.within(text, limit)
+            if share ** len(tokens) > CHANCE:
+                problem = (
+                    f"in this text rounding goes to {limit:.2g}, which {share:.0%} of all tokens "
+                    "are within"
+                )
+                return AnswerJudgement("inconclusive", problem)
+        return judgement
 
     def _by_alone(
         self, tokens: tuple[int, ...], logprobs: Sequence[Mapping[int, float]], alone: Answer
@@ -181,36 +192,50 @@ class Judge:
         expected = alone.token_ids
         i = first_difference(tokens, expected)
         if i is None:
-            for j, (one, other, token) in enumerate(
-                zip(logprobs, alone.logprobs, tokens, strict=False)
-            ):
-                if not (off := abs(one[token] - other[token])) <= self.limit:
-                    said = f"token {j} is the same alone, its log-probability off by {off:.3g} (limit {self.limit:.2g})"
-                    return AnswerJudgement("wrong", said, j, tokens[: j + 1], off, other[token])
+            rows = zip(logprobs, alone.logprobs, tokens, strict=False)
+            for j, (given, given_alone, token) in enumerate(rows):
+                off = abs(given[token] - given_alone[token])
+                if not off <= self.limit:
+                    problem = (
+                        f"token {j} is the same alone, its log-probability off by {off:.3g} "
+                        f"(limit {self.limit:.2g})"
+                    )
+                    return AnswerJudgement(
+                        "wrong", problem, j, tokens[: j + 1], off, given_alone[token]
+                    )
             return RIGHT
         if i < len(alone.logprobs):
             there = alone.logprobs[i]
             margin = there[expected[i]] - there.get(tokens[i], min(there.values()))
             if margin > self.limit:
-                said = f"token {i} is {tokens[i]}; alone it was {expected[i]}, likelier by {margin:.3g}"
-                return AnswerJudgement("wrong", said, i, expected[: i + 1], margin)
-        said = f"token {i} is {tokens[i]}, alone {expected[i]}: log-probabilities there, or an oracle, would decide"
-        return AnswerJudgement("inconclusive", said, i, expected[: i + 1])
+                problem = (
+                    f"token {i} is {tokens[i]}; alone it was {expected[i]}, likelier by "
+                    f"{margin:.3g}"
+                )
+                return AnswerJudgement("wrong", problem, i, expected[: i + 1], margin)
+        problem = (
+            f"token {i} is {tokens[i]}, alone {expected[i]}: log-probabilities there, or an "
+            "oracle, would decide"
+        )
+        return AnswerJudgement("inconclusive", problem, i, expected[: i + 1])
 
     def _sampled(self, ask: Ask, answer: Answer, alone: Answer) -> AnswerJudgement:
-        for tokens, expected in zip(
-            (answer.token_ids, *answer.others), (alone.token_ids, *alone.others), strict=True
-        ):
-            if (i := first_difference(tokens, expected)) is not None:
+        answers = (answer.token_ids, *answer.others)
+        for tokens, expected in zip(answers, (alone.token_ids, *alone.others), strict=True):
+            i = first_difference(tokens, expected)
+            if i is not None:
                 by_chance = self.limit * ask.max_tokens
                 verdict: Verdict = "wrong" if by_chance < CHANCE else "inconclusive"
-                said = f"token {i} of the draw with seed {ask.seed} differs from the same request alone"
-                return AnswerJudgement(verdict, said, i, expected[: i + 1])
+                problem = (
+                    f"token {i} of the draw with seed {ask.seed} differs from the same request "
+                    "alone"
+                )
+                return AnswerJudgement(verdict, problem, i, expected[: i + 1])
         return RIGHT
 
 
 class ExactJudge(Judge):
-    """That of an exact model inside an engine: an answer is the oracle's, token by token, or it is wrong.
+    """A judge of an exact model inside an engine: an answer is the oracle's or it is wrong.
 
     Nothing has a tolerance, and a temperature changes nothing: the logits are one-hot.
     """
@@ -229,9 +254,10 @@ class ExactJudge(Judge):
         expected = tuple(self._answers.tokens(ask.prompt, ask.max_tokens))
         least = _least(ask)
         for tokens in (answer.token_ids, *answer.others):
-            if (i := first_difference(tokens, expected)) is not None:
-                said = f"token {i} is {tokens[i]}, not {expected[i]}"
-                return AnswerJudgement("wrong", said, i, expected[: i + 1])
+            i = first_difference(tokens, expected)
+            if i is not None:
+                problem = f"token {i} is {tokens[i]}, not {expected[i]}"
+                return AnswerJudgement("wrong", problem, i, expected[: i + 1])
             if not least <= len(tokens) <= ask.max_tokens:
                 return AnswerJudgement(
                     "wrong", f"ends after {len(tokens)} of {least} tokens", len(tokens), expected
@@ -240,7 +266,7 @@ class ExactJudge(Judge):
 
 
 class WeightsJudge(Judge):
-    """That of a checkpoint whose every operation is exact, in an engine's own layers and kernels.
+    """A judge of a checkpoint whose every operation is exact, in an engine's layers and kernels.
 
     Nothing has a tolerance, in no dtype, and a temperature changes nothing: margins are 256.
     """
@@ -265,29 +291,38 @@ def _beyond(
     logprobs: Sequence[Mapping[int, float]],
     is_greedy: bool,
 ) -> AnswerJudgement:
-    """The first token of an answer, or log-probability, that is further from the oracle's `rows` than a limit."""
+    """Judge an answer by the first token, or log-probability, that is further off than a limit.
+
+    Args:
+        rows: [num_tokens, vocab_size], the oracle's log-probabilities.
+    """
     for i, token in enumerate(tokens if is_greedy else ()):
         best = int(rows[i].argmax())
         margin = float(rows[i, best] - rows[i, token])
         if margin > limit:
-            said = f"token {i} is {token}; the oracle has {best}, likelier by {margin:.3g} (limit {limit:.2g})"
-            return AnswerJudgement("wrong", said, i, (*tokens[:i], best), margin)
-    for i, one in enumerate(logprobs):
+            problem = (
+                f"token {i} is {token}; the oracle has {best}, likelier by {margin:.3g} "
+                f"(limit {limit:.2g})"
+            )
+            return AnswerJudgement("wrong", problem, i, (*tokens[:i], best), margin)
+    for i, given in enumerate(logprobs):
         right = float(rows[i, tokens[i]])
-        if not (off := abs(one[tokens[i]] - right)) <= limit:
-            said = f"the log-probability of token {i} is off by {off:.3g} (limit {limit:.2g}), though it is right"
-            return AnswerJudgement("wrong", said, i, tokens[: i + 1], off, right)
+        off = abs(given[tokens[i]] - right)
+        if not off <= limit:
+            problem = (
+                f"the log-probability of token {i} is off by {off:.3g} (limit {limit:.2g}), though "
+                "it is right"
+            )
+            return AnswerJudgement("wrong", problem, i, tokens[: i + 1], off, right)
     return RIGHT
 
 
 def _least(ask: Ask) -> int:
-    """The fewest tokens that an answer may have, unless a text ends it."""
+    """Return the fewest tokens that an answer may have, unless a text ends it."""
     return ask.max_tokens if ask.abort_after is None else min(ask.abort_after, ask.max_tokens)
 
 
 def first_difference(tokens: Sequence[int], expected: Sequence[int]) -> int | None:
-    """The first index at which two answers differ, as far as both go."""
-    return next(
-        (i for i, (one, other) in enumerate(zip(tokens, expected, strict=False)) if one != other),
-        None,
-    )
+    """Return the first index at which two answers differ, as far as both go."""
+    pairs = enumerate(zip(tokens, expected, strict=False))
+    return next((i for i, (token, right) in pairs if token != right), None)

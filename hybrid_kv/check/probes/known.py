@@ -1,4 +1,7 @@
-"""Failures of a release that were reported: a run names them and does not count them, and goes on after them."""
+"""Known failures: reported of a release, so that a run names them and does not count them.
+
+It goes on after them.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from hybrid_kv.check.probes.registry import Verdict
 from hybrid_kv.check.targets.target import Kind, Known, is_plain
 
 
-class Outcome(Protocol):
-    """What of `session.Outcome` is read and changed here."""
+class NamedOutcome(Protocol):
+    """The attributes of `session.Outcome` that are read and changed here."""
 
     probe: str
     settings: Mapping[str, str]
@@ -22,24 +25,22 @@ class Outcome(Protocol):
 COUNTED = ("wrong", "void")
 
 
-def known_of(kind: Kind, version: str, outcome: Outcome) -> Known | None:
-    """Return what is known of this release, probe and setting and says the same, words and tokens."""
-    return next((one for one in kind.known if _says(one, kind, version, outcome)), None)
+def known_of(kind: Kind, version: str, outcome: NamedOutcome) -> Known | None:
+    """Return the known failure of this release, probe and setting with the same words."""
+    return next((known for known in kind.known if _says(known, kind, version, outcome)), None)
 
 
-def name_known(kind: Kind, version: str, outcome: Outcome) -> Known | None:
-    """Make an outcome that is known "known", and return what it is."""
-    if outcome.verdict not in COUNTED or (known := known_of(kind, version, outcome)) is None:
-        return None
-    outcome.verdict, outcome.detail, outcome.failures = (
-        "known",
-        f"{known.name}: {outcome.detail}",
-        [],
-    )
+def name_known(kind: Kind, version: str, outcome: NamedOutcome) -> Known | None:
+    """Give an outcome that is known the verdict "known", and return the known failure."""
+    known = known_of(kind, version, outcome) if outcome.verdict in COUNTED else None
+    if known is not None:
+        outcome.verdict = "known"
+        outcome.detail = f"{known.name}: {outcome.detail}"
+        outcome.failures = []
     return known
 
 
-def _says(known: Known, kind: Kind, version: str, outcome: Outcome) -> bool:
+def _says(known: Known, kind: Kind, version: str, outcome: NamedOutcome) -> bool:
     if (
         known.release != version
         or known.probe not in outcome.probe

@@ -1,4 +1,4 @@
-"""What the model says of a text, computed as a whole by transformers: no cache, no batch, no chunks."""
+"""The oracle: a text computed as a whole by transformers, without cache, batch or chunks."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Oracle:
 
     Attributes:
         vocab_size: tokens that it has embeddings of.
-        rounding: the largest difference of a likely token's log-probability between the two dtypes, of all texts so
-            far that `rounds` was called with.
+        rounding: the largest difference of a likely token's log-probability between the two dtypes,
+            of all texts so far that `rounds` was called with.
 
     Raises:
         ConfigError: transformers does not load it.
@@ -48,15 +48,19 @@ class Oracle:
                 rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=chosen)
         except (ValueError, OSError, KeyError) as error:
             raise ConfigError(f"transformers does not load {folder}: {first_line(error)}") from None
-        self._exact = exact.double().train(False)
-        self._rounded = rounded.train(False)
+        self._exact = exact.double().train(mode=False)
+        self._rounded = rounded.train(mode=False)
         self.vocab_size: int = self._exact.get_input_embeddings().weight.shape[0]
         self.rounding = 0.0
         self._known: dict[tuple[int, ...], torch.Tensor] = {}
         self._num_bytes = 0
 
     def logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Of the token behind each one: [len(token_ids), vocab_size], float64."""
+        """Return the log-probabilities of the token after each one.
+
+        Returns:
+            [len(token_ids), vocab_size], float64.
+        """
         key = tuple(token_ids)
         if key not in self._known:
             self._known[key] = self._whole(self._exact, key)
@@ -66,21 +70,22 @@ class Oracle:
         return self._known[key]
 
     def rounds(self, token_ids: Sequence[int]) -> None:
-        """Measure on this text how far rounding goes."""
+        """Measure the rounding in this text, and keep the largest."""
         self.rounding = max(self.rounding, self.rounding_of(token_ids))
 
     def rounding_of(self, token_ids: Sequence[int]) -> float:
-        """How far rounding goes in this text."""
+        """Return the largest difference that rounding makes in this text."""
         return self._off(token_ids, self._whole(self._rounded, token_ids))
 
     def moves(self, token_ids: Sequence[int], roundings: float) -> Iterator[float]:
-        """How far the log-probabilities of this text go if each number of its embeddings is off by some roundings.
+        """Yield how far log-probabilities go if the numbers of the embeddings are off a little.
 
-        A router that is about to choose another expert does so by the least of them, and then they go far. A few draws,
-        which are the same every time (Monte Carlo arithmetic: Parker, 1997).
+        A router that is about to choose another expert does so by the least of them, and then they
+        go far. A few draws, which are the same every time (Monte Carlo arithmetic: Parker, 1997).
 
         Args:
-            roundings: standard deviation of the relative error, in half units in the last place of the target's dtype.
+            roundings: standard deviation of the relative error, in half units in the last place of
+                the target's dtype.
         """
         spread = roundings * torch.finfo(self._rounded.dtype).eps / 2
         rng = torch.Generator().manual_seed(0)
@@ -103,7 +108,10 @@ class Oracle:
         return float((exact - logprobs).abs()[exact > self.LIKELY].max())
 
     def within(self, token_ids: Sequence[int], limit: float) -> float:
-        """Of all tokens that could follow those of a text, the share that is no further than a limit from the best."""
+        """Return the share of all tokens that are no further than a limit from the best.
+
+        Those are the tokens that could follow each token of a text.
+        """
         rows = self.logprobs(token_ids)
         return float((rows.amax(-1, keepdim=True) - rows <= limit).double().mean())
 
@@ -115,7 +123,10 @@ class Oracle:
 
 
 class ExactWeightsOracle(Oracle):
-    """Of a checkpoint whose every operation is exact: float32 says what float64 does, twice as fast."""
+    """An oracle of a checkpoint whose every operation is exact.
+
+    float32 says what float64 does, twice as fast.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         super().__init__(folder)

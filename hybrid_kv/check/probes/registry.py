@@ -1,4 +1,4 @@
-"""What a probe is: a generator of rounds, which registers itself. Every module of `probes.checks` is loaded.
+"""Probes: generators of rounds that register themselves. Every module of `probes.checks` is loaded.
 
 Prompts are random token ids, so that no two share a beginning by chance.
 """
@@ -29,7 +29,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a probe draws its requests from.
+    """The source of a probe's requests.
 
     Attributes:
         unit: tokens of a cached block; a hit is a multiple of it.
@@ -52,17 +52,20 @@ class Traffic:
     batch: int = 24
 
     def prompt(self, length: int) -> tuple[int, ...]:
-        """Token 0 ends texts in many checkpoints, so it is left out."""
+        """Draw a prompt. Token 0 ends texts in many checkpoints, so it is left out."""
         length = max(self.shortest, min(length, self.longest - self.num_new))
         return tuple(self.rng.randrange(1, self.vocab_size) for _ in range(length))
 
     def repetitive(self, length: int) -> tuple[int, ...]:
-        """A few tokens again and again: what a lookup of n-grams finds drafts in."""
+        """Draw a few tokens again and again: a lookup of n-grams finds drafts in them."""
         period = self.prompt(7)
         return tuple(period[i % 7] for i in range(min(length, self.longest - self.num_new)))
 
     def ask(self, prompt: tuple[int, ...], **fields: Any) -> Ask:
-        """No longer than the target lets it be: a text that is cut there is not wrong."""
+        """Make a request that is no longer than the target lets it be.
+
+        A text that is cut there is not wrong.
+        """
         usual: dict[str, Any] = {
             "max_tokens": self.num_new,
             "logprobs": self.rng.random() < 0.5,
@@ -71,7 +74,7 @@ class Traffic:
         return replace(made, max_tokens=max(1, min(made.max_tokens, self.limit - len(prompt))))
 
     def mixed(self, count: int) -> list[tuple[int, ...]]:
-        """Prompts of one token to four blocks."""
+        """Draw prompts of one token to four blocks."""
         lengths = [1, 2, self.unit - 1, self.unit, self.unit + 1, 4 * self.unit]
         return [
             self.prompt(lengths[i] if i < len(lengths) else self.rng.randrange(1, 3 * self.unit))
@@ -90,12 +93,14 @@ class Probe:
     Attributes:
         place: probes run in this order.
         needs: capabilities of the target, separated by spaces.
-        moves: a counter that must have moved, or the probe is void; "cached": some answer must have cached tokens.
-        when: factors, separated by spaces; `moves` is required only where one of them is not at its plainest level.
-        elsewhere: whether it runs where none of them is but some other factor.
+        moves: a counter that must have moved, or the probe is void; "cached": some answer must have
+            cached tokens.
+        when: factors, separated by spaces; `moves` is required only where one of them is not at its
+            plainest level.
+        elsewhere: whether it runs where only other factors are not at their plainest level.
         exact: it is for exact models alone.
-        not_in: parts, `exact` and `random`, that leave it out in a run of both: the traffic of an exact model shows
-            what an engine does, random weights what a model does.
+        not_in: `exact`, `random`: the models that leave it out in a run of both: the traffic of an
+            exact model shows what an engine does, random weights what a model does.
     """
 
     name: str
@@ -125,7 +130,7 @@ def probe(
 
 
 def load_probes() -> list[Probe]:
-    """All probes, in the order in which they run."""
+    """Return all probes, in the order in which they run."""
     for module in iter_modules(checks.__path__):
         import_module(f"{checks.__name__}.{module.name}")
-    return sorted(PROBES.values(), key=lambda one: (one.place, one.name))
+    return sorted(PROBES.values(), key=lambda probe: (probe.place, probe.name))

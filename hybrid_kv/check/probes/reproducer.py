@@ -27,15 +27,16 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class ProbeCase:
-    """What a file of a failure says.
+    """A failure as its file has it.
 
     Attributes:
         model: how the checkpoint is made or where it is: a family's name, a folder or a hub's id.
         expected: the answer's tokens up to the first that was wrong, with what was right there.
         margin: how much likelier that was, as a difference of log-probabilities.
-        logprob: the right log-probability of the last of them, if it is not the tokens that were wrong.
+        logprob: the right log-probability of the last of them, if it is not the tokens that were
+            wrong.
         most_cached: tokens of the prompt that may come from the cache, if it is that.
-        limit: what a log-probability may differ by.
+        limit: the most that a log-probability may differ by.
     """
 
     target: str
@@ -54,7 +55,7 @@ class ProbeCase:
     limit: float
 
     def is_wrong(self, answer: Answer) -> bool:
-        """Whether an answer to the last round's ask is as wrong as this one was."""
+        """Return whether an answer to the last round's ask is as wrong as this one was."""
         tokens = answer.token_ids[: len(self.expected)]
         if answer.error or tokens != self.expected:
             return True
@@ -66,7 +67,7 @@ class ProbeCase:
 
 
 def case_of(failure: Failure, target: str, version: str, model: str, limit: float) -> ProbeCase:
-    """The failure of an engine on a model."""
+    """Return the failure of an engine on a model as a case."""
     judgement = failure.judgement
     return ProbeCase(
         target,
@@ -87,19 +88,22 @@ def case_of(failure: Failure, target: str, version: str, model: str, limit: floa
 
 
 def replay(case: ProbeCase, target: Target) -> Answer:
-    """The answer that was wrong, requested again in the same way.
+    """Request the wrong answer again in the same way.
 
     Raises:
         TargetError: the engine died.
     """
     answers: list[Answer] = []
-    for one in case.rounds:
-        answers = target.ask(one.requests, one.preempt_every)
+    for sent in case.rounds:
+        answers = target.ask(sent.requests, sent.preempt_every)
     return answers[case.index]
 
 
 def wrong_read(guarded: Guarded, case: ProbeCase) -> str:
-    """What the sanitizer sees first when a case is played again, where the engine has one and follows the setting."""
+    """Return what the sanitizer sees first when a case is played again.
+
+    Empty where the engine has no sanitizer or it does not follow the setting.
+    """
     if "sanitize" not in guarded.kind.factors or case.settings.get("async") == "on":
         return ""
     try:
@@ -117,6 +121,7 @@ def wrong_read(guarded: Guarded, case: ProbeCase) -> str:
 
 
 def to_json(case: ProbeCase) -> str:
+    """Return the text of a case's file."""
     parts = {"format": FORMAT} | vars(case) | {"version": VERSION, "engine": case.version}
     lines = [f' "{key}": {json.dumps(value)},' for key, value in parts.items() if key != "rounds"]
     rounds = ",\n  ".join(map(json.dumps, as_json(case.rounds)))
@@ -124,7 +129,8 @@ def to_json(case: ProbeCase) -> str:
 
 
 def from_json(text: str, name: str) -> ProbeCase:
-    """
+    """Return the case of a file's text; `name` is the file's, for the error.
+
     Raises:
         ConfigError: it is no failure of this version, or has a value that no failure has.
     """
@@ -133,11 +139,11 @@ def from_json(text: str, name: str) -> ProbeCase:
     from hybrid_kv.check.targets.dialects import problem_of
 
     try:
-        found = json.loads(text)
-        if found.pop("format") != FORMAT or found.pop("version") != VERSION:
+        document = json.loads(text)
+        if document.pop("format") != FORMAT or document.pop("version") != VERSION:
             raise ValueError(f"it is not of the format {FORMAT!r}, version {VERSION}")
-        found["version"] = found.pop("engine")
-        case = TypeAdapter(ProbeCase).validate_json(json.dumps(found), strict=True)
+        document["version"] = document.pop("engine")
+        case = TypeAdapter(ProbeCase).validate_json(json.dumps(document), strict=True)
         _check(case)
         return case
     except ValidationError as error:
@@ -152,20 +158,21 @@ def from_json(text: str, name: str) -> ProbeCase:
 
 
 def _check(case: ProbeCase) -> None:
-    if not case.rounds or not all(one.requests and one.preempt_every >= 0 for one in case.rounds):
+    if not case.rounds or not all(
+        sent.requests and sent.preempt_every >= 0 for sent in case.rounds
+    ):
         raise ValueError("a round has no requests")
-    for one in case.rounds:
-        for ask in one.requests:
+    for sent in case.rounds:
+        for ask in sent.requests:
             if not ask.prompt or min(ask.prompt) < 0:
                 raise ValueError(f"prompt {list(ask.prompt)[:8]} has no token ids")
-            if min(ask.max_tokens, ask.n) < 1 or not 0 <= ask.after < len(one.requests):
-                raise ValueError(f"of {len(one.requests)} requests one cannot have {ask.extras()}")
+            if min(ask.max_tokens, ask.n) < 1 or not 0 <= ask.after < len(sent.requests):
+                raise ValueError(f"of {len(sent.requests)} requests one cannot have {ask.extras()}")
         # One by one: each waits only for answers that come without it.
-        if any(
-            after > place for place, after in enumerate(sorted(ask.after for ask in one.requests))
-        ):
-            raise ValueError(f"{len(one.requests)} requests wait for each other's answers")
-        check_size(sum(ask.n * ask.max_tokens for ask in one.requests), {})
+        awaited = enumerate(sorted(ask.after for ask in sent.requests))
+        if any(after > place for place, after in awaited):
+            raise ValueError(f"{len(sent.requests)} requests wait for each other's answers")
+        check_size(sum(ask.n * ask.max_tokens for ask in sent.requests), {})
     last = case.rounds[-1].requests
     if not 0 <= case.index < len(last):
         raise ValueError(
@@ -176,7 +183,7 @@ def _check(case: ProbeCase) -> None:
 
 
 def write_files(case: ProbeCase, folder: Path, script: str = "") -> list[Path]:
-    """The JSON and the text, and a script if there is one."""
+    """Write the JSON and the text, and a script if there is one."""
     text = to_json(case)
     slug = re.sub(r"\W+", "-", f"{case.target} {case.probe}").strip("-")  # a target may be a URL
     stem = folder / f"{slug}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
@@ -200,11 +207,11 @@ def _markdown(case: ProbeCase, stem: Path) -> str:
         f"- What is wrong: {case.problem.rstrip('.')}.",
         *([expected, f"- Got {list(case.got)}"] if case.expected else []),
         "",
-        f"`{sum(len(one.requests) for one in case.rounds)}` requests lead to it:",
+        f"`{sum(len(sent.requests) for sent in case.rounds)}` requests lead to it:",
         "",
     ]
-    for number, one in enumerate(case.rounds, 1):
-        for ask in one.requests:
+    for number, sent in enumerate(case.rounds, 1):
+        for ask in sent.requests:
             extras = ", ".join(f"{key} {value}" for key, value in ask.extras().items())
             lines.append(f"{number}. `{list(ask.prompt)}` {extras}".rstrip())
     return "\n".join([*lines, "", f"Again: `hybrid-kv guard --replay {stem.name}.json`", ""])

@@ -6,7 +6,7 @@ Those are in processes that each start an engine of their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from itertools import product
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
@@ -31,33 +31,38 @@ FINE = ("right", "not supported", "as before", "known")
 
 
 def compare_with(old: Guarded, seen: Sequence[Outcome], jobs: int = 1, size: Size = "full") -> None:
-    """Make each verdict that an old build of the engine shares "as before": it is no news of the new one."""
-    doubtful = [one for one in seen if one.verdict not in FINE]
+    """Make each verdict that an old build of the engine shares "as before": it is not new."""
+    doubtful = [outcome for outcome in seen if outcome.verdict not in FINE]
     if not doubtful:
         return
-    cells = [dict(one.settings) for one in seen if one in doubtful or old.is_plain(one.settings)]
-    select = ["alone", *(one.probe for one in doubtful)]  # a start is no probe
+    cells = [
+        dict(outcome.settings)
+        for outcome in seen
+        if outcome in doubtful or old.is_plain(outcome.settings)
+    ]
+    select = ["alone", *(outcome.probe for outcome in doubtful)]  # a start is no probe
     distinct = [cell for i, cell in enumerate(cells) if cell not in cells[:i]]
     run = ProbeRun(old, distinct, select, size=size)
     guard([run], jobs)
-    known = [(one.probe, one.settings, _signs(one)) for one in run.found()]
-    for one in doubtful:
-        if (one.probe, one.settings, _signs(one)) in known:
-            one.verdict = "as before"
-            one.failures = []
+    known = [(outcome.probe, outcome.settings, _signs(outcome)) for outcome in run.found()]
+    for outcome in doubtful:
+        if (outcome.probe, outcome.settings, _signs(outcome)) in known:
+            outcome.verdict = "as before"
+            outcome.failures = []
 
 
 def _signs(outcome: Outcome) -> tuple[Any, ...]:
-    """Of equal outcomes: the verdict, and of what is wrong the tokens; of what died its last words."""
+    """Return what equal outcomes share: the verdict, and the signs of what is wrong."""
     return outcome.verdict, *(failure.signs for failure in outcome.failures)
 
 
 def default_matrix(kind: Kind, size: Size = "full") -> list[Settings]:
-    """The plainest engine, each level of the prefix cache, and with the last of these each other level by itself.
+    """Return the plainest engine, each level of the prefix cache, and each other level.
 
-    Of levels that differ in a number alone, such as `mtp3` and `mtp1`, the first one; all of them if the size is long,
-    and if it is quick the levels of the prefix cache alone. Factors in the kind's `apart` exclude the prefix cache:
-    their levels are met without it. With an exact model it is the kind's `matrix`.
+    The latter with the last level of the prefix cache, one at a time. Of levels that differ in a
+    number alone, such as `mtp3` and `mtp1`, the first one; all of them if the size is long, and if
+    it is quick the levels of the prefix cache alone. Factors in the kind's `apart` exclude the
+    prefix cache: their levels are met without it. With an exact model it is the kind's `matrix`.
     """
     if kind.matrix:
         return matrix_of(kind, kind.matrix)
@@ -76,35 +81,38 @@ def default_matrix(kind: Kind, size: Size = "full") -> list[Settings]:
 
 
 def matrix_of(kind: Kind, texts: Sequence[str]) -> list[Settings]:
-    """All combinations of the `factor=level,level` of each text; the plainest engine is always the first.
+    """Return all combinations of the `factor=level,level` of each text.
+
+    The plainest engine is always the first.
 
     Raises:
         ConfigError: no such factor or level.
     """
     cells: list[Settings] = [{}]
     for text in texts:
-        wanted = dict(_levels(kind, part) for part in text.split())
-        for levels in product(*wanted.values()):
-            cell = dict(zip(wanted, levels, strict=True))
+        levels_of = dict(_levels(kind, word) for word in text.split())
+        for levels in product(*levels_of.values()):
+            cell = dict(zip(levels_of, levels, strict=True))
             cells += [cell] if not is_plain(kind, cell, cell) and cell not in cells else []
     return cells
 
 
 def text_of(settings: Mapping[str, str]) -> str:
-    """What `matrix_of` reads; `plain` of no settings."""
+    """Return settings as `matrix_of` reads them; `plain` of no settings."""
     return " ".join(f"{factor}={level}" for factor, level in settings.items()) or "plain"
 
 
-def _levels(kind: Kind, part: str) -> tuple[str, list[str]]:
-    factor, _, levels = part.partition("=")
-    wanted = levels.split(",")
-    for level in wanted:
+def _levels(kind: Kind, word: str) -> tuple[str, list[str]]:
+    factor, _, levels = word.partition("=")
+    names = levels.split(",")
+    for level in names:
         check_level(kind, factor, level)
-    return factor, wanted
+    return factor, names
 
 
 def check_level(kind: Kind, factor: str, level: str) -> None:
-    """
+    """Refuse a level that an engine does not have.
+
     Raises:
         ConfigError: the engine has no such factor, or the factor no such level.
     """
@@ -116,8 +124,14 @@ def check_level(kind: Kind, factor: str, level: str) -> None:
         raise ConfigError(f"{factor}={level}: use one of {', '.join(kind.factors[factor])}")
 
 
+def _unreported(outcome: Outcome) -> None:
+    pass
+
+
 class ProbeRun:
-    """All probes of an engine with one model, a wave of settings after another; what cannot start is an outcome, too.
+    """The probes of an engine with one model, a wave of settings after another.
+
+    An engine that cannot start is an outcome, too.
 
     Args:
         matrix: None: the default one, in the first dtype that the engine takes this model in.
@@ -137,10 +151,11 @@ class ProbeRun:
         guarded: Guarded,
         matrix: Sequence[Settings] | None = None,
         select: Sequence[str] = (),
-        report: Callable[[Outcome], None] = lambda outcome: None,
+        report: Callable[[Outcome], None] = _unreported,
         size: Size = "full",
     ) -> None:
-        if not any(part in one.name for part in select or [""] for one in load_probes()):
+        names = [probe.name for probe in load_probes()]
+        if select and not any(word in name for word in select for name in names):
             raise ConfigError(f"-k {', '.join(select)}: no probe has this in its name")
         self.guarded = guarded
         self.select = select
@@ -151,10 +166,10 @@ class ProbeRun:
         self._report = report
 
     def waves(self) -> Iterator[list[Settings]]:
-        """Settings that may run at a time, behind those before them.
+        """Yield settings that may run at the same time, after those before them.
 
-        The plain ones come first: where their answers are not the oracle's, all others are held against theirs. With
-        an exact model the oracle is always right.
+        The plain ones come first: where their answers are not the oracle's, all others are compared
+        with theirs. With an exact model the oracle is always right.
         """
         guarded = self.guarded
         order = self._order
@@ -180,31 +195,31 @@ class ProbeRun:
         """Keep and report an outcome."""
         name_known(self.guarded.kind, self.guarded.version, outcome)
         self.outcomes.append(outcome)
-        if (outcome.probe, len(self.cells)) != (
-            "start",
-            1,
-        ):  # the error of `found`, or the only row, says it
+        # The error of `found`, or the only row, says that a lone engine does not start.
+        if outcome.probe != "start" or len(self.cells) != 1:
             self._report(outcome)
 
     def found(self) -> list[Outcome]:
-        """Outcomes by setting, the plain ones first.
+        """Return the outcomes by setting, the plain ones first.
 
         Raises:
             ConfigError: none is supported, in any setting.
         """
-        if self.outcomes and all(one.verdict == "not supported" for one in self.outcomes):
+        if self.outcomes and all(outcome.verdict == "not supported" for outcome in self.outcomes):
             raise ConfigError(f"no setting is supported: {self.outcomes[0].detail}")
-        return sorted(self.outcomes, key=lambda one: self._order.index(dict(one.settings)))
+        return sorted(self.outcomes, key=lambda outcome: self._order.index(dict(outcome.settings)))
 
 
 def guard(runs: Sequence[ProbeRun], jobs: int = 1) -> None:
-    """Every probe in every setting of some runs.
+    """Run every probe in every setting of some runs.
 
     Args:
-        jobs: settings at a time, an engine and a process each; those of the first run that has any left come first.
+        jobs: settings at a time, an engine and a process each; those of the first run that has any
+            left come first.
     """
     for run in runs:
-        if (load := run.guarded.kind.load) is not None:
+        load = run.guarded.kind.load
+        if load is not None:
             for settings in run.cells:
                 load(run.guarded.folder, settings)
     try:
@@ -221,27 +236,22 @@ def guard(runs: Sequence[ProbeRun], jobs: int = 1) -> None:
 
 
 def ask_at_once(runs: Sequence[ProbeRun], jobs: int) -> None:
-    """`guarded.ask` for every setting of some runs, which get each outcome in this process, as it comes."""
+    """Call `guarded.ask` for every setting of some runs, in several processes.
+
+    Each run gets its outcomes in this process, as they come.
+    """
     queue: SimpleQueue[tuple[int, str, Outcome]] = CONTEXT.SimpleQueue()
     in_flight: dict[Future[None], int] = {}
     ready = [_Waves(run.waves()) for run in runs]
-    with processes(
-        jobs, _start, [_given(run.guarded) for run in runs], shared_loaders(), queue
-    ) as pool:
+    given = [_given(run.guarded) for run in runs]
+    with processes(jobs, _start, given, shared_loaders(), queue) as pool:
         while True:
             for i, run in enumerate(runs):
-                while (
-                    len(in_flight) < jobs
-                    and (settings := ready[i].next(i in in_flight.values())) is not None
-                ):
-                    doubted = [
-                        dtype for dtype, judge in run.guarded.judges.items() if not judge.trusted
-                    ]
-                    with deaf_to_ctrl_c():  # A submit may start a worker.
-                        task = pool.submit(
-                            _ask, i, settings, run.select, run.guarded.shortest, doubted
-                        )
-                    in_flight[task] = i
+                while len(in_flight) < jobs:
+                    settings = ready[i].next(i in in_flight.values())
+                    if settings is None:
+                        break
+                    in_flight[_submit(pool, i, run, settings)] = i
             if not in_flight:
                 return
             done, _ = wait(in_flight, SECONDS, FIRST_COMPLETED)
@@ -252,13 +262,20 @@ def ask_at_once(runs: Sequence[ProbeRun], jobs: int) -> None:
                 runs[i].guarded.version = version if version != UNHEARD else runs[i].guarded.version
                 runs[i].guarded.hear(outcome)
                 runs[i].hear(outcome)
-            for one in done:
-                del in_flight[one]
-                one.result()
+            for task_done in done:
+                del in_flight[task_done]
+                task_done.result()
+
+
+def _submit(pool: Executor, i: int, run: ProbeRun, settings: Settings) -> Future[None]:
+    judges = run.guarded.judges
+    doubted = [dtype for dtype, judge in judges.items() if not judge.trusted]
+    with deaf_to_ctrl_c():  # A submit may start a worker.
+        return pool.submit(_ask, i, settings, run.select, run.guarded.shortest, doubted)
 
 
 class _Waves:
-    """The settings of a run, one by one; those of the next wave when no one of the last is in flight."""
+    """The settings of a run; those of the next wave once none of the last is in flight."""
 
     def __init__(self, waves: Iterator[list[Settings]]) -> None:
         self._waves = waves
@@ -271,7 +288,7 @@ class _Waves:
 
 
 def _given(guarded: Guarded) -> tuple[Any, ...]:
-    """What makes an equal one in another process."""
+    """Return what makes an equal engine in another process."""
     kind = guarded.kind
     against = guarded.against
     other = against.name if against is not None else None
@@ -308,7 +325,11 @@ def _ask(
     guarded.shortest = max(guarded.shortest, shortest)
     for dtype in doubted:
         guarded.judge_of({"dtype": dtype}).trusted = False
+
+    def report(outcome: Outcome) -> None:
+        queue.put((i, guarded.version, outcome))
+
     try:
-        ask(guarded, settings, select, lambda outcome: queue.put((i, guarded.version, outcome)))
+        ask(guarded, settings, select, report)
     finally:
         guarded.close()

@@ -23,9 +23,9 @@ GPU = "vllm_gpu"  # a folder of workers
 
 
 def script_of(case: ProbeCase) -> str:
-    """The plugin's source, the case, and what plays it; its exit code is 1 while the answer is wrong.
+    """Return a script of a case: the plugin's source, the case, and what plays it.
 
-    Nothing for other engines and models.
+    Its exit code is 1 while the answer is wrong. Empty for other engines and models.
     """
     if case.target != "vllm" or not case.model.startswith("exact"):
         return ""
@@ -34,26 +34,26 @@ def script_of(case: ProbeCase) -> str:
         write_exact_checkpoint(name or "mixed", folder)
         config = json.loads((Path(folder) / "config.json").read_text())
     settings = dict(case.settings)
-    wanted = {"make_tight": ("blocks", "tight"), "allow_async": ("async", "on")}
+    changes = {"make_tight": ("blocks", "tight"), "allow_async": ("async", "on")}
     on_gpu = settings.get("runner", "v2") != "cpu"
     if on_gpu:
-        wanted.pop("allow_async")  # on a GPU it is allowed
+        changes.pop("allow_async")  # on a GPU it is allowed
     data = {
         "options": worker.arguments(settings) | worker.exact_arguments(settings),
         "kernel_block_size": int(settings.get("kernel", "0").replace("own", "0")),
         "changes": [
-            name for name, (factor, level) in wanted.items() if settings.get(factor) == level
+            name for name, (factor, level) in changes.items() if settings.get(factor) == level
         ],
         "gpu": settings if on_gpu else None,
         "rounds": as_json(case.rounds, whole=True),
         "index": case.index,
         "expected": list(case.expected),
     }
-    described = (
-        " ".join(f"{factor}={level}" for factor, level in settings.items()) or "default settings"
-    )
+    words = " ".join(f"{factor}={level}" for factor, level in settings.items())
+    described = words or "default settings"
     lines = [
-        f'"""{case.target} {case.version}, {described}: a wrong answer. Found by `hybrid-kv guard --target vllm`.',
+        f'"""{case.target} {case.version}, {described}: a wrong answer. '
+        "Found by `hybrid-kv guard --target vllm`.",
         "",
         f"{case.problem.rstrip('.')}.",
         "",

@@ -1,4 +1,4 @@
-"""One engine with one setting: its probes, what was sent, and what became of it."""
+"""Sessions: one engine with one setting, its probes, what was sent, and the answers."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from typing import Any
 from hybrid_kv.check.guard.step import common_prefix
 from hybrid_kv.check.probes.judge import AnswerJudgement, Judge
 from hybrid_kv.check.probes.known import name_known
-from hybrid_kv.check.probes.registry import Probe, Round, Traffic, Verdict
+from hybrid_kv.check.probes.registry import Probe, Round, Rounds, Traffic, Verdict
 from hybrid_kv.check.targets.target import Answer, Ask, Kind, Target, TargetError, is_plain
 from hybrid_kv.config import ConfigError
 
 DEFAULT_UNIT = 16
-BATCH, SLOW_BATCH = (
-    24,
-    12,
-)  # requests of a round, see `Traffic.batch`; the latter where each step is slow
+# Requests of a round, see `Traffic.batch`.
+BATCH = 24
+SLOW_BATCH = 12  # where each step is slow
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What was sent, from an empty cache on, until an answer was wrong: the last round's ask `index`.
+    """The rounds that were sent, from an empty cache on, until an answer was wrong.
 
-    `unit`: tokens of a cached block. `died`: there is no answer; the target died of the last round.
+    Attributes:
+        index: of the ask of the last round whose answer was wrong.
+        unit: tokens of a cached block.
+        died: there is no answer; the target died of the last round.
     """
 
     probe: str
@@ -44,11 +46,14 @@ class Failure:
 
     @property
     def num_requests(self) -> int:
-        return sum(len(one.requests) for one in self.rounds)
+        return sum(len(sent.requests) for sent in self.rounds)
 
     @property
     def signs(self) -> tuple[Any, ...]:
-        """What an equal failure has, too: the answer's tokens as far as they were judged."""
+        """Return what equal failures share: the answer's tokens as far as they were judged.
+
+        Of a target that died they are its last words.
+        """
         if self.died or self.answer.error:
             return (self.last_words,)
         wrong = self.answer.token_ids[: self.judgement.position + 1]
@@ -56,7 +61,7 @@ class Failure:
 
     @property
     def last_words(self) -> str:
-        """What it failed with, without numbers: an index, a shape, a token."""
+        """Return the problem without numbers: an index, a shape, a token."""
         return re.sub(r"\d+", "#", self.judgement.problem)
 
 
@@ -69,7 +74,8 @@ class Outcome:
         num_answers: that came, several to one prompt counted each.
         num_tokens: of prompts and answers.
         num_judged: answers that were found to be right or wrong, not unclear.
-        moved: by how much the target's counters did, and "cached", the cached tokens of all answers.
+        moved: by how much each of the target's counters moved, and "cached", the cached tokens of
+            all answers.
         is_last: the target died, and does not start again.
     """
 
@@ -91,31 +97,33 @@ class Outcome:
             setattr(self, name, getattr(self, name) + getattr(again, name))
         moved = {name: self.moved.get(name, 0.0) + value for name, value in again.moved.items()}
         self.moved |= moved
-        self.is_last, self.failures = again.is_last, again.failures
+        self.is_last = again.is_last
+        self.failures = again.failures
         if again.verdict != "right":
-            self.verdict, self.detail = (
-                again.verdict,
-                f"{again.detail} (after {self.detail.partition(':')[0]})",
-            )
+            self.verdict = again.verdict
+            self.detail = f"{again.detail} (after {self.detail.partition(':')[0]})"
 
 
 class Seen:
-    """Texts that a cache may know, by salt: nothing else may be found in it."""
+    """The texts that a cache may know, by salt: nothing else may be found in it."""
 
     def __init__(self) -> None:
         self._texts: dict[str, list[tuple[int, ...]]] = {}
 
-    def add(self, one: Round, answers: Sequence[Answer]) -> None:
-        for ask, answer in zip(one.requests, answers, strict=True):
+    def add(self, sent: Round, answers: Sequence[Answer]) -> None:
+        for ask, answer in zip(sent.requests, answers, strict=True):
             for tokens in (answer.token_ids, *answer.others):
                 self._texts.setdefault(ask.salt, []).append((*ask.prompt, *tokens))
 
-    def shared(self, one: Round, index: int, finds_itself: bool = False) -> int:
-        """The most tokens that a round's ask begins with as another text of its salt does, known or of that round."""
-        ask = one.requests[index]
+    def shared(self, sent: Round, index: int, finds_itself: bool = False) -> int:
+        """Return how many tokens of an ask's prompt another text of its salt begins with.
+
+        The texts are the known ones, and those of the ask's round.
+        """
+        ask = sent.requests[index]
         # One that is preempted, or has several answers, finds itself.
-        finds_itself = finds_itself or one.preempt_every > 0 or ask.n > 1
-        beside = [other for i, other in enumerate(one.requests) if i != index or finds_itself]
+        finds_itself = finds_itself or sent.preempt_every > 0 or ask.n > 1
+        beside = [other for i, other in enumerate(sent.requests) if i != index or finds_itself]
         texts = [other.prompt for other in beside if other.salt == ask.salt]
         return max(
             (common_prefix(text, ask.prompt) for text in (*texts, *self._texts.get(ask.salt, ()))),
@@ -124,14 +132,20 @@ class Seen:
 
 
 def plainly(ask: Ask) -> Ask:
-    """What an answer depends on, whatever runs beside it; greedy ones of one prompt are all the same."""
+    """Return the part of an ask that its answer depends on, whatever else runs.
+
+    All greedy answers to one prompt are the same.
+    """
     return replace(
         ask, salt="", after=0, abort_after=None, logprobs=True, n=ask.n if ask.temperature else 1
     )
 
 
 class References:
-    """What the plainest engine of a dtype answers to each request, alone and cold; started when first needed."""
+    """The answers of the plainest engine of a dtype to each request, alone and cold.
+
+    The engine is started when it is first needed.
+    """
 
     def __init__(self, kind: Kind, folder: str, settings: Mapping[str, str] | None = None) -> None:
         self._kind = kind
@@ -141,9 +155,10 @@ class References:
         self._known: dict[Ask, Answer] = {}
 
     def alone(self, ask: Ask) -> Answer:
-        """
+        """Return the answer to an ask.
+
         Raises:
-            TargetError: it died.
+            TargetError: the engine died.
         """
         plain = plainly(ask)
         if plain not in self._known:
@@ -165,11 +180,27 @@ class References:
         self._target = None
 
 
+@dataclass(frozen=True)
+class Load:
+    """The requests of a session's probes.
+
+    Attributes:
+        seed: of all draws.
+        amount: how much each probe requests; 1 is a quick look.
+        shortest: tokens that a prompt has at least.
+    """
+
+    seed: int = 0
+    amount: int = 1
+    shortest: int = 1
+
+
 class Session:
-    """A target that is started again when it dies. If the shortest prompt killed it, the next ones are longer.
+    """A target that is started again when it dies.
+
+    If the shortest prompt killed it, the next prompts are longer.
 
     Args:
-        shortest: tokens that a prompt has at least.
         judge: shared by all settings of one dtype.
         references: for what the oracle can't say.
 
@@ -185,36 +216,33 @@ class Session:
         settings: Mapping[str, str],
         judge: Judge,
         references: References,
-        seed: int = 0,
-        amount: int = 1,
-        shortest: int = 1,
+        load: Load = Load(),
     ) -> None:
         self.kind = kind
         self.folder = folder
         self.settings = dict(settings)
         self.judge = judge
         self.references = references
-        self.seed = seed
-        self.amount = amount
+        self.load = load
         self.target = kind.start(folder, settings)
         self.unit = 0
         self.seen = Seen()
         self.sent = list[Round]()  # since the cache was empty
-        self.shortest = shortest
+        self.shortest = load.shortest
         self._draws: dict[Ask, Answer] = {}
         self._preempted = 0.0  # requests, until the cache was emptied
 
     def is_plain(self, *factors: str) -> bool:
-        """Whether these factors, as far as the kind has them, are at their plainest level."""
+        """Return whether these factors are at their plainest level, as far as the kind has them."""
         return is_plain(self.kind, self.settings, factors)
 
     def traffic(self, name: str, vocab_size: int) -> Traffic:
-        """A probe's own, the same in every setting of the same block size."""
+        """Return the traffic of a probe, the same in every setting of the same block size."""
         if not self.unit:
             self.unit = self._discover(vocab_size)
-        # Three blocks and an answer behind them must fit; longer prompts only take longer.
+        # Three blocks and an answer after them must fit; longer prompts only take longer.
         longest = min(self.target.longest, max(256, 5 * self.unit))
-        rng = random.Random(f"{self.seed}/{name}")
+        rng = random.Random(f"{self.load.seed}/{name}")
         limit = self.target.longest
         batch = SLOW_BATCH if self.kind.is_slow(self.settings) else BATCH
         return Traffic(
@@ -223,16 +251,16 @@ class Session:
             self.unit,
             longest,
             limit,
-            amount=self.amount,
+            amount=self.load.amount,
             shortest=self.shortest,
             batch=batch,
         )
 
     def _discover(self, vocab_size: int) -> int:
-        """The block size: what all numbers of cached tokens are multiples of."""
+        """Return the block size: all numbers of cached tokens are multiples of it."""
         if "cached" not in self.target.can or self.is_plain("prefix"):
             return DEFAULT_UNIT
-        rng = random.Random(f"{self.seed}/unit")
+        rng = random.Random(f"{self.load.seed}/unit")
         longest = self.target.longest
         traffic = Traffic(rng, vocab_size, DEFAULT_UNIT, longest, longest, num_new=1)
         seen = list[int]()
@@ -254,7 +282,8 @@ class Session:
         known = name_known(self.kind, self.target.version, outcome)
         if known is None or outcome.is_last or known.shortest <= self.shortest:
             return outcome
-        shortest, self.shortest = self.shortest, known.shortest
+        shortest = self.shortest
+        self.shortest = known.shortest
         outcome.add(self._run(probe, vocab_size))
         self.shortest = shortest
         return outcome
@@ -262,38 +291,43 @@ class Session:
     def _run(self, probe: Probe, vocab_size: int) -> Outcome:
         begin = time.perf_counter()
         outcome = Outcome(probe.name, self.settings)
-        if missing := [name for name in probe.needs.split() if name not in self.target.can]:
+        missing = [name for name in probe.needs.split() if name not in self.target.can]
+        if missing:
             outcome.verdict = "not supported"
             outcome.detail = f"the target offers no {', '.join(missing)}"
             return outcome
         try:
             self._play(probe, vocab_size, outcome)
         except TargetError as error:
-            outcome.verdict = "wrong"
-            outcome.detail = outcome.detail or str(error)
-            if not outcome.failures and self.sent:
-                outcome.failures.append(self._death(probe, error))
-            if self.sent and [len(ask.prompt) for ask in self.sent[-1].requests] == [self.shortest]:
-                outcome.detail = f"a prompt of length {self.shortest}: {outcome.detail}"
-                self.shortest += 1
-            try:
-                self.restart()
-            except (ConfigError, TargetError) as again:
-                outcome.detail = f"{outcome.detail}; then it does not start: {again}"
-                outcome.is_last = True
+            self._note_death(probe, outcome, error)
         outcome.seconds = time.perf_counter() - begin
         return outcome
 
+    def _note_death(self, probe: Probe, outcome: Outcome, error: TargetError) -> None:
+        """Note that the target died of the last round, and start it again."""
+        outcome.verdict = "wrong"
+        outcome.detail = outcome.detail or str(error)
+        if not outcome.failures and self.sent:
+            outcome.failures.append(self._death(probe, error))
+        if self.sent and [len(ask.prompt) for ask in self.sent[-1].requests] == [self.shortest]:
+            outcome.detail = f"a prompt of length {self.shortest}: {outcome.detail}"
+            self.shortest += 1
+        try:
+            self.restart()
+        except (ConfigError, TargetError) as again:
+            outcome.detail = f"{outcome.detail}; then it does not start: {again}"
+            outcome.is_last = True
+
     def _death(self, probe: Probe, error: TargetError) -> Failure:
-        said = str(error)
+        problem = str(error)
         return Failure(
             probe.name,
             self.settings,
             tuple(self.sent),
-            0,
-            Answer((), error=said),
-            AnswerJudgement("wrong", said),
-            self.unit or DEFAULT_UNIT,
+            index=0,
+            answer=Answer((), error=problem),
+            judgement=AnswerJudgement("wrong", problem),
+            unit=self.unit or DEFAULT_UNIT,
             died=True,
         )
 
@@ -301,39 +335,52 @@ class Session:
         rounds = probe.rounds(self.traffic(probe.name, vocab_size))
         self.reset()
         before = self.target.counters()
-        unclear = ""
-        answers: Any = None
-        with suppress(StopIteration):
-            while not outcome.failures:
-                one = self._possible(rounds.send(answers))
-                answers, judgements = self.play(one)
-                _count(outcome, one, answers, judgements)
-                if failure := self.first_wrong(probe.name, answers, judgements):
-                    outcome.verdict = "wrong"
-                    outcome.detail = failure.judgement.problem
-                    outcome.failures.append(failure)
-                unclear = unclear or next((one.problem for one in judgements if one.problem), "")
+        unclear = self._send(probe, rounds, outcome)
         if not self.sent:
             outcome.verdict = "not supported"
             outcome.detail = "its requests would be too long"
             return
         after = self.target.counters()
         outcome.moved |= {name: after[name] - before.get(name, 0.0) for name in after}
-        if outcome.failures:
-            return
+        if not outcome.failures:
+            self._conclude(probe, outcome, unclear)
+
+    def _send(self, probe: Probe, rounds: Rounds, outcome: Outcome) -> str:
+        """Send rounds until an answer is wrong; return the first problem of an unclear answer."""
+        unclear = ""
+        answers: Any = None
+        with suppress(StopIteration):
+            while not outcome.failures:
+                sent = self._possible(rounds.send(answers))
+                answers, judgements = self.play(sent)
+                _count(outcome, sent, answers, judgements)
+                failure = self.first_wrong(probe.name, answers, judgements)
+                if failure is not None:
+                    outcome.verdict = "wrong"
+                    outcome.detail = failure.judgement.problem
+                    outcome.failures.append(failure)
+                problems = (judgement.problem for judgement in judgements)
+                unclear = unclear or next(filter(None, problems), "")
+        return unclear
+
+    def _conclude(self, probe: Probe, outcome: Outcome, unclear: str) -> None:
+        """Set the verdict of a probe none of whose answers is wrong."""
         if unclear:
             outcome.verdict = "inconclusive"
             outcome.detail = unclear
         elif self.judge.hides(Traffic.num_new):
             outcome.verdict = "inconclusive"
-            outcome.detail = f"rounding goes to {self.judge.limit:.2g}, which {self.judge.hidden:.0%} of all tokens are within"
-        elif problem := self._unmoved(probe, outcome.moved):
-            outcome.verdict, outcome.detail = problem
+            outcome.detail = (
+                f"rounding goes to {self.judge.limit:.2g}, which {self.judge.hidden:.0%} of all "
+                "tokens are within"
+            )
+        else:
+            outcome.verdict, outcome.detail = self._moved_enough(probe, outcome.moved)
 
     def first_wrong(
         self, probe: str, answers: Sequence[Answer], judgements: Sequence[AnswerJudgement]
     ) -> Failure | None:
-        """Of the last round's answers, with what was sent until then."""
+        """Return the first wrong one of the last round's answers, with the rounds until then."""
         for i, judgement in enumerate(judgements):
             if judgement.verdict == "wrong":
                 return Failure(
@@ -354,7 +401,10 @@ class Session:
         self._preempted = 0.0
 
     def reset(self) -> None:
-        """Forget the prefix cache, if the target can; what was moved to a further tier may still come back."""
+        """Forget the prefix cache, if the target can.
+
+        What was moved to a further tier may still come back.
+        """
         self.sent = []
         self._preempted = self._preemptions()
         if "reset" in self.target.can:
@@ -362,41 +412,48 @@ class Session:
             if self.is_plain("offload"):
                 self.seen = Seen()
 
-    def play(self, one: Round) -> tuple[list[Answer], list[AnswerJudgement]]:
-        """The answers to a round, and whether they are right."""
-        self.sent.append(one)
-        answers = [
-            self.judge.possible(answer)
-            for answer in self.target.ask(one.requests, one.preempt_every)
+    def play(self, sent: Round) -> tuple[list[Answer], list[AnswerJudgement]]:
+        """Send a round; return its answers, and whether they are right."""
+        self.sent.append(sent)
+        raw = self.target.ask(sent.requests, sent.preempt_every)
+        answers = [self.judge.possible(answer) for answer in raw]
+        judgements = [
+            self._judge(sent, i, ask, answer)
+            for i, (ask, answer) in enumerate(zip(sent.requests, answers, strict=True))
         ]
-        found = []
-        for i, (ask, answer) in enumerate(zip(one.requests, answers, strict=True)):
-            judgement = self.judge.judge(ask, answer, self._alone(ask, answer))
-            cached = answer.cached_tokens or 0
-            most = self.seen.shared(one, i)
-            if (
-                cached > most and self._preemptions() > self._preempted
-            ):  # some releases count a request's last hit
-                most = self.seen.shared(one, i, finds_itself=True)
-            if judgement.verdict == "right" and cached > most:
-                said = f"{cached} cached tokens, but no text of its salt shares more than {most} with it"
-                judgement = AnswerJudgement("wrong", said, most_cached=most)
-            found.append(judgement)
-        self.seen.add(one, answers)
-        return answers, found
+        self.seen.add(sent, answers)
+        return answers, judgements
+
+    def _judge(self, sent: Round, index: int, ask: Ask, answer: Answer) -> AnswerJudgement:
+        """Judge an answer to a round's ask, and how much of its prompt came from the cache."""
+        judgement = self.judge.judge(ask, answer, self._alone(ask, answer))
+        cached = answer.cached_tokens or 0
+        most = self.seen.shared(sent, index)
+        if cached > most and self._preemptions() > self._preempted:
+            # Some releases count a request's last hit.
+            most = self.seen.shared(sent, index, finds_itself=True)
+        if judgement.verdict == "right" and cached > most:
+            problem = (
+                f"{cached} cached tokens, but no text of its salt shares more than {most} with it"
+            )
+            return AnswerJudgement("wrong", problem, most_cached=most)
+        return judgement
 
     def _preemptions(self) -> float:
         return self.target.counters().get("preemptions", 0.0)
 
     def _alone(self, ask: Ask, answer: Answer) -> Answer | None:
-        """What an answer is held against, if not the oracle: the plainest engine's, or, where draws may depend on the
-        setting, the first one of this seed."""
+        """Return the answer that an answer is compared with, if it is not the oracle's.
+
+        It is the plainest engine's, or, where draws may depend on the setting, the first one of
+        this seed.
+        """
         if ask.temperature and "seed in all settings" not in self.target.can:
             return self._draws.setdefault(plainly(ask), answer)
         return self.references.alone(ask) if self.judge.needs_alone(ask) else None
 
-    def _possible(self, one: Round) -> Round:
-        """Without the extras that the target does not have; none of them is what the probe is about."""
+    def _possible(self, sent: Round) -> Round:
+        """Return a round without the extras that the target lacks; no probe is about them."""
         can = self.target.can
         requests = tuple(
             replace(
@@ -404,30 +461,29 @@ class Session:
                 logprobs=ask.logprobs and "logprobs" in can,
                 salt=ask.salt if "salt" in can else "",
             )
-            for ask in one.requests
+            for ask in sent.requests
         )
-        return replace(one, requests=requests)
+        return replace(sent, requests=requests)
 
-    def _unmoved(self, probe: Probe, moved: Mapping[str, float]) -> tuple[Verdict, str] | None:
+    def _moved_enough(self, probe: Probe, moved: Mapping[str, float]) -> tuple[Verdict, str]:
+        """Return the verdict by the counter that the probe must move, and its reason."""
         if not probe.moves or (probe.when and self.is_plain(*probe.when.split())):
-            return None
-        name = (
-            "hits" if probe.moves == "cached" and "cached" not in self.target.can else probe.moves
-        )
+            return "right", ""
+        name = probe.moves
+        if name == "cached" and "cached" not in self.target.can:
+            name = "hits"
         if name not in moved:
-            return (
-                "inconclusive",
-                f"all answers are right, but no counter of {name} shows that it was at work",
-            )
+            detail = f"all answers are right, but no counter of {name} shows that it was at work"
+            return "inconclusive", detail
         if not moved[name]:
             return "void", f"{name} stayed 0: nothing of what this probe is about happened"
-        return None
+        return "right", ""
 
 
 def _count(
-    outcome: Outcome, one: Round, answers: Sequence[Answer], judgements: Sequence[AnswerJudgement]
+    outcome: Outcome, sent: Round, answers: Sequence[Answer], judgements: Sequence[AnswerJudgement]
 ) -> None:
-    for ask, answer, judgement in zip(one.requests, answers, judgements, strict=True):
+    for ask, answer, judgement in zip(sent.requests, answers, judgements, strict=True):
         texts = (answer.token_ids, *answer.others)
         outcome.num_answers += len(texts)
         outcome.num_tokens += len(ask.prompt) + sum(map(len, texts))
@@ -436,7 +492,9 @@ def _count(
 
 
 def calibrate(session: Session, vocab_size: int) -> None:
-    """Measure rounding and repetition, each prompt alone and cold; one that kills the target is left to the probes.
+    """Measure rounding and repetition, each prompt alone and cold.
+
+    A prompt that kills the target is left to the probes.
 
     Raises:
         ConfigError: there is neither an oracle nor log-probabilities.
@@ -460,10 +518,9 @@ def calibrate(session: Session, vocab_size: int) -> None:
             session.restart()
             continue
         first, second = answers
-        for one, other, token in zip(
-            first.logprobs, second.logprobs, first.token_ids, strict=False
-        ):
-            judge.repeated = max(judge.repeated, abs(one[token] - other.get(token, math.inf)))
+        rows = zip(first.logprobs, second.logprobs, first.token_ids, strict=False)
+        for row, repeated, token in rows:
+            judge.repeated = max(judge.repeated, abs(row[token] - repeated.get(token, math.inf)))
         if judge.oracle is not None:
             texts.append([*prompt, *first.token_ids])
             judge.oracle.rounds(texts[-1])

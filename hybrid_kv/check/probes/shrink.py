@@ -1,4 +1,4 @@
-"""Reduces what was sent until an answer was wrong: rounds, requests, tokens and settings that it does not need go."""
+"""Reduction of what was sent until an answer was wrong: rounds, requests, tokens, settings."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Rounds = tuple[Round, ...]
 
 
 def shrink(failure: Failure, start: Callable[[], Session], seconds: float = 120.0) -> ShrunkRounds:
-    """The least that is still answered wrongly, as far as the time goes.
+    """Return the least that is still answered wrongly, as far as the time goes.
 
     Args:
-        start: a session of the failure's settings, which has sent nothing yet. One that can forget its cache is used
-            again and again; another is started for every try.
+        start: a session of the failure's settings, which has sent nothing yet. One that can forget
+            its cache is used again and again; another is started for every try.
     """
     shrinker = ShrunkRounds(failure, start, seconds)
     try:
@@ -44,19 +44,20 @@ def shrink(failure: Failure, start: Callable[[], Session], seconds: float = 120.
 
 
 def play(session: Session, rounds: Sequence[Round], failure: Failure) -> Failure | None:
-    """The first wrong answer to these rounds; `failure` names where they come from.
+    """Return the first wrong answer to these rounds; `failure` names where they come from.
 
     Raises:
         TargetError: the engine died.
     """
-    for one in rounds:
-        if found := session.first_wrong(failure.probe, *session.play(one)):
-            return replace(found, unit=failure.unit)
+    for sent in rounds:
+        wrong = session.first_wrong(failure.probe, *session.play(sent))
+        if wrong is not None:
+            return replace(wrong, unit=failure.unit)
     return None
 
 
 class ShrunkRounds(Shrinker[Rounds]):
-    """`failure`: the smallest one so far."""
+    """A failure as it is reduced; `failure` is the smallest one so far."""
 
     def __init__(self, failure: Failure, start: Callable[[], Session], seconds: float) -> None:
         super().__init__(failure.rounds, seconds, time.perf_counter)
@@ -67,7 +68,7 @@ class ShrunkRounds(Shrinker[Rounds]):
 
     @property
     def num_prompt_tokens(self) -> int:
-        return sum(len(ask.prompt) for one in self.failure.rounds for ask in one.requests)
+        return sum(len(ask.prompt) for each in self.failure.rounds for ask in each.requests)
 
     def close(self) -> None:
         if self._session is not None:
@@ -76,17 +77,20 @@ class ShrunkRounds(Shrinker[Rounds]):
 
     def play(self, case: Rounds) -> Rounds | None:
         try:
-            found = play(self._fresh(), case, self.failure)
+            failure = play(self._fresh(), case, self.failure)
         except (ConfigError, TargetError) as error:
-            found = self._died(error)
+            failure = self._died(error)
             self.close()
-        if found is None:
+        if failure is None:
             return None
-        self.failure = found
-        return found.rounds
+        self.failure = failure
+        return failure.rounds
 
     def _died(self, error: ConfigError | TargetError) -> Failure | None:
-        """What killed the session, if a death is what is reduced; the same one, whatever numbers it names."""
+        """Return the failure that killed the session, if a death is what is reduced.
+
+        It is the same death, whatever numbers it names.
+        """
         if not self.failure.died or self._session is None:
             return None
         now = replace(
@@ -96,13 +100,10 @@ class ShrunkRounds(Shrinker[Rounds]):
         return now if now.last_words == self.failure.last_words else None
 
     def _fresh(self) -> Session:
-        if (
-            self._session is not None
-            and "reset" in self._session.target.can
-            and not self.is_always_new
-        ):
-            self._session.reset()
-            return self._session
+        session = self._session
+        if session is not None and "reset" in session.target.can and not self.is_always_new:
+            session.reset()
+            return session
         self.close()
         self._session = self._start()
         return self._session
@@ -127,23 +128,28 @@ class ShrunkRounds(Shrinker[Rounds]):
         self.leave_out(rounds[i].requests, keep)
 
     def _fields(self) -> None:
-        """Every field at its default, every answer as short as can be."""
+        """Try the default of every field, and answers as short as can be."""
         plain = Ask(())
         for name in ("logprobs", "salt", "after", "step", "abort_after", "temperature", "n"):
-            self._each(lambda ask, name=name: replace(ask, **{name: getattr(plain, name)}))  # type: ignore[misc]
-        self.fails(_startable([replace(one, preempt_every=0) for one in self.case]))
+
+            def with_default(ask: Ask, name: str = name) -> Ask:
+                return replace(ask, **{name: getattr(plain, name)})
+
+            self._each(with_default)
+        self.fails(_startable([replace(each, preempt_every=0) for each in self.case]))
         for most in (1, 2, 3, 4, 6, 8):
-            self._each(lambda ask, most=most: replace(ask, max_tokens=min(ask.max_tokens, most)))  # type: ignore[misc]
+
+            def shorter(ask: Ask, most: int = most) -> Ask:
+                return replace(ask, max_tokens=min(ask.max_tokens, most))
+
+            self._each(shorter)
 
     def _each(self, change: Callable[[Ask], Ask]) -> None:
-        """All requests at once, or else one by one."""
-        if self.fails(
-            _startable(
-                [replace(one, requests=tuple(map(change, one.requests))) for one in self.case]
-            )
-        ):
+        """Change all requests at once, or else one by one."""
+        changed = [replace(each, requests=tuple(map(change, each.requests))) for each in self.case]
+        if self.fails(_startable(changed)):
             return
-        for i, j in [(i, j) for i, one in enumerate(self.case) for j in range(len(one.requests))]:
+        for i, j in [(i, j) for i, each in enumerate(self.case) for j in range(len(each.requests))]:
             now = self.case
             if i < len(now) and j < len(now[i].requests):
                 requests = [*now[i].requests]
@@ -153,18 +159,20 @@ class ShrunkRounds(Shrinker[Rounds]):
                 )
 
     def _tokens(self) -> None:
-        """The same positions of all prompts, whole blocks first, so that what they share they share still."""
+        """Drop the same positions of all prompts, whole blocks first; shared prefixes stay."""
         for size in (self.failure.unit, 1):
             rounds = self.case
-            longest = max(len(ask.prompt) for one in rounds for ask in one.requests)
+            longest = max(len(ask.prompt) for each in rounds for ask in each.requests)
 
             def keep(
                 kept: Sequence[int], rounds: Rounds = rounds, size: int = size
             ) -> Rounds | None:
                 pieces = set(kept)
-                return _with_prompts(
-                    rounds, lambda prompt: [t for i, t in enumerate(prompt) if i // size in pieces]
-                )
+
+                def keep_pieces(prompt: Sequence[int]) -> Sequence[int]:
+                    return [token for i, token in enumerate(prompt) if i // size in pieces]
+
+                return _with_prompts(rounds, keep_pieces)
 
             self.leave_out(range(-(-longest // size)), keep)
         for cut in (self.failure.unit, 4, 1):
@@ -176,20 +184,28 @@ class ShrunkRounds(Shrinker[Rounds]):
 
 
 def _startable(rounds: Sequence[Round]) -> Rounds | None:
-    """Without empty rounds; no request waits for more answers than the others give: an engine would wait with it."""
-    found = []
-    for one in rounds:
-        requests = list(one.requests)
+    """Return the rounds without empty ones; None if nothing is left.
+
+    No request waits for more answers than the others give: an engine would wait with it.
+    """
+    startable = []
+    for each in rounds:
+        requests = list(each.requests)
         for place, i in enumerate(sorted(range(len(requests)), key=lambda i: requests[i].after)):
             requests[i] = replace(requests[i], after=min(requests[i].after, place))
-        found += [replace(one, requests=tuple(requests))] * bool(requests)
-    return tuple(found) or None
+        startable += [replace(each, requests=tuple(requests))] * bool(requests)
+    return tuple(startable) or None
 
 
 def distinct(failures: Sequence[Failure]) -> list[Failure]:
-    """Without deaths like an earlier one: an engine may die of one bug in most probes, and is slow to start."""
-    known = {one.last_words: one for one in reversed(failures) if one.died}
-    return [one for one in failures if not one.died or known[one.last_words] is one]
+    """Return the failures without deaths like an earlier one.
+
+    An engine may die of one bug in most probes, and is slow to start.
+    """
+    known = {failure.last_words: failure for failure in reversed(failures) if failure.died}
+    return [
+        failure for failure in failures if not failure.died or known[failure.last_words] is failure
+    ]
 
 
 def _with_prompts(
@@ -198,20 +214,25 @@ def _with_prompts(
     def changed(ask: Ask) -> Ask:
         return replace(ask, prompt=tuple(change(ask.prompt)) or ask.prompt[:1])
 
-    return _startable([replace(one, requests=tuple(map(changed, one.requests))) for one in rounds])
+    return _startable(
+        [replace(each, requests=tuple(map(changed, each.requests))) for each in rounds]
+    )
 
 
 def as_json(rounds: Sequence[Round], whole: bool = False) -> list[dict[str, Any]]:
-    """As JSON has them: fields that are at their default are left out, unless `max_tokens` is wanted in each."""
-    found: list[dict[str, Any]] = []
-    for one in rounds:
-        given = [{"max_tokens": ask.max_tokens} if whole else {} for ask in one.requests]
+    """Return rounds as JSON has them.
+
+    Fields at their default are left out, except `max_tokens` if the rounds are to be `whole`.
+    """
+    documents: list[dict[str, Any]] = []
+    for each in rounds:
+        given = [{"max_tokens": ask.max_tokens} if whole else {} for ask in each.requests]
         requests = [
-            {"prompt": ask.prompt, **own, **ask.extras()}
-            for ask, own in zip(one.requests, given, strict=True)
+            {"prompt": ask.prompt, **max_tokens, **ask.extras()}
+            for ask, max_tokens in zip(each.requests, given, strict=True)
         ]
-        found.append(
+        documents.append(
             {"requests": requests}
-            | ({"preempt_every": one.preempt_every} if one.preempt_every else {})
+            | ({"preempt_every": each.preempt_every} if each.preempt_every else {})
         )
-    return found
+    return documents

@@ -1,1 +1,4 @@
-"""Probes by what they disturb: a file here that registers some is a new part of the guard of every engine."""
+"""Probes by what they disturb.
+
+A file here that registers some is a new part of the guard of every engine.
+"""

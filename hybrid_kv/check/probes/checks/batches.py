@@ -1,4 +1,4 @@
-"""Requests beside one another: a batch, many at once, a pool too small, and the same prompts after all of it."""
+"""Requests together: a batch, many at once, a pool too small, and the same prompts again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hybrid_kv.check.probes.registry import BOTH, Round, Rounds, Traffic, probe
 
 @probe("batch", place=5, needs="batch", not_in="exact")
 def batch(traffic: Traffic) -> Rounds:
-    """Mixed lengths together, answers of unequal length: requests leave one by one."""
+    """Send mixed lengths together, with answers of unequal length: requests leave one by one."""
     for _ in range(traffic.amount):
         prompts = traffic.mixed(8)
         yield Round(
@@ -19,7 +19,10 @@ def batch(traffic: Traffic) -> Rounds:
     "boundaries behind a batch", place=21, needs="batch", moves="cached", when="prefix", not_in=BOTH
 )
 def behind_a_batch(traffic: Traffic) -> Rounds:
-    """Long prompts share steps, so that their chunks end anywhere; then each boundary in them, with another end."""
+    """Send long prompts that share steps, then each of their boundaries with another end.
+
+    Their chunks end anywhere.
+    """
     for _ in range(traffic.amount):
         long = [traffic.prompt(4 * traffic.unit - 9 * i) for i in range(4)]
         short = [traffic.prompt(traffic.unit // 2 + i) for i in range(2)]
@@ -40,7 +43,7 @@ def behind_a_batch(traffic: Traffic) -> Rounds:
 
 @probe("joining and leaving", place=21, needs="batch", not_in=BOTH)
 def joining(traffic: Traffic) -> Rounds:
-    """Requests arrive as others end, into the rows that these leave."""
+    """Send requests that arrive as others end, into the rows that these leave."""
     for _ in range(traffic.amount):
         requests = [
             traffic.ask(prompt, max_tokens=3 + i % 5 * 4, after=max(0, i - 3))
@@ -51,7 +54,7 @@ def joining(traffic: Traffic) -> Rounds:
 
 @probe("identical at once", place=6, needs="batch", moves="cached", when="prefix", not_in=BOTH)
 def identical(traffic: Traffic) -> Rounds:
-    """One prompt six times in one batch, and once more behind them."""
+    """Send one prompt six times in one batch, and once more after them."""
     for length in (1, traffic.unit, 2 * traffic.unit + 3):
         prompt = traffic.prompt(length)
         yield Round(tuple(traffic.ask(prompt) for _ in range(6)))
@@ -60,7 +63,7 @@ def identical(traffic: Traffic) -> Rounds:
 
 @probe("shared beginnings", place=7, needs="batch", moves="cached", when="prefix", not_in="exact")
 def shared(traffic: Traffic) -> Rounds:
-    """Prompts with one beginning, together and again in another order."""
+    """Send prompts with one beginning, together and again in another order."""
     for _ in range(traffic.amount):
         begin = traffic.prompt(2 * traffic.unit + 1)
         prompts = [(*begin[: len(begin) - i], *traffic.prompt(1 + 5 * i)) for i in range(6)]
@@ -73,7 +76,10 @@ def shared(traffic: Traffic) -> Rounds:
     "together across a boundary", place=9, needs="batch", moves="cached", when="prefix", not_in=BOTH
 )
 def together_across(traffic: Traffic) -> Rounds:
-    """Answers fill a block, each at another token of a step with drafts; then prompts go on from what they left."""
+    """Fill blocks by answers, and go on from what they left.
+
+    Each answer fills its block at another token of a step with drafts.
+    """
     for _ in range(2 * traffic.amount):
         prompts = [traffic.prompt(traffic.unit - i) for i in range(1, 9)]
         answers = yield Round(
@@ -87,7 +93,7 @@ def together_across(traffic: Traffic) -> Rounds:
 
 @probe("long among short", place=24, needs="batch", not_in=BOTH)
 def long_lived(traffic: Traffic) -> Rounds:
-    """One long answer while short requests come and go."""
+    """Send short requests that come and go while a long answer runs."""
     long = traffic.ask(traffic.prompt(traffic.unit + 1), max_tokens=6 * traffic.num_new)
     short = [
         traffic.ask(prompt, max_tokens=4, after=max(0, i - 2))
@@ -98,7 +104,7 @@ def long_lived(traffic: Traffic) -> Rounds:
 
 @probe("many are cut off", place=25, needs="abort batch", not_in=BOTH)
 def many_cut_off(traffic: Traffic) -> Rounds:
-    """More requests are ended early than run at once, some of them while they wait; then as many run to their end."""
+    """End more requests early than run at once, some while they wait; then let as many end."""
     prompts = traffic.mixed(12)
     yield Round(
         tuple(traffic.ask(prompt, abort_after=1 + i % 4) for i, prompt in enumerate(prompts))
@@ -108,7 +114,7 @@ def many_cut_off(traffic: Traffic) -> Rounds:
 
 @probe("drafts", place=30, moves="drafts", when="spec", elsewhere=False, not_in="random")
 def drafts(traffic: Traffic) -> Rounds:
-    """Texts that repeat themselves, alone and together: drafts are made, some right and some not.
+    """Send texts that repeat themselves, alone and together: some drafts are right and some not.
 
     Answers are long, as n-grams are found in them only once they repeat themselves.
     """
@@ -129,10 +135,11 @@ def drafts(traffic: Traffic) -> Rounds:
     not_in="random",
 )
 def rejected(traffic: Traffic) -> Rounds:
-    """The last draft of an answer is the first token of a block, and wrong; the token behind it has no drafts.
+    """Send prompts whose last draft is wrong, and the first token of a block.
 
-    The prompt begins with its own last token, the answer's first, and one that does not follow: what a lookup of
-    n-grams finds. The first token is generated again until the new beginning does not change it.
+    The token after it has no drafts. The prompt begins with its own last token, the answer's first,
+    and one that does not follow: what a lookup of n-grams finds. The first token is generated again
+    until the new beginning does not change it.
     """
     for blocks in (1, 2, 3):
         for off in (1, 2):
@@ -145,7 +152,7 @@ def rejected(traffic: Traffic) -> Rounds:
 
 @probe("preempted", place=40, needs="preempt batch", moves="preemptions", not_in="random")
 def preempted(traffic: Traffic) -> Rounds:
-    """All that runs is preempted every few tokens, and resumes."""
+    """Preempt all that runs every few tokens, and resume it."""
     for every in (3, 7, 20):
         prompts = [*traffic.mixed(5), traffic.repetitive(traffic.unit + 4)]
         yield Round(
@@ -164,7 +171,7 @@ def preempted(traffic: Traffic) -> Rounds:
     not_in=BOTH,
 )
 def pressure(traffic: Traffic) -> Rounds:
-    """More long requests than the pool holds; then the same again."""
+    """Send more long requests than the pool holds; then the same again."""
     length = traffic.longest // 2
     for _ in range(traffic.amount):
         prompts = [traffic.prompt(length - i) for i in range(6)]
@@ -178,7 +185,7 @@ def pressure(traffic: Traffic) -> Rounds:
     "seeds", place=50, needs="seed batch", when="chunk spec async", elsewhere=False, not_in="exact"
 )
 def seeds(traffic: Traffic) -> Rounds:
-    """Sampled answers with a seed: alone, and among others."""
+    """Ask for sampled answers with a seed: alone, and among others."""
     requests = [
         traffic.ask(prompt, temperature=1.0, seed=1000 + i)
         for i, prompt in enumerate(traffic.mixed(6))
@@ -197,7 +204,7 @@ def seeds(traffic: Traffic) -> Rounds:
     not_in="exact",
 )
 def several(traffic: Traffic) -> Rounds:
-    """n greedy answers to one prompt, among others."""
+    """Ask for n greedy answers to one prompt, among others."""
     prompts = traffic.mixed(6)
     yield Round(tuple(traffic.ask(prompt, n=1 + i % 3) for i, prompt in enumerate(prompts)))
     yield Round(tuple(traffic.ask(prompt, n=3) for prompt in prompts[2:4]))
@@ -211,7 +218,7 @@ def several(traffic: Traffic) -> Rounds:
     elsewhere=False,
 )
 def logprobs(traffic: Traffic) -> Rounds:
-    """One client wants log-probabilities, its neighbours do not."""
+    """Ask for log-probabilities in one request, and not in its neighbours."""
     for which in range(3):
         requests = [
             traffic.ask(prompt, logprobs=i == which) for i, prompt in enumerate(traffic.mixed(6))
@@ -222,7 +229,10 @@ def logprobs(traffic: Traffic) -> Rounds:
 
 @probe("again after many", place=90, needs="batch", not_in=BOTH)
 def churned(traffic: Traffic) -> Rounds:
-    """Prompts, many others (100 requests for each amount, each tenth long), and the first ones again, one by one."""
+    """Send prompts, many others, and the first ones again, one by one.
+
+    There are 100 others for each amount, each tenth long.
+    """
     prompts = traffic.mixed(6)
     for prompt in prompts:
         yield Round((traffic.ask(prompt),))
@@ -243,7 +253,10 @@ def churned(traffic: Traffic) -> Rounds:
 
 @probe("a tree of texts", place=91, needs="batch", moves="cached", when="prefix", not_in=BOTH)
 def tree(traffic: Traffic) -> Rounds:
-    """Prompts of every length that begin as an earlier text does, whole or cut: long hits, beside one another."""
+    """Send prompts of every length that begin as an earlier text does, whole or cut.
+
+    Long hits run together.
+    """
     texts = [traffic.prompt(traffic.longest)]
     rng = traffic.rng
     for _ in range(4 * traffic.amount):
@@ -258,7 +271,7 @@ def tree(traffic: Traffic) -> Rounds:
                 traffic.ask((*known[:cut], *fresh[cut:]), max_tokens=new, after=max(0, i - 5))
             )
         answers = yield Round(tuple(requests))
-        found = [
+        texts_of_round = [
             (*ask.prompt, *answer.token_ids) for ask, answer in zip(requests, answers, strict=True)
         ]
-        texts = [*texts, *found][-16:]
+        texts = [*texts, *texts_of_round][-16:]

@@ -1,4 +1,4 @@
-"""One request at a time: what the prefix cache gives back, and what it must not."""
+"""Requests one at a time: what the prefix cache gives back, and what it must not."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ LONG = 4096  # tokens; what is longer takes a CPU a minute
 
 @probe("alone", place=0)
 def alone(traffic: Traffic) -> Rounds:
-    """Each prompt by itself and cold: what the oracle says. The shortest, which may end an engine, come last."""
+    """Send each prompt by itself and cold, to compare the oracle.
+
+    The shortest, which may end an engine, come last.
+    """
     for prompt in reversed(traffic.mixed(6 + 2 * traffic.amount)):
         yield Round((traffic.ask(prompt),))
 
 
 @probe("repeat", place=10, moves="cached", when="prefix", not_in=BOTH)
 def repeat(traffic: Traffic) -> Rounds:
-    """A prompt again and again."""
+    """Send a prompt again and again."""
     for prompt in traffic.mixed(6 + 2 * traffic.amount):
         for _ in range(3):
             yield Round((traffic.ask(prompt),))
@@ -24,7 +27,7 @@ def repeat(traffic: Traffic) -> Rounds:
 
 @probe("ends at a cached entry", place=11, moves="cached", when="prefix", not_in=BOTH)
 def cached_end(traffic: Traffic) -> Rounds:
-    """Prompts that end where what is cached ends, a token before and a token behind."""
+    """Send prompts that end where what is cached ends, a token before and a token after."""
     for _ in range(traffic.amount):
         whole = traffic.prompt(3 * traffic.unit + 5)
         yield Round((traffic.ask(whole),))
@@ -35,7 +38,7 @@ def cached_end(traffic: Traffic) -> Rounds:
 
 @probe("extended and branched", place=12, moves="cached", when="prefix", not_in="exact random")
 def conversations(traffic: Traffic) -> Rounds:
-    """Turn after turn on the answers given, and other continuations of each turn."""
+    """Send turn after turn on the answers given, and other continuations of each turn."""
     for _ in range(traffic.amount):
         text = traffic.prompt(traffic.unit + 3)
         for _ in range(3):
@@ -51,9 +54,10 @@ def conversations(traffic: Traffic) -> Rounds:
 
 @probe("block boundaries", place=18, moves="cached", when="prefix")
 def boundaries(traffic: Traffic) -> Rounds:
-    """Prompts of every multiple of the block, and up to three tokens (as many as there may be drafts) off it, twice.
+    """Send prompts of every multiple of the block, and up to three tokens off it, twice.
 
-    Those of one multiple together: one by one they took twice as long as any other probe.
+    There may be as many drafts. The prompts of one multiple come together: one by one they took
+    twice as long as any other probe.
     """
     most = min(3, (traffic.longest - traffic.num_new) // traffic.unit)
     for blocks in range(1, most + 1):
@@ -64,7 +68,7 @@ def boundaries(traffic: Traffic) -> Rounds:
 
 @probe("answers across a boundary", place=14, moves="cached", when="prefix", not_in=BOTH)
 def answers_across(traffic: Traffic) -> Rounds:
-    """The answer fills a block; then a prompt goes on from what it left."""
+    """Let the answer fill a block; then go on from what it left."""
     for off in range(1, 5):
         prompt = traffic.prompt(traffic.unit - off)
         (answer,) = yield Round((traffic.ask(prompt, max_tokens=2 * traffic.num_new),))
@@ -75,7 +79,7 @@ def answers_across(traffic: Traffic) -> Rounds:
 
 @probe("up to the limit", place=17, not_in=BOTH)
 def to_the_limit(traffic: Traffic) -> Rounds:
-    """Requests that end at the last position that there is, where drafts would go beyond it; and once more."""
+    """End requests at the last position, where drafts would go beyond it; and again."""
     length = traffic.limit - traffic.num_new
     if traffic.limit <= LONG:
         prompt = tuple(traffic.rng.randrange(1, traffic.vocab_size) for _ in range(length))
@@ -85,7 +89,10 @@ def to_the_limit(traffic: Traffic) -> Rounds:
 
 @probe("salts isolate", place=8, needs="salt cached", moves="cached", when="prefix", not_in=BOTH)
 def salts(traffic: Traffic) -> Rounds:
-    """A salt finds nothing of another's, and all of its own. (No probe may find more than was sent: `Seen`.)"""
+    """Check that a salt finds nothing of another's, and all of its own.
+
+    No probe may find more than was sent, see `session.Seen`.
+    """
     for _ in range(traffic.amount):
         prompt = traffic.prompt(3 * traffic.unit + 1)
         yield Round((traffic.ask(prompt, salt="a"),))
@@ -96,7 +103,7 @@ def salts(traffic: Traffic) -> Rounds:
 
 @probe("abort, then the same prompt", place=16, needs="abort", not_in=BOTH)
 def aborted(traffic: Traffic) -> Rounds:
-    """Cut off after a few tokens, sent again at once, extended."""
+    """Cut off a request after a few tokens, send it again at once, extend it."""
     for tokens in (1, 2, 5):
         prompt = traffic.prompt(2 * traffic.unit + tokens)
         yield Round(

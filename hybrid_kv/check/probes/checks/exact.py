@@ -1,4 +1,4 @@
-"""Random traffic of an exact model: all at once, since each wrong token shows, wherever it comes from."""
+"""Random traffic of an exact model: all at once, since each wrong token shows."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from hybrid_kv.check.targets.target import Ask
 
 @probe("traffic", place=1, exact=True)
 def traffic(traffic: Traffic) -> Rounds:
-    """Prompts with shared beginnings arrive a few steps apart; some are repeated, extended, short or ended early.
+    """Send prompts with shared beginnings a few steps apart.
 
-    Every other round has two salts; every third one preempts all that runs, again and again, and all its texts go on.
-    Later rounds have longer prompts.
+    Some are repeated, extended, short or ended early. Every other round has two salts; every third
+    one preempts all that runs, again and again, and all its texts go on. Later rounds have longer
+    prompts.
     """
     rng = traffic.rng
     unit = traffic.unit
     known = list[tuple[int, ...]]()
     for number in range(4 * traffic.amount):
-        longest = (
-            7 * unit + 8 if number < 4 else traffic.limit - 6 * unit
-        )  # the first ones take few seconds
+        # The first rounds take few seconds.
+        longest = 7 * unit + 8 if number < 4 else traffic.limit - 6 * unit
         long = replace(traffic, longest=traffic.limit)
         stems = [long.prompt(longest) for _ in range(3)]
         requests: list[Ask] = []
@@ -35,10 +35,9 @@ def traffic(traffic: Traffic) -> Rounds:
                 prompt = (*rng.choice(known), *traffic.prompt(rng.randrange(1, 4)))
             elif kind < 0.4:
                 prompt = prompt[: traffic.shortest]
-            elif kind < 0.5:  # ends on a block's boundary, or a token beside it
-                prompt = prompt[
-                    : max(traffic.shortest, len(prompt) // unit * unit + rng.randrange(-1, 2))
-                ]
+            elif kind < 0.5:  # ends on a block's boundary, or a token next to it
+                end = len(prompt) // unit * unit + rng.randrange(-1, 2)
+                prompt = prompt[: max(traffic.shortest, end)]
             salt = rng.choice(("a", "b")) if number % 2 else ""
             abort = rng.randrange(1, 20) if rng.random() < 0.1 else None
             step = i // 4 * rng.randrange(2, 5)
@@ -52,9 +51,8 @@ def traffic(traffic: Traffic) -> Rounds:
         known = [
             (*ask.prompt, *answer.token_ids) for ask, answer in zip(requests, answers, strict=True)
         ]
-        if (
-            number % 3 == 2
-        ):  # a text that was computed again may have left another state than its blocks say
+        if number % 3 == 2:
+            # A text that was computed again may have left another state than its blocks say.
             more = [
                 replace(ask, prompt=(*text, 1), max_tokens=2)
                 for ask, text in zip(requests, known, strict=True)
@@ -65,7 +63,10 @@ def traffic(traffic: Traffic) -> Rounds:
 
 @probe("tiles", place=1, exact=True)
 def tiles(traffic: Traffic) -> Rounds:
-    """Prompts of whole blocks, out of four and in any order: only the blocks before it tell equal ones apart."""
+    """Send prompts of whole blocks, out of four and in any order.
+
+    Only the blocks before it tell equal ones apart.
+    """
     rng = traffic.rng
     kinds = [traffic.prompt(traffic.unit) for _ in range(4)]
     for _ in range(traffic.amount):
@@ -83,7 +84,7 @@ def tiles(traffic: Traffic) -> Rounds:
 
 @probe("one token beside others", place=1, needs="batch", exact=True)
 def one_token(traffic: Traffic) -> Rounds:
-    """Prompts of one token that come while others run."""
+    """Send prompts of one token that come while others run."""
     rng = traffic.rng
     for _ in range(traffic.amount):
         prompts = [traffic.prompt(1 if i % 3 else 20) for i in range(traffic.batch)]
@@ -107,7 +108,7 @@ def one_token(traffic: Traffic) -> Rounds:
     exact=True,
 )
 def one_token_behind_a_hit(traffic: Traffic) -> Rounds:
-    """Prompts of which a hit leaves one token, and that come while others run."""
+    """Send prompts of which a hit leaves one token, and that come while others run."""
     for _ in range(traffic.amount):
         cached = [traffic.prompt(traffic.unit * (1 + i % 3)) for i in range(traffic.batch // 2)]
         # Text after a prompt, so that the prompt's last block is complete and kept.
