@@ -169,7 +169,7 @@ def guard_this_engine(amount: Amount, options: GuardOptions, output: Output) -> 
     """
     from hybrid_kv.check.ci import published
     from hybrid_kv.check.guard.report import document, exit_code, print_closing
-    from hybrid_kv.check.guard.run import GuardOptions, amounts, run_guard
+    from hybrid_kv.check.guard.run import GuardRunOptions, amounts, run_guard
     from hybrid_kv.files import check_outputs
     from hybrid_kv.measure import guard_checks  # noqa: F401  (registers them)
     from hybrid_kv.measure.results import append_rows, provenance
@@ -188,7 +188,7 @@ def guard_this_engine(amount: Amount, options: GuardOptions, output: Output) -> 
     with published("hybrid-kv guard", output.junit_xml) as keep:
         checks = run_guard(
             amounts(size),
-            GuardOptions(
+            GuardRunOptions(
                 seed,
                 device=options.device,
                 select=amount.select or (),

@@ -118,9 +118,9 @@ Steps = dict[str, Callable[[], Catch]]
 
 def _section(name: str, amount: int, case: Path) -> Catch:
     from hybrid_kv.check.guard.registry import CHECKS
-    from hybrid_kv.check.guard.run import GuardOptions, run_guard
+    from hybrid_kv.check.guard.run import GuardRunOptions, run_guard
 
-    options = GuardOptions(progress=False, fail_fast=True, jobs=1)
+    options = GuardRunOptions(progress=False, fail_fast=True, jobs=1)
     with time_limit(SECTION_LIMIT + 4 * CHECKS[name].seconds * amount):
         results = run_guard({name: amount}, options)
     failed = next((result for result in results if not result.passed), None)

@@ -12,7 +12,7 @@ import pytest
 
 from hybrid_kv.check.guard import run as guard_run
 from hybrid_kv.check.guard.registry import CheckResult
-from hybrid_kv.check.guard.run import GuardOptions
+from hybrid_kv.check.guard.run import GuardRunOptions
 from hybrid_kv.measure.results import read_rows
 from tests.cli.run import raising, refused, run
 
@@ -23,7 +23,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]
     calls: list[dict[str, Any]] = []
 
     def note(
-        amount: dict[str, int], options: GuardOptions, report: Callable[[list[CheckResult]], object]
+        amount: dict[str, int], options: GuardRunOptions, report: Callable[[list[CheckResult]], object]
     ) -> list[CheckResult]:
         calls.append(vars(options))
         found = [CheckResult("views", 0, "views", "0", 1, section="layout", seconds=0.1)]

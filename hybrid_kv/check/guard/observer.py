@@ -26,7 +26,7 @@ from hybrid_kv.check.guard.drafts import DraftRules
 from hybrid_kv.check.guard.kept import KeptBlocks
 from hybrid_kv.check.guard.patterns import Patterns
 from hybrid_kv.check.guard.poison import StaleBlocks, poison, poison_null_block
-from hybrid_kv.check.guard.published import Published, recompute_of, states_behind
+from hybrid_kv.check.guard.published import PublishedPrefixes, recompute_of, states_behind
 from hybrid_kv.check.guard.scenario import Cell, Scenario
 from hybrid_kv.check.guard.step import Ran, RuleError, Track, common_prefix, is_prefill
 from hybrid_kv.check.guard.waiting import Waiting
@@ -85,7 +85,7 @@ class Observer(EngineObserver):
         self.history: RecomputeStep | None = None
         self._kept = KeptBlocks(llm, self.tracks)
         llm.observers += [self._kept, self]
-        self.published = Published(llm)
+        self.published = PublishedPrefixes(llm)
         self.patterns.watch(llm, self.published.late)
         self._num_late = int(llm.config.async_scheduling)  # steps that may be in flight
         self._knows_mode = llm.config.cache.mamba_cache_mode in SAID_AGAIN

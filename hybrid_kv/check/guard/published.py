@@ -64,7 +64,7 @@ def longest_hit(
     return best
 
 
-class Published:
+class PublishedPrefixes:
     """The prefixes that a cache without eviction has: K/V of each block, and each mode's states.
 
     Attributes:

@@ -43,7 +43,7 @@ def amounts(size: Size) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class GuardOptions:
+class GuardRunOptions:
     """The options of a guard.
 
     Attributes:
@@ -72,7 +72,7 @@ def _unreported(results: list[CheckResult]) -> None:
 
 def run_guard(
     amount: Mapping[str, int],
-    options: GuardOptions,
+    options: GuardRunOptions,
     report: Callable[[list[CheckResult]], object] = _unreported,
 ) -> list[CheckResult]:
     """Run all checks, each process on one thread.
@@ -120,7 +120,7 @@ def run_guard(
 
 
 def _chosen(
-    known: Sequence[Check], amount: Mapping[str, int], options: GuardOptions
+    known: Sequence[Check], amount: Mapping[str, int], options: GuardRunOptions
 ) -> list[Check]:
     """Return the sections that run. Raises as `run_guard`."""
     only = options.only

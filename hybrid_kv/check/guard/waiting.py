@@ -9,7 +9,7 @@ import numpy as np
 from hybrid_kv.cache.request_blocks import NO_IDS
 from hybrid_kv.cache.spec import MambaSpec, window_of
 from hybrid_kv.check.guard.kept import Device
-from hybrid_kv.check.guard.published import Published
+from hybrid_kv.check.guard.published import PublishedPrefixes
 from hybrid_kv.check.guard.step import RuleError, Track, common_prefix, is_prefill
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.kernels.common.integers import cdiv
@@ -29,7 +29,11 @@ class Waiting:
     """
 
     def __init__(
-        self, llm: LLM, track_of: Callable[[Request], Track], published: Published, device: Device
+        self,
+        llm: LLM,
+        track_of: Callable[[Request], Track],
+        published: PublishedPrefixes,
+        device: Device,
     ) -> None:
         self._llm = llm
         self._track = track_of

@@ -15,7 +15,7 @@ from hybrid_kv.check.guard.cases import broken_rule, replay, reproduce
 from hybrid_kv.check.guard.checks.guard_model import LOGIT_CELLS, NUM_NEW, Questions, result_of
 from hybrid_kv.check.guard.exactness import MTP_CELLS, RECOMPUTE_CELLS, SLOTS_CELLS
 from hybrid_kv.check.guard.logits import LogitCase, from_document, play_logits, to_json
-from hybrid_kv.check.guard.run import GuardOptions, run_guard
+from hybrid_kv.check.guard.run import GuardRunOptions, run_guard
 from hybrid_kv.check.guard.trained import TRAINED
 from hybrid_kv.config import ConfigError
 from hybrid_kv.engine.llm import LLM, RequestOutput
@@ -86,7 +86,7 @@ def test_the_guard_names_the_reproducer_of_a_logit(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(guard_model, "NUM_NEW", 4)
     monkeypatch.setattr(cases, "SECONDS", 0.0)  # the test above reduces some
     late_window(monkeypatch)
-    first, second, _ = run_guard({"guard model": 2}, GuardOptions(0, progress=False, repro=tmp_path, jobs=1))
+    first, second, _ = run_guard({"guard model": 2}, GuardRunOptions(0, progress=False, repro=tmp_path, jobs=1))
     (file,) = tmp_path.glob("logits-*.json")
     assert not first.passed and not second.passed
     assert f"hybrid-kv guard --replay {file}" in first.detail and "--replay" not in second.detail

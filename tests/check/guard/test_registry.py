@@ -11,7 +11,7 @@ import pytest
 import hybrid_kv.measure.guard_checks  # noqa: F401  (registers them)
 from hybrid_kv.check.guard import checks, registry
 from hybrid_kv.check.guard.registry import load_checks
-from hybrid_kv.check.guard.run import GuardOptions, amounts, run_guard
+from hybrid_kv.check.guard.run import GuardRunOptions, amounts, run_guard
 from hybrid_kv.config import ConfigError
 
 TOY = """
@@ -42,9 +42,9 @@ def test_a_check_is_one_file(toy: None) -> None:
     assert amounts("quick")["toy"] == 3 and amounts("full")["toy"] == amounts("long")["toy"] == 30
     assert amounts("long")["exact model"] == 100_000
     assert load_checks()[-1].section == "toy"  # behind those that say where they stand
-    (result,) = run_guard(amounts("quick"), GuardOptions(seed=0, progress=False, jobs=1, select=["toy"]))
+    (result,) = run_guard(amounts("quick"), GuardRunOptions(seed=0, progress=False, jobs=1, select=["toy"]))
     assert (result.section, result.passed, result.n) == ("toy", True, 3)
-    (result,) = run_guard(amounts("full"), GuardOptions(seed=13, progress=False, jobs=1, select=["toy"]))
+    (result,) = run_guard(amounts("full"), GuardRunOptions(seed=13, progress=False, jobs=1, select=["toy"]))
     assert not result.passed and result.n == 30
 
 
@@ -57,16 +57,16 @@ def test_a_check_is_one_file(toy: None) -> None:
 )
 def test_levels_that_no_section_has_are_refused(only: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        run_guard(amounts("quick"), GuardOptions(seed=0, progress=False, jobs=1, only=only))
+        run_guard(amounts("quick"), GuardRunOptions(seed=0, progress=False, jobs=1, only=only))
 
 
 def test_levels_leave_the_sections_that_have_them() -> None:
     with pytest.raises(ConfigError, match="no section of this guard has 'costs or mode'"):
         run_guard(
-            amounts("quick"), GuardOptions(seed=0, progress=False, jobs=1, select=["costs"], only={"mode": "all"})
+            amounts("quick"), GuardRunOptions(seed=0, progress=False, jobs=1, select=["costs"], only={"mode": "all"})
         )
     results = run_guard(
-        amounts("quick"), GuardOptions(seed=0, progress=False, jobs=1, only={"layers": "MM", "mode": "none"})
+        amounts("quick"), GuardRunOptions(seed=0, progress=False, jobs=1, only={"layers": "MM", "mode": "none"})
     )
     assert {result.section for result in results} == {"exact model"}
     assert results[0].passed and results[0].params == {"seed": 0, "layers": "MM", "mode": "none"}
@@ -79,8 +79,9 @@ def test_a_package_that_is_missing_is_named_before_anything_runs(toy: None, monk
     toy_check = replace(registry.CHECKS["toy"], function=lambda run: ran.append(1) or [])
     monkeypatch.setitem(registry.CHECKS, "toy", toy_check)
     with pytest.raises(ModuleNotFoundError, match="scipy"):
-        run_guard({"toy": 1, "accuracy": 8}, GuardOptions(seed=0, progress=False, jobs=1))
+        run_guard({"toy": 1, "accuracy": 8}, GuardRunOptions(seed=0, progress=False, jobs=1))
     assert not ran
     assert (
-        run_guard({"toy": 1, "accuracy": 8}, GuardOptions(seed=0, progress=False, jobs=1, select=["toy"])) == [] and ran
+        run_guard({"toy": 1, "accuracy": 8}, GuardRunOptions(seed=0, progress=False, jobs=1, select=["toy"])) == []
+        and ran
     )

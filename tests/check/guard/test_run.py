@@ -13,7 +13,7 @@ import hybrid_kv.measure.guard_checks  # noqa: F401  (registers them)
 from hybrid_kv.check.guard import run as module
 from hybrid_kv.check.guard.registry import CHECKS, CheckResult, Run, load_checks
 from hybrid_kv.check.guard.report import document, first_failure, print_closing
-from hybrid_kv.check.guard.run import GuardOptions, run_guard
+from hybrid_kv.check.guard.run import GuardRunOptions, run_guard
 
 FEW = {"exact model": 2, "costs": 1, "eviction": 1}
 
@@ -22,7 +22,7 @@ def test_processes_change_when_a_section_runs_and_nothing_else() -> None:
     one, two = (
         [
             replace(line, seconds=0.0, failed_after=None)
-            for line in run_guard(FEW, GuardOptions(3, progress=False, jobs=jobs))
+            for line in run_guard(FEW, GuardRunOptions(3, progress=False, jobs=jobs))
         ]
         for jobs in (1, 2)
     )
@@ -46,7 +46,7 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 def test_the_first_failure_is_a_metric(toys: dict[str, int], capsys: pytest.CaptureFixture[str]) -> None:
-    results = run_guard(toys, GuardOptions(seed=0, progress=False, jobs=1))
+    results = run_guard(toys, GuardRunOptions(seed=0, progress=False, jobs=1))
     first = first_failure(results)
     assert first is not None and first["section"] == "costs" and 0.25 <= first["seconds"] < 0.5
     assert document(results, 0, {})["first_failure"] == first
@@ -56,12 +56,12 @@ def test_the_first_failure_is_a_metric(toys: dict[str, int], capsys: pytest.Capt
 
 
 def test_a_guard_that_fails_fast_runs_no_section_behind_the_failure(toys: dict[str, int]) -> None:
-    assert [one.section for one in run_guard(toys, GuardOptions(0, progress=False, jobs=1))] == [
+    assert [one.section for one in run_guard(toys, GuardRunOptions(0, progress=False, jobs=1))] == [
         "exact model",
         "costs",
         "accuracy",
     ]
-    found = run_guard(toys, GuardOptions(0, progress=False, jobs=1, fail_fast=True))
+    found = run_guard(toys, GuardRunOptions(0, progress=False, jobs=1, fail_fast=True))
     assert [one.section for one in found] == ["exact model", "costs"]
 
 

@@ -17,7 +17,7 @@ from hybrid_kv.check.guard.forced import FORCED
 from hybrid_kv.check.guard.play import ScenarioFailure, run_scenario
 from hybrid_kv.check.guard.registry import CheckResult
 from hybrid_kv.check.guard.replay import from_json
-from hybrid_kv.check.guard.run import GuardOptions, run_guard
+from hybrid_kv.check.guard.run import GuardRunOptions, run_guard
 from hybrid_kv.check.guard.scenario import answer_book
 from hybrid_kv.check.guard.shrink import shrink
 from hybrid_kv.check.guard.traffic import draw_scenario
@@ -109,7 +109,7 @@ def test_a_failing_section_names_its_reproducer(monkeypatch: pytest.MonkeyPatch,
     folder = tmp_path / "repro"
 
     def unlike_the_oracle() -> CheckResult:
-        return run_guard({"exact model": 10}, GuardOptions(0, progress=False, repro=folder, jobs=1))[0]
+        return run_guard({"exact model": 10}, GuardRunOptions(0, progress=False, repro=folder, jobs=1))[0]
 
     assert unlike_the_oracle().passed and not folder.exists()
     no_copies(monkeypatch)
