@@ -52,9 +52,8 @@ class DraftRules:
             if len(shown) != count or shown[: len(sequence)] != sequence:
                 raise RuleError(
                     "known-tokens",
-                    f"a proposer is shown {len(shown)} tokens of request {request.request_id}, "
-                    f"which has {count}: "
-                    f"{shown}, not {sequence}",
+                    f"a proposer is shown {len(shown)} tokens of request "
+                    f"{request.request_id}, which has {count}: {shown}, not {sequence}",
                 )
         size = self._llm.model.vocab_size
         for request, count, drafts in zip(requests, num_tokens.tolist(), proposed, strict=True):
@@ -91,8 +90,8 @@ class DraftRules:
                 if room < 2:
                     raise RuleError(
                         "runs-again",
-                        f"request {request.request_id} runs behind the step that gives its last "
-                        "token",
+                        f"request {request.request_id} runs "
+                        "behind the step that gives its last token",
                     )
                 self._reserved[request.request_id] = item.num_drafts
                 due = max(0, min(self._most, share, room - 2))
@@ -102,9 +101,9 @@ class DraftRules:
             if num_drafts > due or (num_drafts < due and not has_preempted):
                 raise RuleError(
                     "drafts-due",
-                    f"request {request.request_id} is to run {num_drafts} drafts after "
-                    f"{request.num_tokens} tokens, with "
-                    f"room for {room} tokens and a share of {share}; {due} are due",
+                    f"request {request.request_id} is to run {num_drafts} "
+                    f"drafts after {request.num_tokens} tokens, with room "
+                    f"for {room} tokens and a share of {share}; {due} are due",
                 )
         for name in starting:
             self._proposed.pop(name, None)
@@ -125,8 +124,8 @@ class DraftRules:
             if item.awaits_drafts or [*item.drafts] != due:
                 raise RuleError(
                     "drafts-due",
-                    f"request {request.request_id} verifies {item.drafts} after {known} tokens; "
-                    f"{due} are due",
+                    f"request {request.request_id} verifies "
+                    f"{item.drafts} after {known} tokens; {due} are due",
                 )
 
     def _room(self, request: Request, known: int) -> int:

@@ -190,14 +190,14 @@ class KeptBlocks(EngineObserver):
         if pool.num_published_blocks != len(self.device):
             raise RuleError(
                 "findable",
-                f"{pool.num_published_blocks} blocks can be found, {len(self.device)} were "
-                "published",
+                f"{pool.num_published_blocks} blocks can be "
+                f"found, {len(self.device)} were published",
             )
         if pool.num_evictions != self.device.num_lost:
             raise RuleError(
                 "evictions",
-                f"{pool.num_evictions} evictions are said to be, {self.device.num_lost} blocks "
-                "were lost",
+                f"{pool.num_evictions} evictions are said to "
+                f"be, {self.device.num_lost} blocks were lost",
             )
         host = self.host
         tier = self._llm.manager.offload
@@ -216,8 +216,8 @@ class KeptBlocks(EngineObserver):
         if counted != blocks:
             raise RuleError(
                 "tier",
-                "blocks stored, loaded, hits of host and folder, misses and evictions are "
-                f"{blocks}, not {counted}",
+                "blocks stored, loaded, hits of host and folder, "
+                f"misses and evictions are {blocks}, not {counted}",
             )
         due = host.used, self._bytes(host.stored), self._bytes(host.loaded)
         num_bytes = tier.host_used, stats.stored_bytes, stats.loaded_bytes

@@ -272,8 +272,7 @@ class Observer(EngineObserver):
                 raise RuleError(
                     "published-late",
                     f"request {ran.item.request.request_id}: {ran.end} tokens are in the cache, "
-                    f"and group {group}'s "
-                    f"block of {last * spec.block_size} cannot be found",
+                    f"and group {group}'s block of {last * spec.block_size} cannot be found",
                 )
 
     def on_allocate(self, request_id: str, logical_blocks: Sequence[BlockIds]) -> None:
@@ -451,9 +450,9 @@ class Observer(EngineObserver):
         if begin < last < end or (passes and end % size):
             raise RuleError(
                 "chunk-end",
-                f"request {request.request_id}: a chunk of tokens {begin} to {end} of "
-                f"{request.num_tokens} passes a boundary of {size} tokens and does not end on one, "
-                f"the last one being {last}",
+                f"request {request.request_id}: a chunk of tokens {begin} to "
+                f"{end} of {request.num_tokens} passes a boundary of {size} "
+                f"tokens and does not end on one, the last one being {last}",
             )
 
     def _account(
@@ -572,8 +571,8 @@ class Observer(EngineObserver):
             if rows != due:
                 raise RuleError(
                     "padding",
-                    f"a step of {len(batch)} requests has {rows} rows in group {group.group_id}; "
-                    f"{due} are due",
+                    f"a step of {len(batch)} requests has {rows} "
+                    f"rows in group {group.group_id}; {due} are due",
                 )
 
     def _check_tokens(self, step: Sequence[Ran]) -> None:
@@ -591,9 +590,8 @@ class Observer(EngineObserver):
             if len(rest) > right and new != rest[: right + 1]:
                 raise RuleError(
                     "step-tokens",
-                    f"request {item.request.request_id} gets {new} after {first} tokens with "
-                    f"drafts {list(drafts)}; "
-                    f"{rest[: right + 1]} are due",
+                    f"request {item.request.request_id} gets {new} after {first} "
+                    f"tokens with drafts {list(drafts)}; {rest[: right + 1]} are due",
                 )
 
     def _check_blocks(self, step: Sequence[Ran]) -> None:
@@ -625,9 +623,8 @@ class Observer(EngineObserver):
                 ):
                     raise RuleError(
                         "write-findable",
-                        f"request {ran.item.request.request_id} writes blocks {blocks.tolist()} "
-                        "of group "
-                        f"{group.group_id}, which others may read",
+                        f"request {ran.item.request.request_id} writes blocks "
+                        f"{blocks.tolist()} of group {group.group_id}, which others may read",
                     )
 
     def never_fits(self, llm: LLM, number: int) -> bool:
@@ -651,9 +648,8 @@ class Observer(EngineObserver):
             ):
                 raise RuleError(
                     "abort-tokens",
-                    f"request {output.request_id} had {self.aborted[output.request_id]} tokens "
-                    "when it was aborted, "
-                    f"and ends with {len(output.token_ids)}",
+                    f"request {output.request_id} had {self.aborted[output.request_id]} "
+                    f"tokens when it was aborted, and ends with {len(output.token_ids)}",
                 )
             if output.finish_reason in ("abort", "error"):
                 continue  # Of its last step it may or may not have heard.
@@ -668,9 +664,9 @@ class Observer(EngineObserver):
             if reported != due or starts not in (0, self._num_late):
                 raise RuleError(
                     "metrics",
-                    f"request {output.request_id} says (cached tokens, drafts, accepted) "
-                    f"{reported}, preempted {output.num_preemptions} times; {due} ran, in "
-                    f"{track.admissions} admissions",
+                    f"request {output.request_id} says (cached tokens, drafts, "
+                    f"accepted) {reported}, preempted {output.num_preemptions} "
+                    f"times; {due} ran, in {track.admissions} admissions",
                 )
 
     def finish(self, llm: LLM, outputs: Sequence[RequestOutput]) -> None:

@@ -120,8 +120,8 @@ REQUIRED = {
     "offload_hit": "a block that came back from host memory",
     "lost_hit": "a hit that another tier lost while it was taken",
     "exact_hit": (
-        "a prefix restored while all that was ever published could be found: its length follows "
-        "from tokens"
+        "a prefix restored while all that was ever published "
+        "could be found: its length follows from tokens"
     ),
     "exact_hit_of_host": "… in host memory alone, in part: the device had lost some of it",
     "hit_behind_losses": "a prefix restored after blocks were lost for good",
@@ -145,8 +145,8 @@ REQUIRED = {
     ),
     "shared_base": "a history behind a state that other requests may read",
     "window_ahead": (
-        "a window that rejected drafts left in a logical block behind all that the next step "
-        "reaches"
+        "a window that rejected drafts left in a logical "
+        "block behind all that the next step reaches"
     ),
 }
 

@@ -180,8 +180,8 @@ class Judge:
             share = self.oracle.within(text, limit)
             if share ** len(tokens) > CHANCE:
                 problem = (
-                    f"in this text rounding goes to {limit:.2g}, which {share:.0%} of all tokens "
-                    "are within"
+                    f"in this text rounding goes to {limit:.2g}, "
+                    f"which {share:.0%} of all tokens are within"
                 )
                 return AnswerJudgement("inconclusive", problem)
         return judgement
@@ -197,8 +197,8 @@ class Judge:
                 off = abs(given[token] - given_alone[token])
                 if not off <= self.limit:
                     problem = (
-                        f"token {j} is the same alone, its log-probability off by {off:.3g} "
-                        f"(limit {self.limit:.2g})"
+                        f"token {j} is the same alone, its log-probability "
+                        f"off by {off:.3g} (limit {self.limit:.2g})"
                     )
                     return AnswerJudgement(
                         "wrong", problem, j, tokens[: j + 1], off, given_alone[token]
@@ -209,13 +209,13 @@ class Judge:
             margin = there[expected[i]] - there.get(tokens[i], min(there.values()))
             if margin > self.limit:
                 problem = (
-                    f"token {i} is {tokens[i]}; alone it was {expected[i]}, likelier by "
-                    f"{margin:.3g}"
+                    f"token {i} is {tokens[i]}; alone it was "
+                    f"{expected[i]}, likelier by {margin:.3g}"
                 )
                 return AnswerJudgement("wrong", problem, i, expected[: i + 1], margin)
         problem = (
-            f"token {i} is {tokens[i]}, alone {expected[i]}: log-probabilities there, or an "
-            "oracle, would decide"
+            f"token {i} is {tokens[i]}, alone {expected[i]}: "
+            "log-probabilities there, or an oracle, would decide"
         )
         return AnswerJudgement("inconclusive", problem, i, expected[: i + 1])
 
@@ -227,8 +227,8 @@ class Judge:
                 by_chance = self.limit * ask.max_tokens
                 verdict: Verdict = "wrong" if by_chance < CHANCE else "inconclusive"
                 problem = (
-                    f"token {i} of the draw with seed {ask.seed} differs from the same request "
-                    "alone"
+                    f"token {i} of the draw with seed {ask.seed} "
+                    "differs from the same request alone"
                 )
                 return AnswerJudgement(verdict, problem, i, expected[: i + 1])
         return RIGHT
@@ -301,8 +301,8 @@ def _beyond(
         margin = float(rows[i, best] - rows[i, token])
         if margin > limit:
             problem = (
-                f"token {i} is {token}; the oracle has {best}, likelier by {margin:.3g} "
-                f"(limit {limit:.2g})"
+                f"token {i} is {token}; the oracle has {best}, "
+                f"likelier by {margin:.3g} (limit {limit:.2g})"
             )
             return AnswerJudgement("wrong", problem, i, (*tokens[:i], best), margin)
     for i, given in enumerate(logprobs):
@@ -310,8 +310,8 @@ def _beyond(
         off = abs(given[tokens[i]] - right)
         if not off <= limit:
             problem = (
-                f"the log-probability of token {i} is off by {off:.3g} (limit {limit:.2g}), though "
-                "it is right"
+                f"the log-probability of token {i} is off by "
+                f"{off:.3g} (limit {limit:.2g}), though it is right"
             )
             return AnswerJudgement("wrong", problem, i, tokens[: i + 1], off, right)
     return RIGHT

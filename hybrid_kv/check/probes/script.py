@@ -57,10 +57,10 @@ def script_of(case: ProbeCase) -> str:
         "",
         f"{case.problem.rstrip('.')}.",
         "",
-        "The model's arithmetic is exact: integers modulo a prime. It runs over vLLM's own cache, "
-        "block tables and",
-        "metadata, so a wrong token is a wrong block, slot, state or column. Run it with vLLM's "
-        "Python; the exit code",
+        "The model's arithmetic is exact: integers modulo a "
+        "prime. It runs over vLLM's own cache, block tables and",
+        "metadata, so a wrong token is a wrong block, slot, "
+        "state or column. Run it with vLLM's Python; the exit code",
         "is 1 while the answer is wrong. The requests are in CASE, below the model.",
         '"""',
         "",

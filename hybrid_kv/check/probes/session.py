@@ -371,8 +371,8 @@ class Session:
         elif self.judge.hides(Traffic.num_new):
             outcome.verdict = "inconclusive"
             outcome.detail = (
-                f"rounding goes to {self.judge.limit:.2g}, which {self.judge.hidden:.0%} of all "
-                "tokens are within"
+                f"rounding goes to {self.judge.limit:.2g}, which "
+                f"{self.judge.hidden:.0%} of all tokens are within"
             )
         else:
             outcome.verdict, outcome.detail = self._moved_enough(probe, outcome.moved)
@@ -529,6 +529,6 @@ def calibrate(session: Session, vocab_size: int) -> None:
         judge.hidden = fmean(judge.oracle.within(text, judge.limit) for text in texts)
     if judge.oracle is None and "logprobs" not in target.can:
         raise ConfigError(
-            "neither an oracle nor log-probabilities: no difference could be distinguished from "
-            "rounding"
+            "neither an oracle nor log-probabilities: no "
+            "difference could be distinguished from rounding"
         )

@@ -28,9 +28,9 @@ def check_costs(run: Run) -> Iterator[CheckResult]:
             due = (cached.cached_tokens, drafted.num_accepted_draft_tokens)
             if metrics != due:
                 errors.append(
-                    f"{trio[0]}: request {i} has {metrics[0]} cached tokens and {metrics[1]} "
-                    "accepted drafts; without "
-                    f"drafts {due[0]} are cached, without a cache {due[1]} are accepted"
+                    f"{trio[0]}: request {i} has {metrics[0]} cached tokens "
+                    f"and {metrics[1]} accepted drafts; without drafts "
+                    f"{due[0]} are cached, without a cache {due[1]} are accepted"
                 )
         wrong += errors
         run.progress(1)

@@ -211,21 +211,20 @@ def check_eviction(run: Run) -> Iterator[CheckResult]:
             }
             if output.cached_tokens != due:
                 wrong.append(
-                    f"{where}: request {output.request_id} finds {output.cached_tokens} of its "
-                    f"{len(prompt)} tokens "
-                    f"cached, {due} are due"
+                    f"{where}: request {output.request_id} finds {output.cached_tokens} "
+                    f"of its {len(prompt)} tokens cached, {due} are due"
                 )
             elif [
                 names.get(engine.key_of(block)) for block in engine.idle_blocks().tolist()
             ] != pool.idle:
                 wrong.append(
-                    f"{where}: blocks behind request {output.request_id} are not in the order of "
-                    "their use"
+                    f"{where}: blocks behind request {output.request_id} "
+                    "are not in the order of their use"
                 )
             elif engine.num_evictions != pool.num_lost:
                 wrong.append(
-                    f"{where}: {engine.num_evictions} evictions are counted, {pool.num_lost} "
-                    "blocks were lost"
+                    f"{where}: {engine.num_evictions} evictions "
+                    f"are counted, {pool.num_lost} blocks were lost"
                 )
         num_lost += pool.num_lost
         run.progress(1)

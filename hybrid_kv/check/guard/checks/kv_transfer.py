@@ -291,8 +291,8 @@ class Pair:
             self.seen["hits behind"] += request.hit.num_tokens > 0
             if request.output_token_ids != self._book.answer(prompt, params, MAX_MODEL_LEN):
                 yield (
-                    f"a prompt of {len(prompt)} tokens, {request.hit.num_tokens} of them found, "
-                    "is continued wrongly"
+                    f"a prompt of {len(prompt)} tokens, {request.hit.num_tokens} "
+                    "of them found, is continued wrongly"
                 )
 
 
