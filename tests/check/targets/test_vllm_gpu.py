@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hybrid_kv.check.probes.registry import Round
-from hybrid_kv.check.probes.reproducer import Case, write_files
+from hybrid_kv.check.probes.reproducer import ProbeCase, write_files
 from hybrid_kv.check.probes.script import GPU, WORKERS, script_of
 from hybrid_kv.check.targets import vllm
 from hybrid_kv.check.targets.exact import ExactAnswers, write_exact_checkpoint
@@ -181,7 +181,7 @@ def test_a_script_pretends_too(wrong: int, folder: Path, tmp_path: Path) -> None
     expected = ExactAnswers(folder).tokens(PROMPT[:2], 3)
     expected[-1] += wrong
     settings = {"runner": "v2", "async": "on"}
-    case = Case(
+    case = ProbeCase(
         "vllm", "0.32.0", "exact", settings, "p", "wrong", rounds, 1, tuple(expected), (), 0.0, None, None, 0.0
     )  # fmt: skip
     *_, script = write_files(case, tmp_path, script_of(case))
