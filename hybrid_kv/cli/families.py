@@ -64,6 +64,9 @@ def checkpoint(
         Path | None,
         typer.Option(metavar="FOLDER", help="Write nothing: is every operation of this one exact?"),
     ] = None,
+    tokens: Annotated[
+        int, typer.Option(min=1, max=2048, help="Of the longest texts of --verify.")
+    ] = 70,
     seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the weights.")] = 0,
 ) -> None:
     """Write a checkpoint with random weights and a tokenizer.
@@ -78,7 +81,7 @@ def checkpoint(
     if verify is not None:
         if family is not None:
             raise ConfigError(f"--verify {verify} writes no checkpoint; leave {family} out")
-        raise typer.Exit(_verify(verify, seed))
+        raise typer.Exit(_verify(verify, seed, tokens))
     if family is None or folder is None:
         raise ConfigError("name a family and a folder, or a checkpoint with --verify")
     print(_written(family, folder, "exact" if exact else size, seed))
@@ -98,13 +101,13 @@ def _written(family: str, folder: Path, size: str, seed: int) -> str:
     return f"{folder}: {family}, {size}, {count:,} weights in float32, seed {seed}"
 
 
-def _verify(folder: Path, seed: int) -> int:
+def _verify(folder: Path, seed: int, length: int) -> int:
     """Print whether a checkpoint is exact in each way of computing it; return 1 if it is not."""
     from hybrid_kv.models.exact_weights.verify import verify
     from hybrid_kv.models.loader import resolve_folder
 
     code = 0
-    for result in verify(resolve_folder(str(folder)), seed):
+    for result in verify(resolve_folder(str(folder)), seed, length):
         verdict = (
             "equal to the bit" if result.difference is None else f"not exact: {result.difference}"
         )

@@ -25,9 +25,10 @@ UNIT = 64.0  # of what passes a SiLU: the identity from here on
 CONSTANT = 2.0**31  # of a value: it decides the gated norm of its head alone
 KEY = 2.0**20  # squared, it makes the eps of the L2 norm vanish
 # Places that a key head writes to, in turn; a head of one is a register.
-NUM_PLACES = (1, 1, 2, 1, 4, 1, 16, 1)
-# Of value heads in turn: of so many bits, each halves how often it is written
-NUM_CONDITIONS = (1, 1, 1, 2, 1, 1, 2, 3)
+NUM_PLACES = (1, 1, 1, 4)
+# Value heads of a group: each token writes one of them, as two bits say. Most next tokens write
+# another one, so that what the last one wrote is still there.
+NUM_GROUPED = 4
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,10 @@ def delta_net(shape: DeltaNetShape, is_first: bool, draw: Choices) -> dict[str, 
     beta = torch.zeros(shape.num_value_heads, WIDTH)
     decay = torch.zeros(shape.num_value_heads, WIDTH)
     out = spread(values, draw)
-    for head in range(shape.num_value_heads):
+    for head, condition in enumerate(_conditions(shape.num_value_heads, draw)):
         _constant(2 * keys + head * shape.value_dim, projection, window)
         out[:, head * shape.value_dim] = 0.0
-        always = is_first and head == 0
-        _write(beta[head], 0 if always else NUM_CONDITIONS[head % len(NUM_CONDITIONS)], draw)
+        _write(beta[head], {} if is_first and head == 0 else condition)
         decay[head, CHANNELS.one] = -SATURATED
         if head % 8 == 5:
             _clear(decay[head], draw)
@@ -117,11 +117,20 @@ def _mark_first(row: int, projection: torch.Tensor, window: torch.Tensor) -> Non
     window[row, 0, -2:] = torch.tensor([-1.0, 1.0])
 
 
-def _write(row: torch.Tensor, num_conditions: int, draw: Choices) -> None:
-    """Make the sigmoid 1 if all conditions hold, else 0; always 1 if there are none."""
-    row[CHANNELS.one] = SATURATED * (1 - num_conditions)
-    for channel in draw.sources(num_conditions):
-        row[channel] = SATURATED * draw.sign()
+def _conditions(num_heads: int, draw: Choices) -> list[dict[int, float]]:
+    """Return the bits that each value head is written at, by channel."""
+    conditions = list[dict[int, float]]()
+    for _ in range(num_heads // NUM_GROUPED):
+        first, second = draw.sources(2)
+        conditions += [{first: a, second: b} for a in (1.0, -1.0) for b in (1.0, -1.0)]
+    return conditions
+
+
+def _write(row: torch.Tensor, condition: dict[int, float]) -> None:
+    """Make the sigmoid 1 if a condition holds, else 0; always 1 if it is empty."""
+    row[CHANNELS.one] = SATURATED * (1 - len(condition))
+    for channel, sign in condition.items():
+        row[channel] = SATURATED * sign
 
 
 def _clear(row: torch.Tensor, draw: Choices) -> None:

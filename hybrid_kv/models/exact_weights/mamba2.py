@@ -124,8 +124,7 @@ def _constant(layer: _Layer) -> None:
 
 def _conditions(draw: Choices) -> list[dict[int, float]]:
     """Return the bits that each head but the first is written at, by channel."""
-    pairs = [draw.source() for _ in range(NUM_PAIRS)]
-    conditions = [{channel: sign} for channel in pairs for sign in (1.0, -1.0)]
+    conditions = [{channel: sign} for channel in draw.sources(NUM_PAIRS) for sign in (1.0, -1.0)]
     for count in NUM_CONDITIONS:
         conditions.append({channel: draw.sign() for channel in draw.sources(count)})
     return conditions

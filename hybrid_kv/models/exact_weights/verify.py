@@ -8,9 +8,11 @@ execution, is named.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from hybrid_kv.models.random_checkpoint import quiet
 DTYPES = ("float64", "float32", "bfloat16")
 # What only scores are computed of. They are rounded, and may be: softmax makes 0 and 1 of them.
 ROUNDED = ("q_proj", "k_proj", "q_norm", "k_norm", "q_layernorm", "k_layernorm", "rotary_emb")
-LENGTH = 150  # tokens of the longest text
+LENGTH = 70  # tokens of the longest texts: more than a chunk of a scan
 PERIOD = 7
 
 Outputs = dict[str, torch.Tensor]  # by module: [num_tokens, ...] float64
@@ -52,7 +54,7 @@ class Difference:
 
     def __str__(self) -> str:
         return (
-            f"{self.operation}, behind {self.before}: at token {self.token} "
+            f"{self.operation}, after {self.before}: at token {self.token} "
             f"{self.computed:.9g} instead of {self.exact:.9g}"
         )
 
@@ -111,21 +113,24 @@ class _Recorder:
 
 
 def texts_of(vocab_size: int, seed: int, length: int) -> list[list[int]]:
-    """Return a long text, short ones, and texts that repeat a few tokens or a single one."""
+    """Return a random text, one that repeats a few tokens, one of a single token, and short ones.
+
+    Texts of one length follow each other.
+    """
     draw = Choices(seed)
 
     def tokens(count: int) -> list[int]:
         return [1 + draw.below(vocab_size - 1) for _ in range(count)]
 
-    periodic = (tokens(PERIOD) * length)[: length // 2]
-    return [tokens(length), tokens(1), tokens(17), periodic, tokens(1) * (length // 3)]
+    periodic = (tokens(PERIOD) * length)[:length]
+    return [tokens(length), periodic, tokens(1) * length, tokens(1), tokens(PERIOD)]
 
 
 def verify(folder: str | Path, seed: int = 0, length: int = LENGTH) -> Iterator[Result]:
     """Compute some texts in every way.
 
     Args:
-        length: tokens of the longest text.
+        length: tokens of the longest texts.
 
     Raises:
         ConfigError: transformers does not load the checkpoint.
@@ -135,11 +140,12 @@ def verify(folder: str | Path, seed: int = 0, length: int = LENGTH) -> Iterator[
         model = _load(folder, dtype)
         texts = texts_of(model.config.vocab_size, seed, length)
         with quiet(), _recorded(model) as recorder:
-            whole = [_in_chunks(model, recorder, text, [len(text)]) for text in texts]
+            whole = _in_chunks(model, recorder, texts, lambda length: [length])
             if reference is None:
                 reference = whole
             num_tokens = sum(map(len, texts))
-            for way, outputs in (("whole", whole), *_ways(model, recorder, texts, seed)):
+            yield Result(dtype, "whole", num_tokens, _first_difference(whole, reference))
+            for way, outputs in _ways(model, recorder, texts, seed):
                 yield Result(dtype, way, num_tokens, _first_difference(outputs, reference))
 
 
@@ -147,22 +153,15 @@ def _ways(
     model: Any, recorder: _Recorder, texts: Sequence[Sequence[int]], seed: int
 ) -> Iterator[tuple[str, list[Outputs]]]:
     draw = Choices(seed + 1)
-    yield "token by token", [_in_chunks(model, recorder, text, [1] * len(text)) for text in texts]
+    yield "token by token", _in_chunks(model, recorder, texts, lambda length: [1] * length)
     for most in (16, 70):
-        sizes = [_drawn_sizes(len(text), most, draw) for text in texts]
-        pairs = zip(texts, sizes, strict=True)
-        yield (
-            f"drawn chunks of at most {most}",
-            [_in_chunks(model, recorder, text, size) for text, size in pairs],
-        )
+        sizes = partial(_drawn_sizes, most=most, draw=draw)
+        yield f"drawn chunks of at most {most}", _in_chunks(model, recorder, texts, sizes)
     yield "padded batch", _in_batch(model, recorder, texts)
     with _drawn_orders(model, draw):
-        yield (
-            "drawn orders of sums",
-            [_in_chunks(model, recorder, text, [len(text)]) for text in texts],
-        )
+        yield "drawn orders of sums", _in_chunks(model, recorder, texts, lambda length: [length])
     model.set_attn_implementation("eager")
-    yield "eager attention", [_in_chunks(model, recorder, text, [len(text)]) for text in texts]
+    yield "eager attention", _in_chunks(model, recorder, texts, lambda length: [length])
 
 
 def _load(folder: str | Path, dtype: str) -> Any:
@@ -196,17 +195,23 @@ def _drawn_sizes(length: int, most: int, draw: Choices) -> list[int]:
 
 
 def _in_chunks(
-    model: Any, recorder: _Recorder, text: Sequence[int], sizes: Sequence[int]
-) -> Outputs:
-    past = None
-    begin = 0
-    for size in sizes:
-        piece = torch.tensor([text[begin : begin + size]])
-        past = model(piece, past_key_values=past, use_cache=len(sizes) > 1).past_key_values
-        begin += size
-    return {
-        name: torch.cat([output[0] for output in steps]) for name, steps in recorder.take().items()
-    }
+    model: Any,
+    recorder: _Recorder,
+    texts: Sequence[Sequence[int]],
+    sizes_of: Callable[[int], list[int]],
+) -> list[Outputs]:
+    """Compute texts of one length together, in chunks of the sizes that a length is cut into."""
+    outputs = list[Outputs]()
+    for length, group in groupby(texts, len):
+        tokens = torch.tensor(list(group))
+        past = None
+        for piece in tokens.split(sizes_of(length), dim=1):
+            past = model(piece, past_key_values=past, use_cache=True).past_key_values
+        joined = {name: torch.cat(steps, dim=1) for name, steps in recorder.take().items()}
+        outputs += [
+            {name: output[row] for name, output in joined.items()} for row in range(len(tokens))
+        ]
+    return outputs
 
 
 def _in_batch(model: Any, recorder: _Recorder, texts: Sequence[Sequence[int]]) -> list[Outputs]:
