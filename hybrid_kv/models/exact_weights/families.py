@@ -100,7 +100,8 @@ def _lfm2(layer: int, draw: design.Choices) -> Tensors:
     return tensors
 
 
-_MAMBA_SHAPE = mamba2.Mamba2Shape(num_heads=16, head_dim=32, state=32, taps=TAPS)
+# Twice as many channels as the hidden state: llama.cpp takes no other Granite.
+_MAMBA_SHAPE = mamba2.Mamba2Shape(num_heads=16, head_dim=64, state=32, taps=TAPS)
 _GRANITE_SHAPE = attention.AttentionShape(16, 2, 32, 32, BASE**2)
 
 

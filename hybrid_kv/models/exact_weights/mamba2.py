@@ -21,6 +21,7 @@ from hybrid_kv.models.exact_weights.design import (
 
 UNIT = 64.0  # of what passes a SiLU: the identity from here on
 CONSTANT = 2.0**31  # squared by its gate, it decides the gated norm alone
+PER_CONSTANT = 256  # channels of all heads: a power of 4, so that the root mean square is exact
 # Of heads: each token writes one of them, as a bit says. If the next token writes the other one,
 # what the last one wrote is still there.
 NUM_PAIRS = 6
@@ -40,6 +41,11 @@ class Mamba2Shape:
     def inner(self) -> int:
         """Channels of all heads."""
         return self.num_heads * self.head_dim
+
+    @property
+    def num_constants(self) -> int:
+        """Channels that decide the gated norm: their mean square is CONSTANT^4 / PER_CONSTANT."""
+        return self.inner // PER_CONSTANT
 
 
 class _Layer:
@@ -79,7 +85,7 @@ def mamba2(shape: Mamba2Shape, is_first: bool, draw: Choices) -> dict[str, torch
     out = spread(shape.inner, draw)
     out[:, : shape.head_dim] = 0.0
     if is_first:
-        out[CHANNELS.first, 2] = 1.0
+        out[CHANNELS.first, shape.num_constants] = 1.0
     return {
         "in_proj.weight": layer.projection,
         "conv1d.weight": layer.window,
@@ -107,19 +113,20 @@ def _addresses(layer: _Layer) -> None:
 
 
 def _constant(layer: _Layer) -> None:
-    """Make head 0: two channels decide the gated norm, one is 1 at the first token.
+    """Make head 0: some channels decide the gated norm, the next is 1 at the first token.
 
     It has no state.
     """
+    first = layer.shape.num_constants
     layer.d[0] = 1.0
     layer.projection[layer.dt, CHANNELS.one] = -SATURATED
-    for channel in (0, 1):
+    for channel in range(first):
         layer.projection[layer.x + channel, CHANNELS.one] = CONSTANT
         layer.projection[layer.z + channel, CHANNELS.one] = CONSTANT
         layer.norm[channel] = 0.0
-    layer.projection[layer.x + 2, CHANNELS.one] = UNIT
-    layer.window[2, 0, -2:] = torch.tensor([-1.0, 1.0])
-    layer.norm[2] = 2.0**46
+    layer.projection[layer.x + first, CHANNELS.one] = UNIT
+    layer.window[first, 0, -2:] = torch.tensor([-1.0, 1.0])
+    layer.norm[first] = 2.0**46
 
 
 def _conditions(draw: Choices) -> list[dict[int, float]]:
