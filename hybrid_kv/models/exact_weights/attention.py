@@ -33,7 +33,8 @@ QUERY_SCALE = 2.0**10
 KEY_SCALE = 2.0**8
 NUM_VALUES = 32  # channels of a value that are used
 PAGE = 16  # tokens: a step that depends on the cache reads one token of each of the last pages
-FAR_STEP = 40  # tokens between what is read now and then, up to 1,904 away in the third layer
+STEP = PAGE - 1  # tokens between two aims: their neighbours, too, are never more than a page apart
+FAR_STEP = 40  # tokens between what is read now and then, up to 1,890 away in the third layer
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def aims(layer: int, num_heads: int) -> list[Aim]:
     last_two = [Aim(distance, distance, is_plain=True) for distance in (1, 2)]
     num_pages = num_heads - len(last_two)
     return last_two + [
-        Aim(PAGE * page + PAGE // 2, PAGE * num_pages + FAR_STEP * (1 + layer * num_pages + page))
+        Aim(STEP * (1 + page) - 1, STEP * num_pages + FAR_STEP * (1 + layer * num_pages + page))
         for page in range(num_pages)
     ]
 
