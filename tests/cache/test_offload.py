@@ -25,7 +25,7 @@ from hybrid_kv.cache.spec import (
     UniformTypeKVCacheSpecs,
     window_and_states,
 )
-from hybrid_kv.check.guard.kept import Host
+from hybrid_kv.check.guard.kept import HostCopies
 from hybrid_kv.config import ConfigError
 
 BLOCK = 4  # tokens of a block
@@ -164,7 +164,7 @@ class Tiers:
     def __init__(self, host_bytes: int, folder: Path | None) -> None:
         self.config, self.folder, self.due = hybrid(), folder, Counter[str]()
         self.store_, self.buffers = make(self.config, host_bytes=host_bytes, folder=folder)
-        self.host, self.filed = Host(host_bytes, BYTES), set[BlockKey]()
+        self.host, self.filed = HostCopies(host_bytes, BYTES), set[BlockKey]()
         self.contents = {key_: (i * 16 + 7).to_bytes(1, "big") * BYTES[key_[0]] for i, key_ in enumerate(KEYS)}
 
     def pages(self, group: int, block: int) -> list[torch.Tensor]:

@@ -79,7 +79,7 @@ class Device:
             del self._blocks[name]
 
 
-class Host:
+class HostCopies:
     """Copies in so many bytes of host memory; the least recently used ones leave.
 
     Args:
@@ -147,7 +147,7 @@ class KeptBlocks(EngineObserver):
     def __init__(self, llm: LLM, tracks: Sequence[Track]) -> None:
         self.hits: dict[str, int] = {}
         self.device = Device()
-        self.host: Host | None = None
+        self.host: HostCopies | None = None
         self._llm = llm
         self._tracks = tracks
         groups = llm.plan.config.groups
@@ -156,7 +156,7 @@ class KeptBlocks(EngineObserver):
             block_bytes = [
                 sum(spec.page_size_bytes for spec in group.layer_specs) for group in groups
             ]
-            self.host = Host(llm.config.cache.kv_offload_bytes, block_bytes)
+            self.host = HostCopies(llm.config.cache.kv_offload_bytes, block_bytes)
             self._fetch = llm.manager.offload.fetch
             llm.manager.offload.fetch = self.fetch  # type: ignore[method-assign]
         self.loses = self.has_lost = False

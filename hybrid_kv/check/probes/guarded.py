@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from hybrid_kv.check.probes.judge import ExactJudge, Judge, WeightsJudge
 from hybrid_kv.check.probes.oracle import Oracle
 from hybrid_kv.check.probes.registry import Probe, Verdict, load_probes
-from hybrid_kv.check.probes.session import Load, Outcome, References, Session, calibrate
+from hybrid_kv.check.probes.session import Outcome, References, Session, SessionLoad, calibrate
 from hybrid_kv.check.targets.exact import is_exact
 from hybrid_kv.check.targets.kinds import for_model
 from hybrid_kv.check.targets.target import Kind, TargetError, is_plain
@@ -112,7 +112,7 @@ class Guarded:
         """
         judge = self.judge_of(settings)
         references = self.references_of(settings)
-        load = Load(self.seed, self.amount, self.shortest)
+        load = SessionLoad(self.seed, self.amount, self.shortest)
         try:
             session = Session(self.kind, self.folder, settings, judge, references, load)
         except TargetError as error:

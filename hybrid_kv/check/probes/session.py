@@ -181,7 +181,7 @@ class References:
 
 
 @dataclass(frozen=True)
-class Load:
+class SessionLoad:
     """The requests of a session's probes.
 
     Attributes:
@@ -216,7 +216,7 @@ class Session:
         settings: Mapping[str, str],
         judge: Judge,
         references: References,
-        load: Load = Load(),
+        load: SessionLoad = SessionLoad(),
     ) -> None:
         self.kind = kind
         self.folder = folder
