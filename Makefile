@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := .venv-vllm
 MLX := .venv-mlx
+LLAMACPP := .venv-llamacpp
 # vLLM runs these on a CPU in bfloat16 alone.
 DELTA_NETS := qwen3_5_text qwen3_5_moe_text qwen3_next
 
@@ -13,7 +14,7 @@ export RESULTS ?= results
 export N ?= 5
 
 .PHONY: guard guard-quick test fuzz mutants bench lint words lint-workflows kernels check-results compare commit-page may-bench step-summary comment
-.PHONY: report red figures docs titles history asv-page peers bench-peers
+.PHONY: report red figures docs titles history asv-page peers peers-llamacpp bench-peers
 .PHONY: rehearse smoke gpu-test gpu-guard gpu-bench gpu-compare gpu-accuracy guard-engine merge-results push-results alarm wheel announce clean
 guard: $(STAMP)
 	$(BIN)/hybrid-kv guard
@@ -43,6 +44,8 @@ asv-page: $(STAMP)
 	bash .ci/asv-page $(BIN)/asv
 
 peers: $(STAMP) $(PEERS)/.installed $(MLX)/.installed
+
+peers-llamacpp: $(STAMP) $(LLAMACPP)/.installed
 
 bench-peers: peers
 	$(BIN)/python -m bench.families
@@ -163,5 +166,10 @@ $(MLX)/.installed: constraints-mlx.txt .ci/install-mlx
 	@bash .ci/install-mlx $(MLX)/bin/python
 	@touch $@
 
+$(LLAMACPP)/.installed: constraints-llamacpp.txt .ci/install-llamacpp
+	@test -x $(LLAMACPP)/bin/python || $(PYTHON) -m venv $(LLAMACPP)
+	@bash .ci/install-llamacpp $(LLAMACPP)/bin/python
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(PEERS) $(MLX) .asv .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks build dist out site *.egg-info
+	rm -rf $(VENV) $(PEERS) $(MLX) $(LLAMACPP) .asv .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks build dist out site *.egg-info

@@ -88,10 +88,12 @@ class Dialect(Protocol):
 
     Attributes:
         path: where requests go.
+        about: where it says its version.
         reset, preempt: where to ask for it; empty: nowhere.
     """
 
     path: str
+    about: str
     reset: str
     preempt: str
 
@@ -122,7 +124,7 @@ class _Completion(BaseModel):
 class Completions:
     """`/v1/completions` with `return_token_ids`: vLLM, TRT-LLM, LMDeploy, `hybrid-kv serve`."""
 
-    path, reset = "/v1/completions", "/reset_prefix_cache"
+    path, about, reset = "/v1/completions", "/version", "/reset_prefix_cache"
     preempt = "/reset_prefix_cache?reset_running_requests=true"
 
     def body(self, ask: Ask, model: str, stream: bool) -> Json:
@@ -182,7 +184,7 @@ _OneOrSome = RootModel[_Generated | Annotated[list[_Generated], Field(min_length
 class SGLang:
     """`/generate`, where ids come and go without an option."""
 
-    path, reset, preempt = "/generate", "/flush_cache", ""
+    path, about, reset, preempt = "/generate", "/version", "/flush_cache", ""
 
     def body(self, ask: Ask, model: str, stream: bool) -> Json:
         sampling = _given(stop=list(ask.stop) or None, sampling_seed=ask.seed) | {
@@ -227,29 +229,38 @@ class _Chosen(_Likely):
 
 
 class _Predicted(BaseModel):
+    index: Count = 0
     tokens: Some[TokenId] = []
     cached_tokens: Count | None = within("timings", "cache_n")
     completion_probabilities: Some[_Chosen] | None = None
 
 
+_OneOrSomePredicted = RootModel[_Predicted | Annotated[list[_Predicted], Field(min_length=1, fail_fast=True)]]
+
+
 class LlamaCpp:
     """`/completion` of llama.cpp's server."""
 
-    path, reset, preempt = "/completion", "", ""
+    path, about, reset, preempt = "/completion", "/props", "", ""
 
     def body(self, ask: Ask, model: str, stream: bool) -> Json:
         num_likeliest = NUM_LIKELIEST if ask.logprobs else None
-        return _given(stop=list(ask.stop) or None, seed=ask.seed, n_probs=num_likeliest) | {
+        several = ask.n if ask.n > 1 else None
+        return _given(stop=list(ask.stop) or None, seed=ask.seed, n_probs=num_likeliest, n_cmpl=several) | {
             "prompt": list(ask.prompt), "n_predict": ask.max_tokens, "temperature": ask.temperature, "stream": stream,
-            "cache_prompt": True, "return_tokens": True, "ignore_eos": not ask.stop,
+            "return_tokens": True, "ignore_eos": not ask.stop,
         }  # fmt: skip
 
     def answer(self, raw: bytes) -> Answer:
-        reply = read(_Predicted, raw)
-        chosen = reply.completion_probabilities or ()
-        by_id = ({one.id: one.logprob for one in row.top_logprobs} for row in chosen)
-        logprobs = _logprobs(reply.tokens, zip((row.logprob for row in chosen), by_id, strict=True))
-        return Answer(tuple(reply.tokens), reply.cached_tokens, logprobs)
+        reply = read(_OneOrSomePredicted, raw).root
+        first, *others = sorted(reply, key=lambda one: one.index) if isinstance(reply, list) else [reply]
+        # A draft that was accepted has a log-probability of 0 and no alternatives: nothing was computed for it.
+        rows = [
+            (row.logprob if row.top_logprobs else None, {one.id: one.logprob for one in row.top_logprobs})
+            for row in first.completion_probabilities or ()
+        ]
+        rest = tuple(tuple(other.tokens) for other in others)
+        return Answer(tuple(first.tokens), first.cached_tokens, _logprobs(first.tokens, rows), rest)
 
 
 # By who owns the model in `/v1/models`.

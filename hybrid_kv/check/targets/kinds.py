@@ -19,20 +19,20 @@ from hybrid_kv.models.loader import resolve_folder
 from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.models.registry import sized
 
-KINDS = ("ours", "serve", "mlx", "vllm", "transformers")  # a file of `targets` each
+KINDS = ("ours", "serve", "mlx", "vllm", "llamacpp", "transformers")  # a file of `targets` each
 
 
 def kind_of(name: str, python: str | Path | None = None) -> Kind:
     """The engine of that name, or the server at that address.
 
     Args:
-        python: of the environment that has the engine, instead of the one that `remote.python_of` finds.
+        python: of the environment that has the engine, or the server of a build, instead of the one that is found.
 
     Raises:
         ConfigError: there is no such engine, or it runs in this Python.
     """
     is_address = name.startswith(("http://", "https://"))
-    if name == "serve" or is_address:
+    if name in ("serve", "llamacpp") or is_address:
         require("aiohttp", "pydantic")
     if is_address:
         from hybrid_kv.check.targets.server import kind_at
@@ -43,6 +43,8 @@ def kind_of(name: str, python: str | Path | None = None) -> Kind:
     kind = cast(Kind, import_module(f"hybrid_kv.check.targets.{name}").KIND)
     if python is None:
         return kind
+    if kind.at is not None:
+        return kind.at(str(python))
     if not kind.package:
         raise ConfigError(f"--python {python}: {name} runs in this Python; leave it out")
     from hybrid_kv.check.targets.remote import build_of

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, TypeVar
 
 import aiohttp
 from aiohttp.http_exceptions import HttpProcessingError
-from pydantic import BaseModel, Field
+from pydantic import AliasChoices, BaseModel, Field
 
 from hybrid_kv import environment
 from hybrid_kv.check.targets.dialects import COUNTERS, Count, Dialect, bounded, dialect_of, one_line, read, within
@@ -38,8 +38,9 @@ class _Cards(BaseModel):
     data: Annotated[list[_Card], Field(min_length=1, fail_fast=True)]
 
 
-class _Version(BaseModel):
-    version: str
+class _About(BaseModel):
+    version: str = Field(validation_alias=AliasChoices("version", "build_info"))
+    total_slots: Annotated[Count, Field(ge=1)] = 1  # of llama.cpp, which may share what it says that each has
 
 
 def kind_at(url: str) -> Kind:
@@ -65,6 +66,7 @@ class Server:
 
     def __init__(self, url: str, settings: Mapping[str, str]) -> None:
         self.settings: Mapping[str, str] = dict(settings)
+        self._batch: Callable[..., Batch] = Batch
         key = environment.target_key()
         self._url = url.removesuffix("/").removesuffix("/v1")
         # What is packed may be a thousand times as large.
@@ -78,7 +80,8 @@ class Server:
         self.model, self._dialect = card.id, dialect_of(self.name)
         self.version = "of unknown version"
         with suppress(TargetError):
-            self.version = one_line(self._get(_Version, "/version").version)
+            about = self._get(_About, self._dialect.about)
+            self.version, self.longest = one_line(about.version), max(2, self.longest // about.total_slots)
         self.can = frozenset(self._found_out(url))
 
     def _found_out(self, url: str) -> list[str]:
@@ -112,7 +115,7 @@ class Server:
 
     async def _ask(self, requests: Sequence[Ask], preempt_every: int) -> list[Answer]:
         async with self._session() as session:
-            batch = _Batch(session, self._dialect, self.model, preempt_every)
+            batch = self._batch(session, self._dialect, self.model, preempt_every)
             return list(await asyncio.gather(*(batch.ask(ask) for ask in requests)))
 
     def counters(self) -> Mapping[str, float]:
@@ -193,7 +196,7 @@ async def _body(reply: aiohttp.ClientResponse) -> bytes:
     return b"".join([part async for part in bounded(reply.content.iter_any())])
 
 
-class _Batch:
+class Batch:
     """Requests of one batch, which wait for one another and are preempted together."""
 
     def __init__(self, session: aiohttp.ClientSession, dialect: Dialect, model: str, preempt_every: int) -> None:
@@ -208,7 +211,7 @@ class _Batch:
             is_streamed = ask.abort_after is not None or (
                 self._every > 0 and ask.n == 1 and not ask.logprobs and not ask.score
             )
-            answer = await (self._stream(ask) if is_streamed else self._whole(ask))
+            answer = await self.answer(ask, is_streamed)
             if (most := max(map(len, (answer.token_ids, *answer.others)))) > ask.max_tokens:
                 return Answer((), error=f"{most} tokens for max_tokens={ask.max_tokens}")
             return answer
@@ -217,8 +220,12 @@ class _Batch:
                 self._complete += 1
                 self._changed.notify_all()
 
-    async def _whole(self, ask: Ask) -> Answer:
-        async with self._post(ask, False) as reply:
+    async def answer(self, ask: Ask, is_streamed: bool, **fields: object) -> Answer:
+        """Return the answer to one request, whose body also has these fields."""
+        return await (self._stream(ask, fields) if is_streamed else self._whole(ask, fields))
+
+    async def _whole(self, ask: Ask, fields: Mapping[str, object]) -> Answer:
+        async with self._post(ask, False, fields) as reply:
             raw = await _body(reply)
             if reply.status != OK:
                 return Answer((), error=_refusal(reply.status, raw))
@@ -227,10 +234,10 @@ class _Batch:
         except TargetError as error:
             return Answer((), error=f"no token ids: {error}")
 
-    async def _stream(self, ask: Ask) -> Answer:
+    async def _stream(self, ask: Ask, fields: Mapping[str, object]) -> Answer:
         tokens: list[int] = []
         most = ask.max_tokens + 1 if ask.abort_after is None else ask.abort_after
-        async with self._post(ask, True) as reply:
+        async with self._post(ask, True, fields) as reply:
             if reply.status != OK:
                 return Answer((), error=_refusal(reply.status, await _body(reply)))
             async for raw in _events(reply):
@@ -245,8 +252,13 @@ class _Batch:
                     break
         return Answer(tuple(tokens))
 
-    def _post(self, ask: Ask, stream: bool) -> Any:
-        return _sent(self._session, "POST", self._dialect.path, self._dialect.body(ask, self._model, stream))
+    def _post(self, ask: Ask, stream: bool, fields: Mapping[str, object]) -> Any:
+        body = self._dialect.body(ask, self._model, stream) | dict(fields)
+        return _sent(self._session, "POST", self._dialect.path, body)
+
+    def post(self, path: str, body: Mapping[str, object]) -> Any:
+        """Return a request that is no one's answer."""
+        return _sent(self._session, "POST", path, body)
 
     async def _count(self, num_tokens: int) -> None:
         self._tokens += num_tokens

@@ -209,7 +209,8 @@ class Kind:
         apart: factors that exclude the prefix cache.
         matrix: settings of a default guard; empty: `probes.run.default_matrix` derives them from the factors.
         package: of an engine that runs in an environment of its own; empty: it runs in this Python.
-        python: of that environment; empty: the one that `remote.python_of` finds.
+        python: of that environment, or the server of a build; empty: the one that is found.
+        at: gets a build that the user names, where that is no Python with the package.
         load: begins to import the engine for a checkpoint and levels by factor, where that takes long.
         variant_of: which variant of the engine these need, see `remote.remote_kind`.
         is_slow: gets levels by factor; whether a default guard with an exact model plays only its own probes there.
@@ -225,6 +226,7 @@ class Kind:
     matrix: Sequence[str] = ()
     package: str = ""
     python: str = ""
+    at: Callable[[str], Kind] | None = None
     load: Callable[[str, Mapping[str, str]], object] | None = None
     variant_of: Callable[[str, Mapping[str, str]], str] = lambda folder, settings: ""
     is_slow: Callable[[Mapping[str, str]], bool] = lambda settings: False

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from hybrid_kv.check.targets import ours, serve, server
+from hybrid_kv.check.targets import ours, process, serve, server
 from hybrid_kv.check.targets.dialects import Completions, LlamaCpp, SGLang
 from hybrid_kv.check.targets.kinds import kind_of
 from hybrid_kv.check.targets.target import Ask, TargetError
@@ -23,7 +23,7 @@ PROMPT = tuple((i * 7) % 90 + 1 for i in range(120))
 
 GUARD = f"""
 import ctypes, signal, subprocess, sys
-{inspect.getsource(serve._end_with_parent)}
+{inspect.getsource(process._end_with_parent)}
 waiting = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]
 server = subprocess.Popen(waiting, stdin=0, preexec_fn=_end_with_parent)
 print(server.pid, flush=True)

@@ -127,6 +127,32 @@ def drafts(traffic: Traffic) -> Rounds:
 
 
 @probe(
+    "short answers with drafts",
+    place=32,
+    needs="batch",
+    moves="drafts",
+    when="spec",
+    elsewhere=False,
+    not_in=BOTH,
+)
+def short_answers(traffic: Traffic) -> Rounds:
+    """Answers end at unequal lengths, often within drafts; the next texts begin so and go on."""
+    rng, texts = traffic.rng, [traffic.repetitive(9 + i) for i in range(4)]
+    for _ in range(6 * traffic.amount):
+        requests = []
+        for i in range(8):
+            text = rng.choice(texts)
+            length = rng.randint(1, len(text)) if i % 2 else len(text)
+            prompt = (*text[:length], *traffic.prompt(1))
+            requests.append(traffic.ask(prompt, max_tokens=rng.randint(1, 7), after=max(0, i - 3)))
+        answers = yield Round(tuple(requests))
+        pairs = zip(requests, answers, strict=True)
+        grown = [(*ask.prompt, *answer.token_ids) for ask, answer in pairs]
+        most = 4 * traffic.unit
+        texts = [text if len(text) < most else traffic.repetitive(9) for text in grown]
+
+
+@probe(
     "rejected at a boundary",
     place=31,
     moves="drafts",

@@ -52,6 +52,24 @@ def conversations(traffic: Traffic) -> Rounds:
                 break
 
 
+@probe("another token near the end", place=13, moves="cached", when="prefix", not_in=BOTH)
+def another_token(traffic: Traffic) -> Rounds:
+    """A prompt grows by a token; then that token is another one, in a long text; then a branch a little behind it.
+
+    Some engines keep a state a few tokens before each prompt's end. Of the state that has seen the other token nothing
+    may be left. How far from the end it is kept is not known: prompts end one to eight tokens behind the token.
+    """
+    for _ in range(traffic.amount):
+        for length in (0, traffic.unit // 2, 2 * traffic.unit + 1):
+            for behind in range(1, 9):
+                stem, tail = traffic.prompt(length)[:length], traffic.prompt(traffic.longest)[: 4 * traffic.unit]
+                one, other = traffic.rng.sample(range(1, traffic.vocab_size), 2)
+                yield Round((traffic.ask((*stem, *traffic.prompt(behind)), max_tokens=1),))
+                yield Round((traffic.ask((*stem, one, *traffic.prompt(behind)), max_tokens=1),))
+                yield Round((traffic.ask((*stem, other, *tail), max_tokens=1),))
+                yield Round((traffic.ask((*stem, other, *tail[:2], *traffic.prompt(1)), max_tokens=4, logprobs=True),))
+
+
 @probe("block boundaries", place=18, moves="cached", when="prefix")
 def boundaries(traffic: Traffic) -> Rounds:
     """Send prompts of every multiple of the block, and up to three tokens off it, twice.
