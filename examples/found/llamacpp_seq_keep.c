@@ -14,6 +14,7 @@ static struct llama_context * make(struct llama_model * model) {
     struct llama_context_params params = llama_context_default_params();
     params.n_ctx = 512;
     params.n_seq_max = 2;
+    params.n_threads = params.n_threads_batch = 1;
     return llama_init_from_model(model, params);
 }
 

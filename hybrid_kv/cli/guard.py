@@ -118,7 +118,7 @@ class OlderSpellings:
     ray: _Text = None
     target: _Text = None
     model: Annotated[str, typer.Option(hidden=True)] = SubjectOptions.model
-    python: _File = None
+    python: Annotated[Path | None, typer.Option("--python", "--server", hidden=True)] = None
     against: _Text = None
     matrix: Annotated[list[str] | None, typer.Option(hidden=True)] = None
     weights: Annotated[Literal["exact", "random"] | None, typer.Option(hidden=True)] = None

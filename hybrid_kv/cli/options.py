@@ -50,7 +50,11 @@ Repro = Annotated[
 ]
 Python = Annotated[
     Path | None,
-    typer.Option(help="Python that has the engine; default: that in .venv-ENGINE."),
+    typer.Option(
+        "--python",
+        "--server",
+        help="Python that has the engine, or a llama-server; default: that in .venv-ENGINE.",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 OutFile = Annotated[Path | None, typer.Option("--out", help="Also write the JSON to this file.")]

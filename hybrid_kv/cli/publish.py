@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from hybrid_kv.check.probes.run import text_of
 from hybrid_kv.check.probes.session import Outcome
 from hybrid_kv.files import write_whole
 from hybrid_kv.measure.results import Row, append_rows, read_rows
+from hybrid_kv.models.registry import sized
 
 FILE = "rows.csv"
 ON_CPU = "cpu"  # the runner of rows that name none
@@ -169,9 +170,40 @@ def page(file: Path, engine: str) -> str:
     lines = [f"# {engine}: setting by release\n", f"{amount} with their prompts."]
     if any(" " in version for table in tables.values() for _, version in table.words):
         lines.append("A release without a runner is its runner for CPUs.")
+    families = {model: table for model, table in tables.items() if _is_family(model)}
+    if len(families) > 1:
+        lines += _family_lines(families)
     for model, table in tables.items():
-        lines += table.lines(model)
+        if len(families) < 2 or model not in families:
+            lines += table.lines(model)
     return "\n".join(lines) + "\n"
+
+
+def _is_family(model: str) -> bool:
+    return model.partition(":")[0] in sized()
+
+
+def _family_lines(tables: Mapping[str, _ModelTable]) -> list[str]:
+    """Return family × setting, the newest word of each, and the reasons without their numbers."""
+    settings = list(
+        dict.fromkeys(setting for table in tables.values() for setting, _ in table.words)
+    )
+    lines = [
+        f"\n## Families\n\n| family | {' | '.join(map(plain, settings))} |",
+        f"|---|{'---|' * len(settings)}",
+    ]
+    reasons: dict[str, list[str]] = {}
+    for model, table in tables.items():
+        newest = {setting: word for (setting, _), word in table.words.items()}
+        # What is refused in the plain setting is asked in no other.
+        other = "refused" if set(newest.values()) == {"refused"} else "–"
+        words = [newest.get(setting, other) for setting in settings]
+        lines.append(f"| {model} | {' | '.join(words)} |")
+        for (setting, _), reason in table.reasons.items():
+            if reason:
+                said = re.sub(r"\d+(\.\d+)?(e-?\d+)?", "#", reason)
+                reasons.setdefault(said, []).append(f"{model}, {plain(setting)}")
+    return [*lines, "", *(f"- {'; '.join(cells)}: {said}" for said, cells in reasons.items())]
 
 
 def _column(params: dict[str, Any]) -> str:

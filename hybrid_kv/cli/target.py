@@ -213,17 +213,22 @@ class EngineCheck:
 
     def _conclude(self, model_run: ModelRun, at_once: int) -> None:
         """Compare a run with the old build, publish its rows and reduce its failures."""
-        model_run.outcomes = model_run.run.found()
         seed = self._amount.seed or 0
         guarded = model_run.guarded
+        runner = guarded.kind.factors.get("runner", ("",))[0]
+        subject = EngineRun(self._kind.name, guarded.version, model_run.model, seed, runner)
+        try:
+            model_run.outcomes = model_run.run.found()
+        except ConfigError:
+            if self._subject.publish is not None:  # that it is refused is a result, too
+                publish(self._subject.publish, subject, model_run.run.outcomes)
+            raise
         if self._old_build is not None:
             rounds = AMOUNTS[self._size]
             old = Guarded(self._old_build, guarded.folder, None, seed, rounds, guarded.thorough)
             compare_with(old, model_run.outcomes, at_once, model_run.size)
             self._write()
         if self._subject.publish is not None:
-            runner = guarded.kind.factors.get("runner", ("",))[0]
-            subject = EngineRun(self._kind.name, guarded.version, model_run.model, seed, runner)
             publish(self._subject.publish, subject, model_run.outcomes)
         reducer = Reducer(
             model_run, self._engine, SHRINK_SECONDS[self._size], self._output.repro, at_once

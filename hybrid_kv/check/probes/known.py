@@ -49,7 +49,15 @@ def _says(known: Known, kind: Kind, version: str, outcome: NamedOutcome) -> bool
         return False
     if known.setting:
         return _levels_of(known.setting) == {**outcome.settings}
-    return not any(is_plain(kind, outcome.settings, [factor]) for factor in known.factors)
+    return all(_is_met(kind, outcome.settings, factor) for factor in known.factors)
+
+
+def _is_met(kind: Kind, settings: Mapping[str, str], text: str) -> bool:
+    """Return whether a factor is at the level of `factor=level`; without one, not at its plainest."""
+    factor, _, level = text.partition("=")
+    if level:
+        return settings.get(factor, kind.factors[factor][0]) == level
+    return not is_plain(kind, settings, [factor])
 
 
 def _levels_of(setting: str) -> Mapping[str, str]:

@@ -272,7 +272,9 @@ class Session:
             if sum(map(bool, seen)) == 3 and math.gcd(*seen) <= 4 * DEFAULT_UNIT:
                 break  # longer prompts would find no other unit, only take longer
         unit = math.gcd(*seen)
-        return unit if unit > 1 else DEFAULT_UNIT  # one token is no block: prompts would be of one to four tokens
+        return (
+            unit if unit > 1 else DEFAULT_UNIT
+        )  # one token is no block: prompts would be of one to four tokens
 
     def run(self, probe: Probe, vocab_size: int) -> Outcome:
         """Send all rounds of a probe; the first wrong answer ends it.

@@ -23,7 +23,7 @@ from hybrid_kv.check.guard.step import common_prefix
 from hybrid_kv.check.targets.process import ServerProcess
 from hybrid_kv.check.targets.remote import WORKERS, Remote
 from hybrid_kv.check.targets.server import OK, Batch, Server
-from hybrid_kv.check.targets.target import Answer, Ask, Kind, Target, TargetError
+from hybrid_kv.check.targets.target import Answer, Ask, Kind, Known, Target, TargetError
 from hybrid_kv.config import ConfigError
 from hybrid_kv.environment import child_environment
 
@@ -75,6 +75,16 @@ MATRIX = (
     "api=sequences prefix=files chunk=17",
     "api=sequences prefix=slots slots=split spec=draft",
     "api=sequences prefix=files spec=draft",
+)
+RELEASE = "b11434"
+KNOWN = (
+    Known(RELEASE, "llamacpp_pending_rollback", ("api", "spec", "prefix=slots")),
+    Known(RELEASE, "llamacpp_seq_keep", ("api", "prefix=on", "slots=split")),
+    # A state cannot be cut: what does not go on with all of a text computes it anew.
+    Known(RELEASE, "prefix=on", ("api", "prefix=on"), words="cached stayed 0"),
+    Known(RELEASE, "prefix=files", ("prefix=files",), words="cached stayed 0"),
+    Known(RELEASE, "llamacpp_stale_checkpoint", ("api=server", "prefix"), probe="another token near the end"),
+    Known(RELEASE, "llamacpp_stale_checkpoint", ("api=server", "prefix"), probe="again after many"),
 )
 # Numbers are float32 throughout: what is off by more is no rounding of a cache in half precision.
 ALWAYS = (
@@ -315,7 +325,8 @@ def _kind(build: Callable[[], Build], **about: Any) -> Kind:
         kind = Sequences if settings.get("api") == "sequences" else LlamaServer
         return kind(build(), folder, settings)
 
-    return Kind("llamacpp", factors, start, matrix=MATRIX, **about)
+    # It loads a gated delta net whose keys and values are equally wide, as published ones: tiny checkpoints are not.
+    return Kind("llamacpp", factors, start, size="small", matrix=MATRIX, known=KNOWN, **about)
 
 
 def at(server: str) -> Kind:

@@ -176,7 +176,7 @@ class Known:
 
     Attributes:
         name: of the script of `examples/found` that shows it, or of the setting that explains it.
-        factors: that are not at their plainest level where it happens.
+        factors: that are not at their plainest level where it happens, or `factor=level`.
         probe: the only one that sees it; empty: any.
         words: part of what is then said, with the tokens that are wrong; empty: anything.
         setting: the only one, as the matrix has it; empty: those of the factors.

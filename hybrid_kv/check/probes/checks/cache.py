@@ -62,12 +62,23 @@ def another_token(traffic: Traffic) -> Rounds:
     for _ in range(traffic.amount):
         for length in (0, traffic.unit // 2, 2 * traffic.unit + 1):
             for behind in range(1, 9):
-                stem, tail = traffic.prompt(length)[:length], traffic.prompt(traffic.longest)[: 4 * traffic.unit]
+                stem, tail = (
+                    traffic.prompt(length)[:length],
+                    traffic.prompt(traffic.longest)[: 4 * traffic.unit],
+                )
                 one, other = traffic.rng.sample(range(1, traffic.vocab_size), 2)
                 yield Round((traffic.ask((*stem, *traffic.prompt(behind)), max_tokens=1),))
                 yield Round((traffic.ask((*stem, one, *traffic.prompt(behind)), max_tokens=1),))
                 yield Round((traffic.ask((*stem, other, *tail), max_tokens=1),))
-                yield Round((traffic.ask((*stem, other, *tail[:2], *traffic.prompt(1)), max_tokens=4, logprobs=True),))
+                yield Round(
+                    (
+                        traffic.ask(
+                            (*stem, other, *tail[:2], *traffic.prompt(1)),
+                            max_tokens=4,
+                            logprobs=True,
+                        ),
+                    )
+                )
 
 
 @probe("block boundaries", place=18, moves="cached", when="prefix")

@@ -123,6 +123,9 @@ class Alone:
         self._memory.clear(sequence)
         self.free.append(sequence)
 
+    def reach(self, sequence: int, text: Text) -> None:
+        """Called when a sequence holds all of a prompt but its last token, and that is all it holds."""
+
     def end_batch(self, number: int) -> None:
         """Called behind the last answer of a batch."""
 
@@ -170,7 +173,13 @@ class Continued(Alone):
 
 
 class Copied(Continued):
-    """A request goes on in a copy of a sequence, which stays."""
+    """A request goes on in a copy of a sequence, which stays; one of its prompt, without the last token, stays too."""
+
+    def reach(self, sequence: int, text: Text) -> None:
+        if text not in self.kept and len(self.free) + len(self.kept) > 1:
+            target = self._empty()
+            self._memory.copy(sequence, target)
+            self.kept[text] = target
 
     def take(self, prompt: Text) -> tuple[int, int]:
         text, shared = self._nearest(prompt, whole=True)
@@ -188,7 +197,10 @@ class Copied(Continued):
 
 
 class Saved(Alone):
-    """A request goes on from the file of the longest text that its prompt begins with."""
+    """A request goes on from the file of the longest text that its prompt begins with.
+
+    Prompts are saved without their last token, and texts at their ends.
+    """
 
     def __init__(self, memory: Memory) -> None:
         super().__init__(memory)
@@ -203,10 +215,14 @@ class Saved(Alone):
             self._memory.load(sequence, self._files[text])
         return sequence, len(text)
 
-    def give(self, sequence: int, text: Text) -> None:
-        if text:
+    def reach(self, sequence: int, text: Text) -> None:
+        if text not in self._files:
             self._files[text] = str(Path(self._folder.name) / f"{len(self._files)}.bin")
             self._memory.save(sequence, self._files[text], text)
+
+    def give(self, sequence: int, text: Text) -> None:
+        if text:
+            self.reach(sequence, text)
         super().give(sequence, text)
 
 
@@ -297,7 +313,7 @@ class Engine:
         room, batch, parts = LONGEST, list[tuple[int, int, int, bool]](), list[tuple[Running, int]]()
         for one in running:
             rest = one.text[one.num_held :]
-            new = rest[:room]
+            new = rest[:room] if len(rest) == 1 else rest[: min(room, len(rest) - 1)]
             one.drafts = self._drafts(one)[: room - len(new)] if len(new) == len(rest) else []
             for place, token in enumerate((*new, *one.drafts)):
                 wanted = place >= len(rest) - 1
@@ -307,6 +323,8 @@ class Engine:
         rows = iter(self._memory.decode(batch)) if batch else iter(())
         for one, num_new in parts:
             one.num_held += num_new
+            if one.num_held == len(one.ask["prompt"]) - 1 == len(one.text) - 1:
+                self._store.reach(one.sequence, tuple(one.text[:-1]))
             if one.num_held == len(one.text) and num_new:
                 self._verify(one, [next(rows) for _ in range(1 + len(one.drafts))], answers[one.index])
 

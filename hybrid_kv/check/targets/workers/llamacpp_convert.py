@@ -45,10 +45,14 @@ def main(tree: str, folder: str, file: str, noise: str) -> None:
 
 
 def named(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration with the names of layers that the converter knows."""
+    """Return the configuration with the keys and the names of layers that the converter knows."""
     names = NAMES.get(config["model_type"], {})
-    kinds = config.get("layer_types")
-    return config | ({"layer_types": [names.get(kind, kind) for kind in kinds]} if kinds else {})
+    if not (kinds := config.get("layer_types")):
+        return config
+    found = config | {"layer_types": [names.get(kind, kind) for kind in kinds]}
+    if config["model_type"].startswith("qwen3") and "full_attention" in kinds:
+        found["full_attention_interval"] = kinds.index("full_attention") + 1
+    return found
 
 
 def add_noise(path: Path, copy: Path, noise: float) -> None:
