@@ -178,7 +178,7 @@ class Build:
         ran = subprocess.run(
             [str(self.server), "--version"], capture_output=True, text=True, check=False, env=self.environment()
         )
-        match = re.search(r"build (\d+)|version: (\d+)", ran.stdout + ran.stderr)
+        match = re.search(r"\(build (\d+)|version: (\d+) ", ran.stdout + ran.stderr)
         return f"b{match[1] or match[2]}" if match else "of unknown version"
 
     def environment(self) -> dict[str, str]:
