@@ -15,7 +15,7 @@ export N ?= 5
 
 .PHONY: guard guard-quick test fuzz mutants bench lint words lint-workflows kernels check-results compare commit-page may-bench step-summary comment
 .PHONY: report red figures docs titles history asv-page peers peers-llamacpp bench-peers
-.PHONY: rehearse smoke gpu-test gpu-guard gpu-bench gpu-compare gpu-accuracy guard-engine merge-results push-results alarm wheel announce clean
+.PHONY: rehearse smoke gpu-test gpu-guard gpu-bench gpu-compare gpu-accuracy guard-engine check-llamacpp merge-results push-results alarm wheel announce clean
 guard: $(STAMP)
 	$(BIN)/hybrid-kv guard
 
@@ -135,6 +135,9 @@ gpu-accuracy: $(STAMP)
 
 guard-engine: $(STAMP)
 	bash .ci/guard-engine $(BIN)/hybrid-kv
+
+check-llamacpp: peers-llamacpp
+	$(BIN)/hybrid-kv check llamacpp --model lfm2:tiny --repro "$$RESULTS/repro" --out "$$RESULTS/llamacpp.json"
 
 merge-results: $(STAMP)
 	bash .ci/merge-results $(BIN)/hybrid-kv
