@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hybrid_kv.check.guard.step import common_prefix
 from hybrid_kv.check.targets.process import ServerProcess
 from hybrid_kv.check.targets.remote import WORKERS, Remote
 from hybrid_kv.check.targets.server import OK, Batch, Server
@@ -295,8 +294,8 @@ class FilesBatch(Batch):
         """See `Batch.answer`."""
         slot, self._sent = self._sent % len(self._locks), self._sent + 1
         async with self._locks[slot]:
-            known = max(self._files, key=lambda text: common_prefix(text, ask.prompt), default=())
-            shares = bool(common_prefix(known, ask.prompt))
+            known = max(self._files, key=lambda text: shared(text, ask.prompt), default=())
+            shares = bool(shared(known, ask.prompt))
             if problem := await self._act(slot, "restore", self._files[known]) if shares else "":
                 return Answer((), error=problem)
             answer = await super().answer(ask, is_streamed, id_slot=slot, **fields)
@@ -309,6 +308,11 @@ class FilesBatch(Batch):
         """Return what is wrong; nothing if it was done."""
         async with self.post(f"/slots/{slot}?action={action}", {"filename": name}) as reply:
             return "" if reply.status == OK else f"{action} of slot {slot}: HTTP {reply.status}"
+
+
+def shared(text: tuple[int, ...], prompt: tuple[int, ...]) -> int:
+    """Return how many tokens two texts begin with together."""
+    return len(os.path.commonprefix([text, prompt]))
 
 
 def said_of(log: str) -> str:
