@@ -193,7 +193,7 @@ class Build:
         if ran.returncode:
             half.unlink(missing_ok=True)
             lines = [line.strip() for line in ran.stderr.splitlines() if line.strip()] or ["nothing"]
-            raise ConfigError(f"llama.cpp's converter refuses {Path(folder).name}; it said: {lines[-1][:400]}")
+            raise ConfigError(f"llama.cpp's converter refuses the checkpoint; it said: {lines[-1][:400]}")
         half.replace(file)
 
 
