@@ -312,7 +312,8 @@ class FilesBatch(Batch):
 
 def shared(text: tuple[int, ...], prompt: tuple[int, ...]) -> int:
     """Return how many tokens two texts begin with together."""
-    return len(os.path.commonprefix([text, prompt]))
+    parted = (i for i, (one, other) in enumerate(zip(text, prompt, strict=False)) if one != other)
+    return next(parted, min(len(text), len(prompt)))
 
 
 def said_of(log: str) -> str:
