@@ -53,7 +53,7 @@ def _says(known: Known, kind: Kind, version: str, outcome: NamedOutcome) -> bool
 
 
 def _is_met(kind: Kind, settings: Mapping[str, str], text: str) -> bool:
-    """Return whether a factor is at the level of `factor=level`; without one, not at its plainest."""
+    """Return whether a factor is at its `factor=level`; without one, not at its plainest."""
     factor, _, level = text.partition("=")
     if level:
         return settings.get(factor, kind.factors[factor][0]) == level

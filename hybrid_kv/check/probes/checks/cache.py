@@ -54,10 +54,11 @@ def conversations(traffic: Traffic) -> Rounds:
 
 @probe("another token near the end", place=13, moves="cached", when="prefix", not_in=BOTH)
 def another_token(traffic: Traffic) -> Rounds:
-    """A prompt grows by a token; then that token is another one, in a long text; then a branch a little behind it.
+    """Send a prompt that grew by a token, then a long text with another one, then a branch of it.
 
-    Some engines keep a state a few tokens before each prompt's end. Of the state that has seen the other token nothing
-    may be left. How far from the end it is kept is not known: prompts end one to eight tokens behind the token.
+    Some engines keep a state a few tokens before each prompt's end. Of the state that has seen the
+    other token nothing may be left. How far from the end it is kept is not known: prompts end one
+    to eight tokens behind the token.
     """
     for _ in range(traffic.amount):
         for length in (0, traffic.unit // 2, 2 * traffic.unit + 1):
