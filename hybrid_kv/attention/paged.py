@@ -286,7 +286,7 @@ class AttentionPart:
 
     @property
     def tokens_before(self) -> int:
-        """How many tokens before its own a query sees; -1: all of them."""
+        """Return the number of tokens before its own that a query sees; -1: all of them."""
         return -1 if self.window is None else self.window - 1
 
     @cached_property

@@ -1,1 +1,4 @@
-"""Engines that the guard checks from outside, a file each; those with packages of their own run in a worker process."""
+"""Engines that the guard checks from outside, a file each.
+
+Those with packages of their own run in a worker process.
+"""

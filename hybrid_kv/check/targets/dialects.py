@@ -1,6 +1,7 @@
-"""How servers spell a request for token ids and its answer; only the first was run here, others follow their sources.
+"""Dialects in which servers take a request for token ids and give its answer.
 
-What is read of a reply is checked, whatever was sent.
+Only the first was run here, others follow their sources. What is read of a reply is checked,
+whatever was sent.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Json = dict[str, Any]
 
 MOST_BYTES = 2**22  # of one reply: an answer has 2**14, a page of metrics 2**18
 SHOWN = 200  # characters of a text that is not ours
-# Of the metrics behind a server's prefix, those that are counters of the contract, with `_total` left out.
+# Metrics of a server that are counters of the contract, without its prefix and `_total`.
 COUNTERS = {
     "prefix_cache_hits": "hits",
     "cached_tokens": "hits",
@@ -36,7 +37,8 @@ Count = Annotated[int, Field(ge=0, lt=2**31)]
 TokenId = Count
 # `token_id:7`, as vLLM has it.
 TokenName = Annotated[TokenId, BeforeValidator(lambda name: int(name.removeprefix("token_id:")))]
-Some = Annotated[list[T], Field(fail_fast=True)]  # the problems of a million items would take a gigabyte
+# The problems of a million items would take a gigabyte.
+Some = Annotated[list[T], Field(fail_fast=True)]
 
 
 def within(*path: str) -> Any:
@@ -45,7 +47,9 @@ def within(*path: str) -> Any:
 
 
 def read(kind: type[M], raw: bytes) -> M:
-    """What a server said. A text is no number, and no number is cut to fit.
+    """Return what a server sent, parsed.
+
+    A text is no number, and no number is cut to fit.
 
     Raises:
         TargetError: it is no JSON, or not of this kind.
@@ -98,10 +102,10 @@ class Dialect(Protocol):
     preempt: str
 
     def body(self, ask: Ask, model: str, stream: bool) -> Json:
-        """What is sent."""
+        """Return the body of a request."""
 
     def answer(self, raw: bytes) -> Answer:
-        """What came back, whole, or an event of a stream, with its new tokens.
+        """Return the answer in a whole reply, or the new tokens in an event of a stream.
 
         Raises:
             TargetError: it has no token ids, or other values than such an answer has.
@@ -150,14 +154,17 @@ class Completions:
 
 
 def _given(**fields: Any) -> Json:
-    """What was requested: not None."""
+    """Return the fields that were requested: those that are not None."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def _logprobs(
     token_ids: Iterable[int], rows: Iterable[tuple[float | None, Mapping[int, float] | None]]
 ) -> tuple[Mapping[int, float], ...]:
-    """By token; a token without a log-probability, as the first of a prompt, ends the row."""
+    """Return log-probabilities by token id, one mapping for each token.
+
+    A token without a log-probability, as the first of a prompt, ends the row.
+    """
     found = []
     for token, (logprob, others) in zip(token_ids, rows, strict=False):
         if logprob is None:
@@ -254,7 +261,8 @@ class LlamaCpp:
     def answer(self, raw: bytes) -> Answer:
         reply = read(_OneOrSomePredicted, raw).root
         first, *others = sorted(reply, key=lambda one: one.index) if isinstance(reply, list) else [reply]
-        # A draft that was accepted has a log-probability of 0 and no alternatives: nothing was computed for it.
+        # A draft that was accepted has a log-probability of 0 and no alternatives: nothing was
+        # computed for it.
         rows = [
             (row.logprob if row.top_logprobs else None, {one.id: one.logprob for one in row.top_logprobs})
             for row in first.completion_probabilities or ()

@@ -1,7 +1,7 @@
 """The exact model as a checkpoint of another engine, and what it answers there.
 
-A checkpoint is a `config.json` alone: the numbers of `models.exact`, and what an engine must know of any model. Its
-answers are not the argmax of the residues: see `ExactAnswers`.
+A checkpoint is a `config.json` alone: the numbers of `models.exact`, and what an engine must know
+of any model. Its answers are not the argmax of the residues: see `ExactAnswers`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ PATTERNS: dict[str, tuple[str, dict[str, str]]] = {
     "gdn": ("M*MM*", {"M": "GDN_ATTN"}),
     "kda": ("V*VV*", {"V": "GDN_ATTN"}),
     "linear": ("M*MM*", {"M": "LINEAR"}),
-    "attention": ("***", {}),  # what some engines batch or roll back alone; vLLM rejects it as no hybrid
+    # Some engines batch or roll back this one alone; vLLM rejects it as no hybrid.
+    "attention": ("***", {}),
 }
-ALIASES = {"G": "M"}  # a layer with the parts of another one, so that a pattern has two kinds of these parts
+# A layer with the parts of another one, so that a pattern has two kinds of these parts.
+ALIASES = {"G": "M"}
 VOCABULARY, ECHO, CYCLE = 100, 8, 5
 LONGEST = 4096
 
 
 def _config(name: str) -> ExactConfig:
-    """
+    """Return the configuration of an exact model by its name.
+
     Raises:
         ConfigError: there is no such exact model.
     """
@@ -102,10 +105,11 @@ def model_of(folder: str | Path) -> ExactModel:
 
 
 class ExactAnswers:
-    """What the model continues a prompt with, alone and without a cache.
+    """The answers of an exact model, alone and without a cache.
 
-    A checksum of the whole history draws one token in `ECHO`; others follow their predecessor in a cycle of `CYCLE`:
-    n-grams guess right at times, and what is wrong in the history still shows within some tokens.
+    A checksum of the whole history draws one token in `ECHO`; others follow their predecessor in a
+    cycle of `CYCLE`: n-grams guess right at times, and what is wrong in the history still shows
+    within some tokens.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -113,7 +117,10 @@ class ExactAnswers:
         self._known: dict[tuple[int, ...], list[int]] = {}
 
     def tokens(self, prompt: Sequence[int], count: int) -> list[int]:
-        """The first `count` tokens behind a prompt; each prompt is computed once, unless more are needed."""
+        """Return the first `count` tokens after a prompt.
+
+        Each prompt is computed once, unless more tokens are needed.
+        """
         key = tuple(prompt)
         if len(self._known.get(key, ())) < count:
             last = prompt[-1]
@@ -128,6 +135,6 @@ class ExactAnswers:
 
 
 def is_exact(folder: str | Path) -> bool:
-    """Whether a checkpoint is one of these."""
+    """Return whether a checkpoint is that of an exact model."""
     file = Path(folder) / "config.json"
     return file.is_file() and "exact" in json.loads(file.read_text())

@@ -23,10 +23,11 @@ KINDS = ("ours", "serve", "mlx", "vllm", "llamacpp", "transformers")  # a file o
 
 
 def kind_of(name: str, python: str | Path | None = None) -> Kind:
-    """The engine of that name, or the server at that address.
+    """Return the engine of that name, or the server at that address.
 
     Args:
-        python: of the environment that has the engine, or the server of a build, instead of the one that is found.
+        python: of the environment that has the engine, or the server of a build, instead of the one
+            that is found.
 
     Raises:
         ConfigError: there is no such engine, or it runs in this Python.
@@ -67,11 +68,12 @@ def for_model(kind: Kind, folder: str) -> Kind:
 
 @contextmanager
 def model_folder(model: str) -> Iterator[str]:
-    """A folder with a checkpoint, as long as the context lasts.
+    """Yield a folder with a checkpoint, as long as the context lasts.
 
     Args:
-        model: a family's name, with `:small` behind it for that size: random weights are written; with `:exact` behind
-            it: exact ones; `exact:` and one of `exact.PATTERNS`; else a folder, or what the hub calls a model.
+        model: a family's name, with `:small` after it for that size: random weights are written;
+            with `:exact` after it: exact ones; `exact:` and one of `exact.PATTERNS`; else a folder,
+            or what the hub calls a model.
 
     Raises:
         ConfigError: it is none of these.

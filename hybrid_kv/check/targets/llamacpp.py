@@ -1,6 +1,7 @@
-"""llama.cpp: a build that the user names, its server for each setting, or its C API in a process of its own.
+"""llama.cpp in a build that the user names.
 
-A checkpoint is converted by the build's own converter; the file stays in its folder.
+Each setting has a server, or a process of its own that calls the C API. A checkpoint is converted
+by the build's own converter; the file stays in its folder.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ LISTENS = r"listening on (http\S+)"
 
 # Arguments by level, the plainest first; `{draft}` is a draft model, `{folder}` one for files.
 LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
-    # on: what the server does by itself: a slot's last prompt, its checkpoints, and prompts moved to memory. slots:
-    # without the latter. files: a client saves each slot, and restores what a prompt begins with.
+    # on: what the server does by itself: a slot's last prompt, its checkpoints, and prompts moved
+    # to memory. slots: without the latter. files: a client saves each slot, and restores what a
+    # prompt begins with.
     "prefix": {
         "off": ("--no-cache-prompt", "--cache-ram", "0", "--ctx-checkpoints", "0"),
         "on": (),
@@ -54,8 +56,9 @@ LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "chunk": {"whole": (), "17": ("-b", "17", "-ub", "17")},
 }
-# sequences: no server, a program that keeps sequences: `workers.llamacpp`. There prefix is on where it goes on in one,
-# slots where it copies one, files where it saves one; draft is a draft that is undone by `seq_rm`.
+# sequences: no server, a program that keeps sequences: `workers.llamacpp`. There prefix is on where
+# it goes on in one, slots where it copies one, files where it saves one; draft is a draft that is
+# undone by `seq_rm`.
 APIS = ("server", "sequences")
 MATRIX = (
     "prefix=on",
@@ -198,7 +201,9 @@ class Build:
 
 
 class LlamaServer(Server):
-    """See `targets.target.Target`. Prompts stay in a server's memory whatever it is asked: a reset is another server.
+    """A target that is a llama.cpp server; see `targets.target.Target`.
+
+    Prompts stay in a server's memory whatever it is asked: a reset is another server.
 
     Raises:
         ConfigError: the converter or the server does not know the model, or this build a setting.
@@ -218,7 +223,8 @@ class LlamaServer(Server):
             self._environment = build.environment()
             self._start()
             super().__init__(self._url, settings)
-            self.version, self.longest = self.version.partition("-")[0], LONGEST  # the rest names a commit
+            # The rest of the version names a commit.
+            self.version, self.longest = self.version.partition("-")[0], LONGEST
             self.can |= {"reset"}
             if chosen["prefix"] == "files":
                 num_slots = 1 if chosen["slots"] == "one" else NUM_SLOTS
@@ -279,7 +285,9 @@ class Sequences(Remote):
 
 
 class FilesBatch(Batch):
-    """Requests each in a slot of their own, which gets the file whose text shares most with the prompt, and is saved.
+    """A batch of requests, each in a slot of its own.
+
+    The slot is restored from the file whose text shares most with the prompt, and saved after it.
 
     Args:
         slots: of the server.
@@ -330,7 +338,8 @@ def _kind(build: Callable[[], Build], **about: Any) -> Kind:
         kind = Sequences if settings.get("api") == "sequences" else LlamaServer
         return kind(build(), folder, settings)
 
-    # It loads a gated delta net whose keys and values are equally wide, as published ones: tiny checkpoints are not.
+    # It loads a gated delta net whose keys and values are equally wide, as published ones are and
+    # tiny checkpoints are not.
     return Kind("llamacpp", factors, start, size="small", matrix=MATRIX, known=KNOWN, **about)
 
 

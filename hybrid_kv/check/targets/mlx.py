@@ -6,7 +6,7 @@ from hybrid_kv.check.targets.remote import remote_kind
 from hybrid_kv.check.targets.target import Inside, Known
 
 _FACTORS = {
-    # kept: a caller goes on with a request's cache; saved: through a file; lru: what the server does.
+    # kept: a caller goes on with a request's cache; saved: through a file; lru: as the server does.
     "prefix": ("off", "kept", "saved", "lru"),
     "spec": ("none", "draft2"),  # drafts by the same model with a little noise on its weights
     "chunk": ("whole", "17"),  # prefill_step_size

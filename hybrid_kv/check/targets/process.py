@@ -25,7 +25,8 @@ class ServerProcess:
 
     Args:
         command: the program and its arguments.
-        announces: a regular expression of what it says once it listens; the first group is its address.
+        announces: a regular expression of what it says once it listens; the first group is its
+            address.
         environment: all variables of the process.
         cwd: its working folder.
 
@@ -63,12 +64,12 @@ class ServerProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended."""
+        """Return whether the server has not ended."""
         return self._process.poll() is None
 
     @property
     def was_killed(self) -> bool:
-        """Whether a signal ended it, as a failed assertion does."""
+        """Return whether a signal ended the server, as a failed assertion does."""
         return (self._process.poll() or 0) < 0
 
     def said(self) -> str:
@@ -92,6 +93,9 @@ class ServerProcess:
 
 
 def _end_with_parent() -> None:
-    """A guard that is killed closes nothing; Linux then ends the server, whose port and memory would stay taken."""
+    """End this process with its parent: a guard that is killed closes nothing.
+
+    Linux then ends the server, whose port and memory would stay taken.
+    """
     set_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
     ctypes.CDLL(None).prctl(set_signal, signal.SIGTERM)

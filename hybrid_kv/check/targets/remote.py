@@ -1,4 +1,7 @@
-"""A target in a process with an environment of its own, over a socket; see `workers.pipe` for what is said."""
+"""A target in a process with an environment of its own, over a socket.
+
+See `workers.pipe` for the protocol.
+"""
 
 from __future__ import annotations
 
@@ -58,11 +61,13 @@ def remote_kind(
     variant_of: Callable[[str, Mapping[str, str]], str] = only_one,
     **about: Any,
 ) -> Kind:
-    """An engine in the environment that `python_of` finds; `about` has the other attributes of `Kind`.
+    """Return an engine in the environment that `python_of` finds.
+
+    `about` has the other attributes of `Kind`.
 
     Args:
-        variant_of: gets the folder of a checkpoint and levels by factor, and says which of the engine's variants runs
-            them: each has a process that imports it.
+        variant_of: gets the folder of a checkpoint and levels by factor, and says which of the
+            engine's variants runs them: each has a process that imports it.
     """
 
     def start(folder: str, settings: Mapping[str, str]) -> Remote:
@@ -102,7 +107,8 @@ class Loader:
 
     Args:
         variant: of the engine, as its worker calls it.
-        early: import what does not belong to the engine before a target is started, and the engine only then.
+        early: import what does not belong to the engine before a target is started, and the engine
+            only then.
     """
 
     def __init__(self, name: str, python: str, variant: str = "", early: bool = False) -> None:
@@ -134,7 +140,8 @@ class Loader:
 
 _loaders: dict[tuple[Any, ...], Loader] = {}  # by what they were started with
 _one_at_a_time = Lock()
-_shared: dict[tuple[str, str, str], Path] = {}  # folders of another process's loaders: name, Python, variant
+# Folders of another process's loaders, by name, Python and variant.
+_shared: dict[tuple[str, str, str], Path] = {}
 
 
 @atexit.register
@@ -145,7 +152,10 @@ def end_loaders() -> None:
 
 
 def renew_loader(name: str, python: str) -> None:
-    """End all engines, which may have changed, and import what has not, in the variants that ran."""
+    """End all engines, which may have changed, and import all that has not.
+
+    Each variant that ran gets a new loader.
+    """
     variants = {key[2] for key in _loaders if key[:2] == (name, python)} or {""}
     end_loaders()
     for variant in variants:
@@ -166,7 +176,10 @@ def load(name: str, python: str, variant: str = "") -> Path:
 
 
 def shared_loaders() -> dict[tuple[str, str, str], Path]:
-    """What another process gives to `share_loaders`, to start targets without imports of its own."""
+    """Return the folder of each loader, for `share_loaders` of another process.
+
+    It then starts targets without imports of its own.
+    """
     return {(name, python, variant): loader.folder for (name, python, variant, *_), loader in _loaders.items()}
 
 
@@ -220,7 +233,7 @@ class Remote:
         return self._call("counters", REPLY_SECONDS)
 
     def wrong_read(self) -> str:
-        """What the sanitizer beside an exact model saw first; empty: nothing."""
+        """Return the first wrong read that the sanitizer of an exact model saw; empty: none."""
         return self._call("wrong_read", REPLY_SECONDS)
 
     def reset(self) -> None:
@@ -247,7 +260,7 @@ class Remote:
         self._pid = 0
 
     def _call(self, op: str, seconds: float, **arguments: Any) -> Any:
-        """What the engine returns.
+        """Return the engine's result of an operation.
 
         Raises:
             ConfigError: it refuses to start.
@@ -272,7 +285,7 @@ class Remote:
         return cast(dict[str, Any], reply)
 
     def _line(self, op: str, seconds: float) -> str:
-        """What the target says; nothing if it is dead.
+        """Return the next line from the target; empty if it is dead.
 
         Raises:
             TargetError: it says nothing for so long, and was killed.

@@ -1,4 +1,7 @@
-"""`hybrid-kv serve` in a process of its own, queried over HTTP alone: the control of all checks of servers."""
+"""`hybrid-kv serve` in a process of its own, queried over HTTP alone.
+
+It is the control of all checks of servers.
+"""
 
 from __future__ import annotations
 

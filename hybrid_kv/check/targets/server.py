@@ -40,7 +40,8 @@ class _Cards(BaseModel):
 
 class _About(BaseModel):
     version: str = Field(validation_alias=AliasChoices("version", "build_info"))
-    total_slots: Annotated[Count, Field(ge=1)] = 1  # of llama.cpp, which may share what it says that each has
+    # Of llama.cpp, whose slots may share the length that it reports for each.
+    total_slots: Annotated[Count, Field(ge=1)] = 1
 
 
 def kind_at(url: str) -> Kind:
@@ -169,7 +170,8 @@ def _count(text: str, counter: str) -> float:
 
 
 def _answered(work: Coroutine[Any, Any, T]) -> T:
-    """
+    """Return the result of a query to a server.
+
     Raises:
         TargetError: the server is gone, or hangs.
     """

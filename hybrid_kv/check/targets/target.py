@@ -1,6 +1,7 @@
-"""What the guard needs of an engine that it did not write: four verbs, token ids in and token ids out.
+"""The interface to an engine that the guard did not write.
 
-A target says what it can do (`can`) and what it can be started with (`Kind.factors`); nothing else is assumed of it.
+It has four verbs; token ids go in and token ids come out. A target says what it can do (`can`) and
+what it can be started with (`Kind.factors`); nothing else is assumed of it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 
 NUM_LIKELIEST = 5  # tokens whose log-probabilities are wanted beside the answer's own
 
-# What a target may be able to do beyond greedy answers; a check that needs more than there is "not supported".
+# What a target may be able to do beyond greedy answers; a check that needs more than there is is
+# "not supported".
 CAPABILITIES = {
     "cached": "says how many tokens of a prompt came from its cache",
     "logprobs": "gives the log-probabilities of its answer's tokens and of the likeliest others",
@@ -31,7 +33,8 @@ CAPABILITIES = {
     "batch": "runs several requests at once",
     "steps": "takes a request before a certain step",
 }
-# What `counters` may hold, summed since the start. A check that saw none of what it is about is void.
+# What `counters` may hold, summed since the start. A check that saw none of what it is about is
+# void.
 COUNTERS = ("hits", "drafts", "accepted", "verifications", "preemptions")
 
 
@@ -48,9 +51,11 @@ class Ask:
         score: give those of the prompt's tokens too, computed without the prefix cache.
         salt: whose prefixes it may share; empty: everybody's.
         after: it is sent once so many answers of its batch are complete; 0: at once.
-        step: it is sent before this step of the engine, counted from the batch's first, if anything still runs then.
+        step: it is sent before this step of the engine, counted from the batch's first, if anything
+            still runs then.
         abort_after: it is ended once it has so many tokens; None: not.
-        stop: texts that end the answer, as the end-of-text token then does; a target without a tokenizer goes on.
+        stop: texts that end the answer, as the end-of-text token then does; a target without a
+            tokenizer goes on.
     """
 
     prompt: tuple[int, ...]
@@ -70,24 +75,28 @@ class Ask:
         return f"Ask({', '.join([str(list(self.prompt)), *(f'{k}={v!r}' for k, v in self.extras().items())])})"
 
     def extras(self) -> dict[str, Any]:
-        """What is not at its default, without the prompt."""
+        """Return the fields that are not at their default, without the prompt."""
         plain = vars(Ask(()))
         return {key: value for key, value in vars(self).items() if key != "prompt" and value != plain[key]}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of it.
+    """The answer to a request.
 
     Attributes:
-        token_ids: the answer, without the prompt; with the end-of-text token if that ended it. It ends nothing where
-            the engine has an option for it: every answer is then as long as it may be.
+        token_ids: the answer, without the prompt; with the end-of-text token if that ended it. It
+            ends nothing where the engine has an option for it: every answer is then as long as it
+            may be.
         cached_tokens: of the prompt, from the prefix cache; None if the target does not say.
-        logprobs: for each token of the answer, log-probabilities by token id: its own and those of the likeliest.
-        prompt_logprobs: the same for each token of the prompt but the first, where they were wanted.
-        others: the answers behind the first, where `n` > 1.
+        logprobs: for each token of the answer, log-probabilities by token id: its own and those of
+            the likeliest.
+        prompt_logprobs: the same for each token of the prompt but the first, where they were
+            wanted.
+        others: the answers after the first, where `n` > 1.
         error: one line; `token_ids` is then what there was.
-        is_greedy: each token is meant to be the likeliest; else a search chose it, and `logprobs` alone can be wrong.
+        is_greedy: each token is meant to be the likeliest; else a search chose it, and `logprobs`
+            alone can be wrong.
     """
 
     token_ids: tuple[int, ...]
@@ -126,15 +135,17 @@ class Target(Protocol):
     longest: int
 
     def ask(self, requests: Sequence[Ask], preempt_every: int = 0) -> list[Answer]:
-        """All at once but for `after`, until the last is complete; answers in the order of the requests.
+        """Send all requests at once, but for `after`, and wait until the last is complete.
+
+        Answers come in the order of the requests.
 
         Args:
-            preempt_every: preempt all that runs, and forget the prefix cache, whenever the answers have so many more
-                tokens. 0: never.
+            preempt_every: preempt all that runs, and forget the prefix cache, whenever the answers
+                have so many more tokens. 0: never.
         """
 
     def counters(self) -> Mapping[str, float]:
-        """Those of `COUNTERS` that the engine has, since its start."""
+        """Return those of `COUNTERS` that the engine has, since its start."""
 
     def reset(self) -> None:
         """Forget the prefix cache."""
@@ -144,24 +155,27 @@ class Target(Protocol):
 
 
 def by_token(tokens: Iterable[int], logprobs: Iterable[TokenLogprobs]) -> tuple[Mapping[int, float], ...]:
-    """Log-probabilities as an `Answer` has them."""
+    """Return log-probabilities as an `Answer` has them."""
     return tuple({**dict(one.top), token: one.logprob} for token, one in zip(tokens, logprobs, strict=False))
 
 
 def is_plain(kind: Kind, settings: Mapping[str, str], factors: Iterable[str]) -> bool:
-    """Whether these factors, as far as the kind has them, are at their plainest level in a setting."""
+    """Return whether these factors are at their plainest level in a setting.
+
+    Factors that the kind does not have are skipped.
+    """
     plainest = {factor: kind.factors[factor][0] for factor in factors if factor in kind.factors}
     return all(settings.get(factor, level) == level for factor, level in plainest.items())
 
 
 @dataclass(frozen=True)
 class Inside:
-    """How an engine runs an exact model: what it can be started with, and the settings of a default guard.
+    """The factors and default settings with which an engine runs an exact model.
 
     Attributes:
         further: settings of models that show what the default one cannot, by the model's name.
-        is_central: models leave caches and masks to the engine. Beside the exact model random weights then run in the
-            settings of the prefix cache alone.
+        is_central: models leave caches and masks to the engine. Next to the exact model random
+            weights then run in the settings of the prefix cache alone.
     """
 
     factors: Mapping[str, Sequence[str]]
@@ -172,7 +186,9 @@ class Inside:
 
 @dataclass(frozen=True)
 class Known:
-    """A reported failure of a release, or what it cannot show: a run names it and does not count it.
+    """A reported failure of a release, or something that it cannot show.
+
+    A run reports it and does not count it as a failure.
 
     Attributes:
         name: of the script of `examples/found` that shows it, or of the setting that explains it.
@@ -198,22 +214,26 @@ class Kind:
 
     Attributes:
         name: as `--target` has it.
-        factors: levels by factor, the plainest first. Common ones: `prefix` (off, on, or modes), `spec` (none, ngram3,
-            mtp1 …), `chunk` (whole, or tokens of a step), `blocks` (ample, tight).
-        start: gets the folder of a checkpoint and levels by factor; a factor that is missing has its plainest level.
-            It raises `ConfigError` if the engine is not installed, or does not know the setting or the model, and
-            `TargetError` if it does not start.
+        factors: levels by factor, the plainest first. Common ones: `prefix` (off, on, or modes),
+            `spec` (none, ngram3, mtp1 …), `chunk` (whole, or tokens of a step), `blocks` (ample,
+            tight).
+        start: gets the folder of a checkpoint and levels by factor; a factor that is missing has
+            its plainest level. It raises `ConfigError` if the engine is not installed, or does not
+            know the setting or the model, and `TargetError` if it does not start.
         size: of the checkpoint that is made where `--model` names a family and no size.
         inside: how it runs an exact model; None: it cannot.
         known: failures of its releases.
         apart: factors that exclude the prefix cache.
-        matrix: settings of a default guard; empty: `probes.run.default_matrix` derives them from the factors.
+        matrix: settings of a default guard; empty: `probes.run.default_matrix` derives them from
+            the factors.
         package: of an engine that runs in an environment of its own; empty: it runs in this Python.
         python: of that environment, or the server of a build; empty: the one that is found.
         at: gets a build that the user names, where that is no Python with the package.
-        load: begins to import the engine for a checkpoint and levels by factor, where that takes long.
+        load: begins to import the engine for a checkpoint and levels by factor, where that takes
+            long.
         variant_of: which variant of the engine these need, see `remote.remote_kind`.
-        is_slow: gets levels by factor; whether a default guard with an exact model plays only its own probes there.
+        is_slow: gets levels by factor; whether a default guard with an exact model plays only its
+            own probes there.
     """
 
     name: str

@@ -1,6 +1,7 @@
-"""transformers' own `generate` and its continuous batching, in this process: an engine like any other, not the oracle.
+"""transformers' own `generate` and its continuous batching, in this process.
 
-Padding on the right is left out: `generate` warns that it gives other answers, and it does.
+It is an engine like any other, not the oracle. Padding on the right is left out: `generate` warns
+that it gives other answers, and it does.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ FACTORS = {
     "prefix": ("off", "kept"),  # kept: a caller goes on with the cache that `generate` returned
     "cache": ("dynamic", "static", "offloaded", "offloaded_static"),
     "chunk": ("whole", "17"),  # prefill_chunk_size
-    "spec": ("none", "lookup3", "draft2"),  # of the prompt; of the same model with a little noise on its weights
+    # Drafts of the prompt, or of the same model with a little noise on its weights.
+    "spec": ("none", "lookup3", "draft2"),
     "batch": ("one", "left", "continuous"),  # one after another, padded on the left, paged
     "beams": ("1", "4"),  # of the tokens that the search took, each must have its log-probability
 }
@@ -174,13 +176,16 @@ class Transformers:
         return self._model.generate(prompts, attention_mask=mask, generation_config=config, **extra)
 
     def _take(self, prompt: tuple[int, ...]) -> tuple[Any, int]:
-        """The cache that holds most of a prompt, without its last token; it can be gone on with once."""
+        """Return the cache that holds most of a prompt, without its last token, and its length.
+
+        It can be continued once.
+        """
         held = [tokens for tokens in self._kept if len(tokens) < len(prompt) and tokens == prompt[: len(tokens)]]
         if held:
             tokens = max(held, key=len)
             return self._kept.pop(tokens), len(tokens)
         if self._level["prefix"] == "kept" and "static" in self._level["cache"]:
-            # The cache of one call is as long as that call; a caller who goes on brings a longer one.
+            # The cache of one call is as long as that call; who continues brings a longer one.
             from transformers import StaticCache
 
             offloading = self._level["cache"].startswith("offloaded")
@@ -226,7 +231,9 @@ class Transformers:
 
 
 def _in_turns(requests: Sequence[Ask], one_by_one: bool) -> list[list[int]]:
-    """Which requests of a round an engine answers together that takes no other before these are complete.
+    """Return the turns of an engine that takes no request before all that run are complete.
+
+    Each is a list of requests of the round that are answered together.
 
     Args:
         one_by_one: it never answers several together.

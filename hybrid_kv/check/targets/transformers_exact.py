@@ -1,7 +1,9 @@
-"""The exact model as a model of transformers: integers modulo a prime, over transformers' own caches and masks.
+"""The exact model as a model of transformers.
 
-`generate`, the cache classes, masks, positions and drafts are transformers', only the layers are not: they are those of
-`hybrid_kv.models.exact`. One state that is not rolled back, one padding that enters it, is a wrong token.
+It computes integers modulo a prime, over transformers' own caches and masks. `generate`, the cache
+classes, masks, positions and drafts are transformers', only the layers are not: they are those of
+`hybrid_kv.models.exact`. One state that is not rolled back, one padding that enters it, is a wrong
+token.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ class ExactForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
     """The model of a folder; see `exact.ExactAnswers` for what it says.
 
     Attributes:
-        echo: a checksum draws one token in so many. A draft model with another one is right as a rule.
+        echo: a checksum draws one token in so many. A draft model with another one is right as a
+            rule.
     """
 
     config_class = PreTrainedConfig
@@ -57,7 +60,7 @@ class ExactForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         cache: Any = None,
         **paged: Any,
     ) -> CausalLMOutputWithPast:
-        """Of input_ids [batch, len]; logits [batch, len, vocabulary], one-hot.
+        """Return logits [batch, len, vocabulary], one-hot, of input_ids [batch, len].
 
         Args:
             cache: of continuous batching, with what its `update` needs in `paged`.
@@ -118,8 +121,9 @@ def _mamba(layer: ExactMamba, i: int, x: Residues, mask: torch.Tensor | None, ca
 def _attention(
     layer: ExactAttention, x: Residues, positions: Residues, mask: torch.Tensor, update: Callable[..., Any]
 ) -> Residues:
-    """[batch, len, width] to the same; positions [batch, len], mask [batch, 1, len, keys]: 0 where a key is seen.
+    """Return the attention of x [batch, len, width], in the same shape.
 
+    positions is [batch, len]; mask is [batch, 1, len, keys], 0 where a key is seen.
     A key is marked by its position, a value by how many keys are seen before it.
     """
     shape = 3, len(x), 1, *x.shape[1:]

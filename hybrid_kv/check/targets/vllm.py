@@ -8,8 +8,8 @@ from hybrid_kv.check.targets.exact import is_exact
 from hybrid_kv.check.targets.remote import remote_kind
 from hybrid_kv.check.targets.target import Inside, Known
 
-# A default guard runs them in this order: the slowest first, so that no core waits at the end; what vLLM rejects or
-# dies of at its start last.
+# A default guard runs them in this order: the slowest first, so that no core waits at the end; what
+# vLLM rejects or dies of at its start last.
 _FACTORS = {
     # on: the mode that vLLM takes by itself; all: a `mamba_cache_mode` of some versions
     "prefix": ("off", "all", "on"),
@@ -25,9 +25,11 @@ _FACTORS = {
 # The exact model inside it, on a GPU that is not there: as vLLM is served.
 _INSIDE = Inside(
     {
-        "runner": ("v2", "v1", "cpu"),  # a model runner of GPUs, on one that is not there, or that of CPUs
+        # A model runner of GPUs, on one that is not there, or that of CPUs.
+        "runner": ("v2", "v1", "cpu"),
         "graph": ("off", "decode", "full", "broken"),
-        "copies": ("late", "early"),  # what a copy to the host brings: the latest that it may, or the earliest
+        # The content that a copy to the host brings: the latest that it may, or the earliest.
+        "copies": ("late", "early"),
         "prefix": ("off", "on", "align", "all"),
         "chunk": ("whole", "24", "40"),
         "blocks": ("ample", "tight"),
@@ -54,7 +56,10 @@ _INSIDE = Inside(
 
 
 def _one_token(setting: str, beside_others: str, in_traffic: str) -> list[Known]:
-    """What a run without a seed says of `vllm_one_token_beside_drafts` in a setting; longer prompts are right there."""
+    """Return what a run without a seed reports of `vllm_one_token_beside_drafts`.
+
+    Longer prompts are right in this setting.
+    """
     name = "vllm_one_token_beside_drafts"
     words = {"one token beside others": beside_others, "traffic": in_traffic}
     return [Known("0.32.0", name, (), probe, said, setting, shortest=2) for probe, said in words.items()]
@@ -77,12 +82,15 @@ _KNOWN = (
 
 
 def _variant_of(folder: str, settings: Mapping[str, str]) -> str:
-    """`gpu` for the runners of GPUs, which the exact model alone can have: kernels of layers need a real one."""
+    """Return `gpu` for the model runners of GPUs, else an empty string.
+
+    Only the exact model can have those: kernels of layers need a real GPU.
+    """
     return "" if settings.get("runner", "v2") == "cpu" or not is_exact(folder) else "gpu"
 
 
 def _is_slow(settings: Mapping[str, str]) -> bool:
-    """Whether Triton's interpreter runs the kernels of an exact model."""
+    """Return whether Triton's interpreter runs the kernels of an exact model."""
     return settings.get("runner", "v2") != "cpu"
 
 

@@ -1,1 +1,4 @@
-"""What runs in an engine's own environment: scripts that import that engine and `pipe`, and nothing of ours."""
+"""Scripts that run in an engine's own environment.
+
+They import that engine and `pipe`, and nothing of ours.
+"""

@@ -1,7 +1,8 @@
-"""llama.cpp's C API, driven as a program that keeps sequences does: `python llamacpp.py`, spoken to as `pipe` says.
+"""llama.cpp's C API, driven as by a program that keeps sequences.
 
-A folder has `model.gguf` and `sequences.so`, made of `llamacpp_sequences.c`. All requests of a batch are decoded
-together, one sequence each; drafts are what followed the last two tokens before.
+It is started as `python llamacpp.py` and speaks the protocol of `pipe`. A folder has `model.gguf`
+and `sequences.so`, made of `llamacpp_sequences.c`. All requests of a batch are decoded together,
+one sequence each; drafts are what followed the last two tokens before.
 """
 
 import ctypes
@@ -40,7 +41,7 @@ class Memory:
         self.num_words: int = self._library.hk_num_words(self._engine)
 
     def decode(self, tokens: list[tuple[int, int, int, bool]]) -> list[list[float]]:
-        """Return the logits behind each token that is wanted.
+        """Return the logits after each token for which they are wanted.
 
         Args:
             tokens: id, position, sequence, and whether logits are wanted, of each.
@@ -58,7 +59,7 @@ class Memory:
         return [list(rows[i * self.num_words : (i + 1) * self.num_words]) for i in range(num_rows)]
 
     def cut(self, sequence: int, length: int) -> bool:
-        """Remove what is behind so many tokens; whether that can be done."""
+        """Remove all after the first `length` tokens, and return whether that can be done."""
         return bool(self._library.llama_memory_seq_rm(self._memory, sequence, length, -1))
 
     def clear(self, sequence: int) -> None:
@@ -106,16 +107,20 @@ class Alone:
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        self.kept: dict[Text, int] = {}  # sequences that no request is in, by what they hold; the oldest first
+        # Sequences that no request is in, by the text that they hold; the oldest first.
+        self.kept: dict[Text, int] = {}
         self.free = list(range(NUM_SEQUENCES))
 
     @property
     def has_room(self) -> bool:
-        """Whether another request can begin."""
+        """Return whether another request can begin."""
         return bool(self.free or self.kept)
 
     def take(self, prompt: Text) -> tuple[int, int]:
-        """Return a sequence, and how many tokens of the prompt it holds; at least one is left to decode."""
+        """Return a sequence, and how many tokens of the prompt it holds.
+
+        At least one token is left to decode.
+        """
         return self._empty(), 0
 
     def give(self, sequence: int, text: Text) -> None:
@@ -124,10 +129,10 @@ class Alone:
         self.free.append(sequence)
 
     def reach(self, sequence: int, text: Text) -> None:
-        """Called when a sequence holds all of a prompt but its last token, and that is all it holds."""
+        """Note that a sequence holds all of a prompt but its last token, and nothing else."""
 
     def end_batch(self, number: int) -> None:
-        """Called behind the last answer of a batch."""
+        """Note that the last answer of a batch is complete."""
 
     def _empty(self, but: int = -1) -> int:
         """Return an empty sequence: the oldest that is kept makes room, if it must."""
@@ -139,7 +144,10 @@ class Alone:
         return self.free.pop(0)
 
     def _nearest(self, prompt: Text, whole: bool) -> tuple[Text, int]:
-        """Return the kept text that shares most with a prompt, all of itself if `whole`, and how much that is."""
+        """Return the kept text that shares most with a prompt, and how many tokens that is.
+
+        If `whole`, the prompt must begin with all of the text.
+        """
         best: tuple[Text, int] = ((), 0)
         for text in self.kept:
             shared = common(text, prompt[:-1])
@@ -149,7 +157,10 @@ class Alone:
 
 
 class Continued(Alone):
-    """A request goes on in the sequence that shares most with it, cut where they part if that can be done."""
+    """Sequences that are continued, each by the request that shares most with it.
+
+    A sequence is cut where they part, if that can be done.
+    """
 
     def take(self, prompt: Text) -> tuple[int, int]:
         text, shared = self._nearest(prompt, whole=False)
@@ -164,7 +175,7 @@ class Continued(Alone):
         self.kept[text] = sequence
 
     def end_batch(self, number: int) -> None:
-        """Every third time only the newest sequence is kept."""
+        """Keep only the newest sequence, every third time."""
         if number % 3 == 0 and self.kept:
             text, sequence = list(self.kept.items())[-1]
             self._memory.keep(sequence)
@@ -173,7 +184,10 @@ class Continued(Alone):
 
 
 class Copied(Continued):
-    """A request goes on in a copy of a sequence, which stays; one of its prompt, without the last token, stays too."""
+    """Sequences that stay, of which a request continues a copy.
+
+    A copy of its prompt, without the last token, stays too.
+    """
 
     def reach(self, sequence: int, text: Text) -> None:
         if text not in self.kept and len(self.free) + len(self.kept) > 1:
@@ -329,7 +343,10 @@ class Engine:
                 self._verify(one, [next(rows) for _ in range(1 + len(one.drafts))], answers[one.index])
 
     def _drafts(self, one: Running) -> list[int]:
-        """Return what followed the last two tokens before, again and again; none beyond the answer's end."""
+        """Return the tokens that followed the last two before, again and again.
+
+        No draft is beyond the answer's end.
+        """
         text, found = one.text[-2:], list[int]()
         most = min(NUM_DRAFTS, one.end - len(one.text) - 1) if self._has_drafts else 0
         while len(text) == 2 and len(found) < most and (token := self._follows.get((text[0], text[1]))) is not None:
@@ -338,7 +355,10 @@ class Engine:
         return found
 
     def _verify(self, one: Running, rows: list[list[float]], answer: dict[str, Any]) -> None:
-        """Take the likeliest tokens as far as the drafts before them are right, and forget the other drafts."""
+        """Take the likeliest tokens as far as the drafts before them are right.
+
+        The other drafts are forgotten.
+        """
         num_drafts, accepted = len(one.drafts), 0
         for i, row in enumerate(rows):
             token = max(range(len(row)), key=row.__getitem__)
@@ -364,7 +384,10 @@ def common(a: Text, b: Text) -> int:
 
 
 def note(ask: dict[str, Any], answer: dict[str, Any], token: int, row: list[float]) -> None:
-    """Keep a token of an answer, with its log-probability and those of the likeliest where they were requested."""
+    """Keep a token of an answer.
+
+    Its log-probability and those of the likeliest are kept with it where they were requested.
+    """
     answer["token_ids"].append(token)
     if ask["logprobs"]:
         most = max(row)

@@ -1,7 +1,10 @@
-"""A checkpoint as GGUF, by llama.cpp's own converter: `python llamacpp_convert.py TREE FOLDER FILE NOISE`.
+"""A checkpoint as GGUF, by llama.cpp's own converter.
 
-The vocabulary is not converted: token 7 is `w7`. Of such a file a server takes and gives token ids alone, and no token
-ends a text: what ends one, `ignore_eos` would forbid, which changes the likeliest token.
+It is run as `python llamacpp_convert.py TREE FOLDER FILE NOISE`.
+
+The vocabulary is not converted: token 7 is `w7`. Of such a file a server takes and gives token ids
+alone, and no token ends a text: what ends one, `ignore_eos` would forbid, which changes the
+likeliest token.
 """
 
 import json

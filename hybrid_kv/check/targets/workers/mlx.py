@@ -1,7 +1,9 @@
-"""mlx-lm 0.32 in its own process, driven as its server drives it: `python mlx.py`, spoken to as `pipe` says.
+"""mlx-lm 0.32 in its own process, driven as its server drives it.
 
-Its answers go through `generate_step`, one request after another, or through `BatchGenerator`, all together. A setting
-or a model that mlx-lm refuses is a `ValueError` in its own words.
+It is started as `python mlx.py` and speaks the protocol of `pipe`.
+
+Its answers go through `generate_step`, one request after another, or through `BatchGenerator`, all
+together. A setting or a model that mlx-lm refuses is a `ValueError` in its own words.
 """
 
 import sys
@@ -19,13 +21,19 @@ NOISE = 0.05  # of a weight's own size: a draft model that is right often, not a
 
 
 class Kept:
-    """Caches that a caller keeps and goes on with: each serves the one prompt that begins with what it holds."""
+    """Caches that a caller keeps and continues.
+
+    Each serves the one prompt that begins with the tokens that it holds.
+    """
 
     def __init__(self) -> None:
         self._caches: dict[tuple[int, ...], Any] = {}
 
     def take(self, prompt: list[int]) -> tuple[Any, int]:
-        """A cache and the number of tokens that it holds; None and 0 if there is none for this prompt."""
+        """Return a cache and the number of tokens that it holds.
+
+        They are None and 0 if there is none for this prompt.
+        """
         held = (one for one in self._caches if len(one) < len(prompt) and one == tuple(prompt[: len(one)]))
         tokens: tuple[int, ...] = max(held, key=len, default=())
         return self._caches.pop(tokens, None), len(tokens)
@@ -250,7 +258,10 @@ def load(folder: Path) -> Any:
 
 
 def as_on_the_hub(config: dict[str, Any]) -> dict[str, Any]:
-    """Keys that transformers 5 writes otherwise than the checkpoints that mlx-lm was written for."""
+    """Return a configuration with the keys of the checkpoints that mlx-lm was written for.
+
+    transformers 5 writes some of them otherwise.
+    """
     kinds = config.get("layer_types") or []
     found = {key: untagged(value) for key, value in config.items()}
     found.setdefault("rope_theta", (config.get("rope_parameters") or {}).get("rope_theta", 10000.0))
@@ -305,7 +316,10 @@ def sampler(ask: dict[str, Any]) -> Any:
 
 
 def note(ask: dict[str, Any], answer: dict[str, Any], token: int, logprobs: Any) -> None:
-    """A token of an answer, with its log-probability and those of the likeliest where they were requested."""
+    """Keep a token of an answer.
+
+    Its log-probability and those of the likeliest are kept with it where they were requested.
+    """
     import numpy as np
 
     answer["token_ids"].append(token)

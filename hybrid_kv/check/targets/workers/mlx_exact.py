@@ -1,8 +1,10 @@
-"""The exact model as a model of mlx-lm: integers modulo a prime, over mlx-lm's own caches and masks.
+"""The exact model as a model of mlx-lm.
 
-`generate_step`, `BatchGenerator`, caches, masks and drafts are mlx-lm's, only the layers are not. They compute what
-`hybrid_kv.models.exact` computes: one row, slot or state of another text is a wrong token, without any tolerance. The
-file needs mlx-lm 0.32 and nothing else: the weights are in the checkpoint's `config.json`.
+It computes integers modulo a prime, over mlx-lm's own caches and masks. `generate_step`,
+`BatchGenerator`, caches, masks and drafts are mlx-lm's, only the layers are not. They compute what
+`hybrid_kv.models.exact` computes: one row, slot or state of another text is a wrong token, without
+any tolerance. The file needs mlx-lm 0.32 and nothing else: the weights are in the checkpoint's
+`config.json`.
 """
 
 from typing import Any
@@ -26,7 +28,10 @@ class Layer(nn.Module):  # type: ignore[misc]
 
 
 class Attention(Layer):
-    """`o_i = sum_{j <= i} (q_i + k_j)^2 v_j`; k_j has its token's position, v_j its number among the seen keys."""
+    """Attention with `o_i = sum_{j <= i} (q_i + k_j)^2 v_j`.
+
+    k_j has its token's position, v_j its number among the seen keys.
+    """
 
     def __call__(self, x: Any, cache: Any) -> Any:
         """[batch, len, width] to the same."""
@@ -50,7 +55,10 @@ class Attention(Layer):
 
 
 class Mamba(Layer):
-    """Windows [conv_kernel - 1, width] and states [state_size, width] that each token changes by its own affine map."""
+    """Windows [conv_kernel - 1, width] and states [state_size, width].
+
+    Each token changes them by its own affine map.
+    """
 
     def __call__(self, x: Any, cache: Any) -> Any:
         """[batch, len, width] to the same."""
@@ -97,9 +105,10 @@ def scan(a: Any, b: Any, start: Any) -> Any:
 
 
 class Model(nn.Module):  # type: ignore[misc]
-    """The model of a `config.json`. Logits are one-hot: a checksum of the whole history draws one token in `echo`.
+    """The model of a `config.json`.
 
-    The others follow their predecessor in a cycle of five; a draft model with another `echo` is right as a rule.
+    Logits are one-hot: a checksum of the whole history draws one token in `echo`. The others follow
+    their predecessor in a cycle of five; a draft model with another `echo` is right as a rule.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -113,7 +122,7 @@ class Model(nn.Module):  # type: ignore[misc]
         return [layer.make_cache() for layer in self.layers]
 
     def __call__(self, inputs: Any, cache: Any = None) -> Any:
-        """Of inputs [batch, len]; logits [batch, len, vocabulary]."""
+        """Return logits [batch, len, vocabulary] of inputs [batch, len]."""
         x = self.embedding[inputs]
         for layer, own in zip(self.layers, cache or self.make_cache(), strict=True):
             x = (x * 3 + layer(x, own)) % PRIME

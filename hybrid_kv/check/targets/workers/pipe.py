@@ -1,10 +1,13 @@
-"""The worker's end: a process that imports an engine once and forks for each target, which has a connection of its own.
+"""The worker's end: a process that imports an engine once and forks for each target.
 
-On a connection there is a JSON object a line: `{"log": …}` in, a file for what the engine prints, and
-`{"pid": …, "version": …}` out; then `{"op": …, …}` in and `{"result": …}` or `{"error": …}` out, until the other side
-closes. The listening socket is the descriptor argv[1]; the process ends when its standard input does. Further arguments
-are for the engine, which may have variants. With the argument `early`, what an engine imports from other packages is
-imported at once, and its own modules with the first connection: they may change until then.
+Each target has a connection of its own.
+
+On a connection there is a JSON object a line: `{"log": …}` in, a file for what the engine prints,
+and `{"pid": …, "version": …}` out; then `{"op": …, …}` in and `{"result": …}` or `{"error": …}`
+out, until the other side closes. The listening socket is the descriptor argv[1]; the process ends
+when its standard input does. Further arguments are for the engine, which may have variants. With
+the argument `early`, what an engine imports from other packages is imported at once, and its own
+modules with the first connection: they may change until then.
 """
 
 import gc
@@ -25,9 +28,10 @@ def serve(engine: Any) -> None:
     """Fork for each connection until standard input ends.
 
     Args:
-        engine: has `version()`, `start(folder, settings)` -> {"can", "longest"}, `ask(requests, preempt_every)`,
-            `counters()` and `reset()`, with the fields of `targets.target` as plain JSON; and `load()`, if imports take
-            long and may be followed by a fork. A `ValueError` in `start` is the user's to mend.
+        engine: has `version()`, `start(folder, settings)` -> {"can", "longest"},
+            `ask(requests, preempt_every)`, `counters()` and `reset()`, with the fields of
+            `targets.target` as plain JSON; and `load()`, if imports take long and may be followed
+            by a fork. A `ValueError` in `start` is the user's to mend.
     """
     listener, is_loaded = socket.socket(fileno=int(sys.argv[1])), "early" not in sys.argv
     if is_loaded:
@@ -55,7 +59,10 @@ def _load(engine: Any) -> None:
 
 
 def _load_others(engine: Any) -> None:
-    """Import what `load` does, but for the packages `engine.late`, its own first; a fork finds out what that is."""
+    """Import all that `load` imports, but for the packages `engine.late`.
+
+    The first of these is the engine's own; a fork finds out what `load` imports.
+    """
     read, write = os.pipe()
     if not (child := os.fork()):
         engine.load()
@@ -93,7 +100,10 @@ def _say(connection: socket.socket, reply: dict[str, Any]) -> None:
 
 
 def sibling(name: str) -> Any:
-    """Another file or folder of this folder, which cannot be in the path: in it, an engine's package is its worker."""
+    """Import and return another file or folder of this folder.
+
+    The folder cannot be in the path: in it, an engine's package is its worker.
+    """
     path = f"{os.path.dirname(__file__)}/{name}"
     file, inside = (f"{path}/__init__.py", [path]) if os.path.isdir(path) else (f"{path}.py", None)
     spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=inside)

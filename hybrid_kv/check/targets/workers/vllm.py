@@ -1,6 +1,7 @@
-"""vLLM in its own process, driven a step at a time: `python vllm.py`, spoken to as `pipe` says; for vLLM 0.32.
+"""vLLM 0.32 in its own process, driven a step at a time.
 
-A setting that vLLM refuses, or takes and then overrides, is a `ValueError` in its own words: it not supported.
+It is started as `python vllm.py` and speaks the protocol of `pipe`. A setting that vLLM refuses,
+or takes and then overrides, is a `ValueError` in its own words: it is not supported.
 """
 
 import json
@@ -10,7 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 2048, 8, 2048
-# Bytes. vLLM fills its pool with zeros, 3.5 s of a start for each GiB; 2^28 are more blocks than all probes fill.
+# Bytes. vLLM fills its pool with zeros, 3.5 s of a start for each GiB; 2^28 are more blocks than
+# all probes fill.
 SMALL_MODEL, SMALL_POOL = 2**26, 2**28
 EXACT_HEAD = 2  # numbers of a key
 EXACT_BLOCK, EXACT_BLOCKS = 16, 2**10  # tokens of a block, and how many there are
@@ -78,7 +80,7 @@ def arguments(settings: dict[str, str]) -> dict[str, Any]:
 
 
 def exact_arguments(settings: dict[str, str]) -> dict[str, Any]:
-    """What the exact model changes in these."""
+    """Return the engine arguments that the exact model changes in a setting."""
     pool = {"kv_cache_memory_bytes": SMALL_POOL, "num_gpu_blocks_override": EXACT_BLOCKS}
     size: dict[str, Any] = {} if "block" in settings else {"block_size": EXACT_BLOCK}
     if settings.get("sanitize") == "on":
@@ -87,7 +89,7 @@ def exact_arguments(settings: dict[str, str]) -> dict[str, Any]:
 
 
 class Engine:
-    """What `pipe.serve` needs; fields as in `hybrid_kv.check.targets.target`."""
+    """The engine that `pipe.serve` drives; fields as in `hybrid_kv.check.targets.target`."""
 
     late = "vllm", "numba", "llvmlite"  # where the last two are, `load` cannot replace kernels
     _sanitizer: Any = None
@@ -98,7 +100,7 @@ class Engine:
         self._on_gpu = variant == "gpu"
 
     def load(self) -> None:
-        """What every start imports, and does once in a process: 9 of its 12 s."""
+        """Import the modules that every start needs, once in a process: 9 of its 12 s."""
         if self._on_gpu:
             self._gpu = pipe.sibling("vllm_gpu")
             self._gpu.prepare()
@@ -142,7 +144,8 @@ class Engine:
         from vllm.model_executor.models import registry
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        registry._run_in_subprocess = lambda function: function()  # another process lacks those operators
+        # Another process lacks those operators.
+        registry._run_in_subprocess = lambda function: function()
         if settings.get("blocks") == "tight":
             self._case.make_tight()
         if sum(one.stat().st_size for one in os.scandir(folder)) < SMALL_MODEL:

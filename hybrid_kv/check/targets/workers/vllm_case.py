@@ -1,6 +1,7 @@
-"""Plays requests over vLLM, a step at a time: those of a target, and the case of a reproducer (`probes.script`).
+"""Play of requests over vLLM, a step at a time.
 
-A reproducer contains this file, so it imports none of its neighbours.
+They are those of a target, or the case of a reproducer (`probes.script`). A reproducer contains
+this file, so it imports none of its neighbours.
 """
 
 import json
@@ -16,7 +17,10 @@ LIBRARIES: list[Any] = []  # a library that is collected takes its operators alo
 
 
 def declare_vision() -> None:
-    """Declare the operators of torchvision that a CPU build of torch lacks, and models that could see want."""
+    """Declare the operators of torchvision that a CPU build of torch lacks.
+
+    Models that could see want them.
+    """
     import torch
 
     try:
@@ -74,7 +78,10 @@ def print_steps(llm: Any) -> None:
 
 
 def play(llm: Any, requests: list[dict[str, Any]], preempt_every: int, first: int = 0) -> list[dict[str, Any]]:
-    """The answers to requests, with the fields of `targets.target`; the first request is called by this number."""
+    """Return the answers to requests, with the fields of `targets.target`.
+
+    The first request is called by the number `first`.
+    """
     found: list[dict[str, Any]] = [{} for _ in requests]
     parts: list[dict[int, Any]] = [{} for _ in requests]  # of n answers, an output has one
     waiting, running = list(range(len(requests))), set[int]()
@@ -104,7 +111,8 @@ def play(llm: Any, requests: list[dict[str, Any]], preempt_every: int, first: in
                 continue
             found[i]["cached_tokens"] = output.num_cached_tokens
             if output.prompt_logprobs:
-                found[i]["prompt_logprobs"] = by_token(output.prompt_logprobs[1:])  # the first token has none
+                # The first token has no log-probability.
+                found[i]["prompt_logprobs"] = by_token(output.prompt_logprobs[1:])
             parts[i] |= {one.index: one for one in output.outputs}
             limit = requests[i].get("abort_after")
             if limit is not None and not output.finished:
@@ -143,7 +151,10 @@ def send(llm: Any, name: str, ask: dict[str, Any]) -> None:
 
 
 def refusals(*more: type[Exception]) -> tuple[type[Exception], ...]:
-    """What vLLM raises if it cannot do what it gets, for which it has no class up to 0.26."""
+    """Return the errors with which vLLM refuses a request or a setting.
+
+    It has no class for them up to 0.26.
+    """
     import vllm.exceptions
 
     return *more, ValueError, getattr(vllm.exceptions, "VLLMClientError", ValueError)
@@ -163,13 +174,16 @@ def texts_of(parts: dict[int, Any]) -> dict[str, Any]:
 
 
 def line_of(error: Exception) -> str:
-    """What went wrong, in one line; pydantic's first is only a heading."""
+    """Return the message of an error in one line; pydantic's first line is only a heading."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:3])
 
 
 def make_tight() -> None:
-    """The pool of the next engine holds what its longest request takes, for which vLLM has no option."""
+    """Make the pool of the next engine hold no more than its longest request takes.
+
+    vLLM has no option for that.
+    """
     import vllm.v1.engine.core as core
     from vllm.v1.core import kv_cache_utils
 
@@ -179,14 +193,18 @@ def make_tight() -> None:
         groups = kv_cache_utils.get_kv_cache_groups(config, dict(specs[0]))
         needed = kv_cache_utils._max_memory_usage_bytes_from_groups(config, groups)
         block = kv_cache_utils._pool_bytes_per_block(config, groups)
-        config.cache_config.num_gpu_blocks_override = 1 + -(-needed // block)  # the first one is the null block
+        # The first block is the null block.
+        config.cache_config.num_gpu_blocks_override = 1 + -(-needed // block)
         return plan(config, specs, *more)
 
     core.get_kv_cache_configs = tight
 
 
 def allow_async() -> None:
-    """vLLM takes asynchronous steps from CPUs, whose operators do not need them; the scheduler's code is the same."""
+    """Allow asynchronous scheduling on CPUs.
+
+    vLLM turns it off there, where operators do not need it; the scheduler's code is the same.
+    """
     from vllm.platforms.cpu import CpuPlatform
 
     check = CpuPlatform.check_and_update_config.__func__

@@ -1,10 +1,12 @@
-"""The exact model as a model of vLLM: integers modulo a prime, over vLLM's own cache and by vLLM's own metadata.
+"""The exact model as a model of vLLM.
 
-Scheduler, cache manager, block tables, metadata builders, state copies and sampler are vLLM's, only the layers are not.
-They compute what `hybrid_kv.models.exact` computes: one wrong block, slot, state or column is a wrong token, without
-any tolerance. The file needs vLLM 0.32 and nothing else: the weights are in the checkpoint's `config.json`.
+It computes integers modulo a prime, over vLLM's own cache and by vLLM's own metadata. Scheduler,
+cache manager, block tables, metadata builders, state copies and sampler are vLLM's, only the layers
+are not. They compute what `hybrid_kv.models.exact` computes: one wrong block, slot, state or column
+is a wrong token, without any tolerance. The file needs vLLM 0.32 and nothing else: the weights are
+in the checkpoint's `config.json`.
 
-`register` is what vLLM calls of a plugin (entry point `vllm.general_plugins`).
+vLLM calls `register` of a plugin (entry point `vllm.general_plugins`).
 """
 
 import json
@@ -27,7 +29,8 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 NAME = "ExactHybridForCausalLM"
-# vLLM knows heads for drafts by the names of models; this one's configuration is read as any Llama's.
+# vLLM knows heads for drafts by the names of models; this one's configuration is read as any
+# Llama's.
 DRAFTED, DRAFT = "MiMoForCausalLM", "MiMoMTPModel"
 PRIME = 2**31 - 1  # as in hybrid_kv.models.exact
 CYCLE = 5
@@ -45,7 +48,10 @@ def register() -> None:
 
 
 def add_head(options: dict[str, Any], folder: str) -> None:
-    """Name the checkpoint of the head in engine arguments that draft with it; it is made of the model's own."""
+    """Name the checkpoint of the head in engine arguments that draft with it.
+
+    It is made of the model's own checkpoint.
+    """
     drafts = options.get("speculative_config", {})
     if drafts.get("method") == "mtp":
         config = json.loads((Path(folder) / "config.json").read_text())
@@ -56,9 +62,10 @@ def add_head(options: dict[str, Any], folder: str) -> None:
 
 
 def renew(llm: Any) -> None:
-    """Make a pool in which nothing is held like a new one: its order of free blocks, and noise, always the same.
+    """Make a pool in which nothing is held like a new one.
 
-    What a request reads before it wrote it then shows, and what was wrong is wrong again.
+    Its order of free blocks and its noise are always the same. What a request reads before it wrote
+    it then shows, and what was wrong is wrong again.
     """
     pool = llm.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     queue = type(pool.free_block_queue)(pool.blocks)
@@ -116,7 +123,7 @@ def rows_of(starts: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.
 
 
 class Layer(nn.Module):
-    """What vLLM knows by its name, and finds the metadata of."""
+    """A layer that vLLM knows by its name, and has attention metadata for."""
 
     def __init__(self, vllm_config: Any, prefix: str, weights: dict[str, Any]) -> None:
         super().__init__()
@@ -126,13 +133,16 @@ class Layer(nn.Module):
         vllm_config.compilation_config.static_forward_context[prefix] = self
 
     def metadata(self) -> Any:
-        """Of this step; None while vLLM measures memory."""
+        """Return the attention metadata of this step; None while vLLM measures memory."""
         found = get_forward_context().attn_metadata
         return None if found is None else found[self.prefix]
 
 
 class Attention(Layer, AttentionLayerBase):
-    """`o_i = sum_{j <= i} (q_i + k_j)^2 v_j`; k_j has the position of its token, v_j its place in the block table."""
+    """Attention with `o_i = sum_{j <= i} (q_i + k_j)^2 v_j`.
+
+    k_j has the position of its token, v_j its place in the block table.
+    """
 
     is_watched = True  # by the sanitizer
     qkv: torch.Tensor
@@ -160,9 +170,13 @@ class Attention(Layer, AttentionLayerBase):
         return functional.pad(self.attend(x[: len(x) - padding], positions, m), (0, 0, 0, padding))
 
     def attend(self, x: torch.Tensor, positions: torch.Tensor, m: Any) -> torch.Tensor:
-        """Write what these tokens [num_tokens, width] are, and read what they may see, by the metadata."""
+        """Write keys and values of tokens x [num_tokens, width], and read all that they may see.
+
+        Both follow the metadata m.
+        """
         n, width = x.shape
-        cache, marks = self.kv_cache[:, 0].split([2 * width, 2 * (self.head_size - width)], -1)  # [blocks, size, …]
+        # [blocks, size, …]
+        cache, marks = self.kv_cache[:, 0].split([2 * width, 2 * (self.head_size - width)], -1)
         size = cache.shape[1]
         q, k, v = x * self.qkv[:, None] % PRIME
         mark = (positions[:n, None] + 1) * self.write_mark % PRIME
@@ -185,7 +199,9 @@ class Attention(Layer, AttentionLayerBase):
 
 
 class Mamba(Layer, MambaBase):
-    """Windows [conv_kernel - 1, width] and states [state_size, width] that each token changes by its own affine map.
+    """Windows [conv_kernel - 1, width] and states [state_size, width].
+
+    Each token changes them by its own affine map.
 
     Args:
         kind: one of `MambaAttentionBackendEnum`, which has the builder.
@@ -217,7 +233,8 @@ class Mamba(Layer, MambaBase):
         if m is None:
             return x
         y, tokens = torch.zeros_like(x), torch.arange(len(x), device=x.device)
-        if hasattr(m, "spec_sequence_masks"):  # GDN's rows: those with drafts, whose tokens may lie among the others
+        # GDN's rows: those with drafts, whose tokens may lie among the others.
+        if hasattr(m, "spec_sequence_masks"):
             if m.num_spec_decodes:
                 at, columns = m.spec_token_indx[: m.num_spec_decode_tokens].long(), m.spec_state_indices_tensor
                 starts = m.spec_query_start_loc[: m.num_spec_decodes + 1]
@@ -257,12 +274,15 @@ class Mamba(Layer, MambaBase):
         accepted: torch.Tensor | None,
         seen: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Run the tokens `at` [n] of x, of rows that begin there at `starts` [rows + 1], and write their states.
+        """Run the tokens `at` [n] of x and write their states.
+
+        `starts` [rows + 1] is the place in `at` at which each row begins.
 
         Args:
-            columns: state blocks [rows, 1], or [rows, 1 + drafts]: then the state after token i goes to column i, and
-                the window of column 0 keeps all tokens of the step.
-            accepted: tokens [rows] that the step before kept: it says which state and which part of a window is read.
+            columns: state blocks [rows, 1], or [rows, 1 + drafts]: then the state after token i
+                goes to column i, and the window of column 0 keeps all tokens of the step.
+            accepted: tokens [rows] that the step before kept: it says which state and which part of
+                a window is read.
             seen: which rows [rows] have a state; None: all.
         """
         windows, states = self.kv_cache[: len(self.conv)], self.kv_cache[len(self.conv) :][: len(self.out)]
@@ -307,7 +327,10 @@ class Mamba(Layer, MambaBase):
 
 
 def scan(maps: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    """The state [rows, len, state_size, width] after each token of affine maps [rows, len, 2, state_size, width]."""
+    """Return the state [rows, len, state_size, width] after each token of affine maps.
+
+    These are [rows, len, 2, state_size, width].
+    """
     a, b = maps[:, :, 0].clamp(min=1), maps[:, :, 1].clone()
     b[:, 0] = (a[:, 0] * start + b[:, 0]) % PRIME
     shift = 1
@@ -319,26 +342,35 @@ def scan(maps: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
 
 
 def state_shapes(weights: dict[str, Any], num_drafts: int) -> tuple[tuple[int, ...], ...]:
-    """Of a layer's windows, which keep the tokens of a step with drafts, and states."""
+    """Return the shapes of a layer's windows and states.
+
+    Windows keep the tokens of a step with drafts.
+    """
     windows, states = torch.tensor(weights["conv"]).shape, torch.tensor(weights["out"]).shape
     return ((windows[1] - 1 + num_drafts, windows[2]),) * windows[0] + (tuple(states[1:]),) * states[0]
 
 
 def pack(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-    """Residues [num_tokens, width] and tokens as hidden states [num_tokens, 2 * width + 1], exact in float32."""
+    """Return hidden states [num_tokens, 2 * width + 1], exact in float32.
+
+    They hold residues [num_tokens, width] and tokens [num_tokens].
+    """
     return torch.cat([x >> 16, x & 0xFFFF, token[:, None]], 1).float()
 
 
 def unpack(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `pack` was given."""
-    high, low, token = hidden.long().split([hidden.shape[1] // 2] * 2 + [1], 1)  # vLLM up to 0.31 draws some
+    """Return the residues and the tokens that `pack` was given."""
+    # vLLM up to 0.31 draws some hidden states.
+    high, low, token = hidden.long().split([hidden.shape[1] // 2] * 2 + [1], 1)
     return (high << 16) + low, token[:, 0]
 
 
 class ExactHybridForCausalLM(nn.Module, HasInnerState, IsHybrid):
-    """The model. Logits are one-hot: a checksum of the whole history draws one token in `echo`, the others follow.
+    """The exact model.
 
-    A token that follows its predecessor in a cycle of five is what n-grams guess, so that drafts are right at times.
+    Logits are one-hot: a checksum of the whole history draws one token in `echo`, the others
+    follow. A token that follows its predecessor in a cycle of five is what n-grams guess, so that
+    drafts are right at times.
     """
 
     @classmethod
@@ -400,7 +432,7 @@ class ExactHybridForCausalLM(nn.Module, HasInnerState, IsHybrid):
 
     @property
     def model(self) -> nn.Module:
-        """What a head for drafts takes its embedding from."""
+        """Return the module from which a head for drafts takes its embedding."""
         return self
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -418,9 +450,11 @@ class ExactHybridForCausalLM(nn.Module, HasInnerState, IsHybrid):
 
 
 class ExactHead(nn.Module):
-    """A head for drafts (MTP): one attention layer over the model's hidden states, with a cache of its own.
+    """A head for drafts (MTP).
 
-    It guesses as the model draws, from another checksum: of eight drafts that follow a right one, about six are right.
+    It is one attention layer over the model's hidden states, with a cache of its own. It guesses as
+    the model draws, from another checksum: of eight drafts that follow a right one, about six are
+    right.
     """
 
     embed_tokens: torch.Tensor  # the model's, which vLLM hands over

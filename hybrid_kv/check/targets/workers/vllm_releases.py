@@ -1,6 +1,7 @@
-"""What the exact model, written for vLLM 0.32, needs in other releases: each drift once.
+"""Changes that the exact model, written for vLLM 0.32, needs in other releases.
 
-Scripts of `probes.script` contain this file, so it imports none of its neighbours.
+Each drift is here once. Scripts of `probes.script` contain this file, so it imports none of its
+neighbours.
 """
 
 import ctypes

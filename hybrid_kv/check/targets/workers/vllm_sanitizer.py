@@ -1,11 +1,12 @@
 """Provenance in the exact model's cache inside vLLM: the first wrong read has a name.
 
-Each page entry and each state has two numbers more: how many tokens it stands for and a hash of them. They are channels
-of the model's own tensors, so that vLLM's copies take them along. What they ought to be follows from the token ids and
-positions that vLLM's runner believes. Asynchronous steps are not followed: their token ids are not on the CPU.
+Each page entry and each state has two numbers more: how many tokens it stands for and a hash of
+them. They are channels of the model's own tensors, so that vLLM's copies take them along. What they
+ought to be follows from the token ids and positions that vLLM's runner believes. Asynchronous steps
+are not followed: their token ids are not on the CPU.
 
-A wrong read also gets the lines of vLLM that handed over its block: who allocated, shared or freed it last, and who
-filled, moved or swapped the row of the block table.
+A wrong read also gets the lines of vLLM that handed over its block: who allocated, shared or freed
+it last, and who filled, moved or swapped the row of the block table.
 """
 
 import os
@@ -54,11 +55,15 @@ class Sanitizer:
         self._follow(BlockTable, "swap_row", "swapped", lambda src, tgt, _: [src, tgt])
 
     def _follow(self, owner: Any, name: str, verb: str, touched: Callable[..., Iterable[Any]]) -> None:
-        """Keep the line that calls a method; `touched` makes blocks or rows of its arguments and what it returns."""
+        """Keep the line that calls a method.
+
+        `touched` gets its arguments and what it returns, and makes blocks or rows of them.
+        """
         method = getattr(owner, name)
 
         def follow(this: Any, *arguments: Any) -> Any:
-            arguments = tuple(one if isinstance(one, int) else list(one) for one in arguments)  # some come as iterators
+            # Some arguments come as iterators.
+            arguments = tuple(one if isinstance(one, int) else list(one) for one in arguments)
             made = method(this, *arguments)
             frame = sys._getframe(1)
             while os.path.basename(frame.f_code.co_filename) in THROUGH and frame.f_back:
@@ -80,11 +85,11 @@ class Sanitizer:
         self._starts = torch.from_numpy(self._runner.query_start_loc.np[: batch.num_reqs + 1]).long()
 
     def marks_of(self, row: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """What stands for the first `lengths` tokens of the batch's rows: [..., 2]."""
+        """Return the marks [..., 2] of the first `lengths` tokens of the batch's rows."""
         return torch.stack([lengths, self._hashes[row, lengths]], -1)
 
     def rows_of(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The row in the batch of each token of the step."""
+        """Return the row in the batch of each token of the step."""
         return torch.searchsorted(self._starts[1:], tokens, right=True).clamp(max=len(self._starts) - 2)
 
     def pages(self, layer: str, marks: torch.Tensor, slots: torch.Tensor, table: torch.Tensor) -> None:
@@ -106,7 +111,8 @@ class Sanitizer:
             for place in (got != want).any(1).nonzero()[:1].flatten().tolist():
                 block = int(table[i, place // size])
                 where = f"slot {place % size} of block {block}"
-                pool = block * self._runner.kv_cache_config.num_blocks // len(marks)  # attention's may be smaller
+                # Attention's blocks may be smaller.
+                pool = block * self._runner.kv_cache_config.num_blocks // len(marks)
                 self._report(layer, i, place, got[place].tolist(), want[place].tolist(), where, pool)
 
     def states(

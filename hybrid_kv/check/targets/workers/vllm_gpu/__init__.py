@@ -1,18 +1,23 @@
-"""A GPU that is not there, for vLLM's GPU worker and both of its model runners. Nothing of vLLM is copied or edited.
+"""A GPU that is not there, for vLLM's GPU worker and both of its model runners.
 
-It is set in the process: `prepare` before torch, Triton and vLLM are imported, `finish` after that, `choose` before an
-engine is started. Modules of this folder import each other, torch, Triton and vLLM alone: a reproducer contains them.
+Nothing of vLLM is copied or edited. It is set in the process: `prepare` before torch, Triton and
+vLLM are imported, `finish` after that, `choose` before an engine is started. Modules of this folder
+import each other, torch, Triton and vLLM alone: a reproducer contains them.
 
 What is replaced, and what that hides:
 
 - `platform`, `worker`: finding and measuring a device. Hides: memory profiling.
-- `streams`: all streams run at once. Hides: order between streams, but for copies to the host and from pinned memory.
-- `copies`: see there. Hides: whether a tensor is the host's or the device's, where neither is pinned; what a wait by
-  `item` or `tolist` covers.
-- `uva`: memory of the host that both sides see. Hides: readers that are operations of torch, not kernels of Triton.
+- `streams`: all streams run at once. Hides: order between streams, but for copies to the host and
+  from pinned memory.
+- `copies`: see there. Hides: whether a tensor is the host's or the device's, where neither is
+  pinned; what a wait by `item` or `tolist` covers.
+- `uva`: memory of the host that both sides see. Hides: readers that are operations of torch, not
+  kernels of Triton.
 - `graphs`: recorded operations. Hides: memory that graphs share, and what dies before a replay.
-- `interpreter`: kernels run as numpy, a program at a time. Hides: races in a kernel, what the compiler does, speed.
-- Top-k and top-p: vLLM's fallback in torch. JIT warm-up: off. States are copied by 1 program, not 16: hide that code.
+- `interpreter`: kernels run as numpy, a program at a time. Hides: races in a kernel, what the
+  compiler does, speed.
+- Top-k and top-p: vLLM's fallback in torch. JIT warm-up: off. States are copied by 1 program, not
+  16: hide that code.
 """
 
 from __future__ import annotations
@@ -28,7 +33,9 @@ CAPTURED = [1, 2, 4, 6, 8, 12, 16, 24, 32]  # tokens of a step
 
 
 def prepare() -> None:
-    """Make this process one without a GPU whose Triton interprets, and whose vLLM finds the device of this folder.
+    """Make this process one without a GPU, whose Triton interprets.
+
+    Its vLLM finds the device of this folder.
 
     Raises:
         ValueError: the environment has no Triton.

@@ -1,4 +1,7 @@
-"""The exact model's layers as places where vLLM's breakable graphs break, as its attention operators are."""
+"""The exact model's layers as places where vLLM's breakable graphs break.
+
+vLLM's attention operators are such places.
+"""
 
 from __future__ import annotations
 

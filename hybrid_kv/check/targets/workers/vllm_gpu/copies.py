@@ -1,8 +1,9 @@
 """Copies between a host and a device that share their memory here, and come when they come.
 
-What is copied to the host without a wait is noise until the host has waited for it. Then it is what the device held
-when the copy was queued, or what it holds now: the earliest and the latest that a real device may bring. What is copied
-from pinned memory should not change until then. Where it does is counted and not judged: nobody may read those values.
+What is copied to the host without a wait is noise until the host has waited for it. Then it is what
+the device held when the copy was queued, or what it holds now: the earliest and the latest that a
+real device may bring. What is copied from pinned memory should not change until then. Where it does
+is counted and not judged: nobody may read those values.
 """
 
 from __future__ import annotations
@@ -23,14 +24,18 @@ _GARBAGE = 0x5A  # a byte that no buffer holds by itself
 
 order = ORDERS[0]
 late_copies = 0  # to the host, so far
-changed_uploads: Counter[str] = Counter()  # by file and line: the host changed memory before they were waited for
+# By file and line: the host changed the memory of uploads before they were waited for.
+changed_uploads: Counter[str] = Counter()
 _pinned: dict[int, StorageWeakRef] = {}  # by address
 _read_in_place: dict[int, StorageWeakRef] = {}
 _move, _to_host, _copy = torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.copy_
 
 
 def choose_order(name: str) -> None:
-    """Let copies to the host bring what the device held when they were queued (`early`), or holds (`late`)."""
+    """Choose the content that copies to the host bring.
+
+    It is what the device held when they were queued (`early`), or what it holds (`late`).
+    """
     global order
     order = name
 
@@ -67,7 +72,10 @@ def view_in_place(host: torch.Tensor) -> torch.Tensor:
 
 
 def place_of_call(through: str = "/") -> str:
-    """Return the file and line of the code that called into this folder, through a file whose name ends so."""
+    """Return the file and line of the code that called into this folder.
+
+    The call came through a file whose name ends in `through`.
+    """
     frame = sys._getframe(1)
     folder = __file__.rpartition("/")[0]
     while frame.f_back and frame.f_code.co_filename.startswith((folder, torch.__path__[0])):
@@ -112,11 +120,15 @@ def watch_upload(host: torch.Tensor) -> None:
 
 
 def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Stand in for `Tensor.to`: both sides are called `cpu`, where torch would hand out the same memory."""
+    """Stand in for `Tensor.to`.
+
+    Both sides are called `cpu`, where torch would hand out the same memory.
+    """
     if graphs.recording() or not kwargs.get("non_blocking"):
         return _move(self, *args, **kwargs)
     device = args[0] if args else kwargs.get("device")
-    if isinstance(device, str) and device == "cpu":  # vLLM writes the host as a word, and the device as an object
+    # vLLM writes the host as a word, and the device as an object.
+    if isinstance(device, str) and device == "cpu":
         made = _move(self, *args, **kwargs | {"copy": True})
         return to_host(made if made.dtype != self.dtype else self, made)
     if is_pinned(self):

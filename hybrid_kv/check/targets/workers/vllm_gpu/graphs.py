@@ -1,7 +1,8 @@
-"""CUDA graphs by their rules: what is captured is each operation, with the tensors and numbers that it got.
+"""CUDA graphs by their rules.
 
-A replay runs these on the same memory. What Python decided during the capture, a length, a branch or a slice, stays
-what it was then; an operation that must wait for the device raises, as it does on one.
+A capture keeps each operation, with the tensors and numbers that it got. A replay runs these on the
+same memory. What Python decided during the capture, a length, a branch or a slice, stays what it
+was then; an operation that must wait for the device raises, as it does on one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 # Operations whose result the host must know.
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "bincount", "_unique2", "unique_dim"}
-FRESH = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach"}  # nothing to replay
+# Operations with nothing to replay.
+FRESH = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach"}
 
 replays = 0  # so far
 
@@ -25,7 +27,7 @@ class CaptureError(RuntimeError):
 
 
 class Graph:
-    """What was captured: steps that take nothing and return nothing."""
+    """A captured graph: steps that take nothing and return nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.steps: list[Callable[[], object]] = []
@@ -110,7 +112,10 @@ def _step(func: Any, args: Any, kwargs: Any, made: Any) -> Callable[[], None]:
 
 
 def same_memory(value: Any) -> Any:
-    """Return a tensor of the same memory, which keeps its shape whatever becomes of the first; others as they are."""
+    """Return a tensor of the same memory, which keeps its shape whatever becomes of the first.
+
+    Other values are returned as they are.
+    """
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 

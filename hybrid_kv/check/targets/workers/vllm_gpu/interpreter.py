@@ -1,7 +1,8 @@
-"""Triton's interpreter, in which kernels run on this memory: launches are counted, captured and made cheap.
+"""Triton's interpreter, in which kernels run on this memory.
 
-It patches the language for each launch and copies all memory that a launch can reach, there and back. Where no compiler
-runs, once is enough; on a CPU, never. It also looks for overflow at each addition, as a compiler does for debugging.
+Launches are counted, captured and made cheap. It patches the language for each launch and copies
+all memory that a launch can reach, there and back. Where no compiler runs, once is enough; on a
+CPU, never. It also looks for overflow at each addition, as a compiler does for debugging.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def _signature_of(function: Any) -> tuple[inspect.Signature, frozenset[str]]:
 
 
 _type_of = interpreter._get_np_dtype
-_types: dict[tuple[type, str], np.dtype[Any]] = {}  # of numpy, by the kind and name of a type or of a block's elements
+# Types of numpy, by the kind and name of a type or of a block's elements.
+_types: dict[tuple[type, str], np.dtype[Any]] = {}
 
 
 def _type_once(of: Any) -> np.dtype[Any]:
@@ -79,7 +81,10 @@ def _run(executor: Any, args: Any, kwargs: Any) -> None:
 
 
 def _launch(executor: Any, *args: Any, **kwargs: Any) -> None:
-    """Stand in for `GridExecutor.__call__`; a launch is one step of a graph, its own operations are none."""
+    """Stand in for `GridExecutor.__call__`.
+
+    A launch is one step of a graph, its own operations are none.
+    """
     global launches
     launches += 1
     uva.note_readers((*args, *kwargs.values()))

@@ -1,7 +1,8 @@
 """Streams and events of a device that computes at once, and what its host may rely on.
 
-A stream counts what it was given. Streams, events and the host each keep how much of every stream is ordered before
-what comes next: that is all a real device promises, whatever has long been computed here.
+A stream counts what it was given. Streams, events and the host each keep how much of every stream
+is ordered before what comes next: that is all a real device promises, whatever has long been
+computed here.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _numbers = count()
 
 
 class Progress(dict[int, int]):
-    """How much of each stream, by its number."""
+    """The amount of work of each stream, by its number."""
 
     def merge(self, other: Progress) -> None:
         """Add what another one has."""
@@ -26,7 +27,7 @@ class Progress(dict[int, int]):
 
 
 class Host:
-    """What the host has waited for, and what happens once it has waited for more."""
+    """The work that the host has waited for, and actions due once it has waited for more."""
 
     def __init__(self) -> None:
         self.progress = Progress()
@@ -89,7 +90,7 @@ class Stream:
 
     @property
     def given(self) -> int:
-        """How much it was given so far."""
+        """Return the amount of work that the stream was given so far."""
         return self.progress[self.number]
 
     def give(self) -> int:
@@ -181,6 +182,6 @@ def install() -> None:
     }
     for name, value in names.items():
         setattr(torch.cuda, name, value)
-    setattr(torch.accelerator, "synchronize", wait_for_all)  # noqa: B010  (other types than torch's)
+    setattr(torch.accelerator, "synchronize", wait_for_all)  # noqa: B010  (other types)
     setattr(torch.accelerator, "current_stream", lambda *_: current())  # noqa: B010
     torch.Event, torch.Stream = Event, Stream  # type: ignore[misc,assignment]

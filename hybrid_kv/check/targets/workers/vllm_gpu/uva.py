@@ -1,7 +1,7 @@
-"""Slots of the host that kernels read in place, and a report of the one that is rewritten too early.
+"""Slots of the host that kernels read in place, and a report of a slot rewritten too early.
 
-vLLM hands each step's numbers to kernels in slots that it uses in turn. The host may write a slot again once it has
-waited for the last kernel that got it.
+vLLM hands each step's numbers to kernels in slots that it uses in turn. The host may write a slot
+again once it has waited for the last kernel that got it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from .copies import TooEarlyError, address, place_of_call
 from .streams import HOST, Stream, current
 
 BUFFERS = "/buffer_utils.py"  # whose callers know what a slot is for
-_readers: dict[int, tuple[Stream, int]] = {}  # by a slot's address: how far the stream of its last reader must be
+# By a slot's address: how far the stream of its last reader must be.
+_readers: dict[int, tuple[Stream, int]] = {}
 _slots: set[int] = set()
 
 

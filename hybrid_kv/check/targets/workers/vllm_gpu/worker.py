@@ -1,4 +1,7 @@
-"""vLLM's own GPU worker; only what asks a driver about a device is replaced, and each replacement is in this file."""
+"""vLLM's own GPU worker.
+
+Only code that asks a driver about a device is replaced, and each replacement is in this file.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +57,8 @@ def install() -> None:
     _replace_everywhere("get_accelerator_view_from_cpu_tensor", view, copies.view_in_place)
     # A graph's outputs stay alive here.
     _replace_everywhere("weak_ref_tensor", torch_utils.weak_ref_tensor, lambda tensor: tensor)
-    topk_topp_sampler.HAS_TRITON = False  # the interpreter cannot run that kernel; vLLM's own fallback in torch
-    mamba_utils._TEMPORAL_TILES = 1  # programs that copy a state side by side; here one after another
+    # The interpreter cannot run that kernel; vLLM's own fallback is in torch.
+    topk_topp_sampler.HAS_TRITON = False
+    # Programs that copy a state at once; here one after another.
+    mamba_utils._TEMPORAL_TILES = 1
     uva.install(buffer_utils)
