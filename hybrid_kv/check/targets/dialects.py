@@ -42,7 +42,7 @@ Some = Annotated[list[T], Field(fail_fast=True)]
 
 
 def within(*path: str) -> Any:
-    """A field that is found along these keys; None if it is not there."""
+    """Return a field that is found along these keys; None if it is not there."""
     return Field(None, validation_alias=AliasPath(*path))
 
 
@@ -61,20 +61,20 @@ def read(kind: type[M], raw: bytes) -> M:
 
 
 def problem_of(error: ValidationError) -> str:
-    """The first problem, with its place."""
+    """Return the first problem, with its place."""
     first = error.errors(include_url=False, include_input=False)[0]
     place = ".".join(map(str, first["loc"]))
     return one_line(f"{place}: {first['msg']}" if place else first["msg"])
 
 
 def one_line(text: str | bytes) -> str:
-    """The beginning of a text that is not ours, without what a terminal obeys."""
+    """Return the beginning of a text that is not ours, without what a terminal obeys."""
     text = text if isinstance(text, str) else text[: 4 * SHOWN].decode(errors="replace")
     return printable(" ".join(text[: 2 * SHOWN].split()))[:SHOWN]
 
 
 async def bounded(stream: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
-    """The parts of a reply.
+    """Yield the parts of a reply.
 
     Raises:
         TargetError: they are more than a reply has.
@@ -218,7 +218,7 @@ class SGLang:
 def _rows(
     own: Sequence[_Row] | None, likeliest: Sequence[Sequence[_Row] | None] | None
 ) -> list[tuple[float | None, dict[int, float]]]:
-    """Each token's own log-probability, and by token those of the likeliest."""
+    """Return each token's own log-probability, and by token those of the likeliest."""
     rows = zip(own or (), likeliest or (), strict=False)
     return [
         (chosen[0], {token: logprob for logprob, token, _ in others or () if logprob is not None})
@@ -276,5 +276,5 @@ DIALECTS: dict[str, type[Dialect]] = {"sglang": SGLang, "llamacpp": LlamaCpp}
 
 
 def dialect_of(owner: str) -> Dialect:
-    """That of OpenAI's completions unless the server is known to have its own."""
+    """Return the dialect of OpenAI's completions, unless the server is known to have its own."""
     return DIALECTS.get(owner.lower(), Completions)()

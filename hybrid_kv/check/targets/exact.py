@@ -95,12 +95,12 @@ def write_exact_checkpoint(name: str, folder: str | Path) -> None:
 
 
 def name_of(folder: str | Path) -> str:
-    """The name of a checkpoint's model, one of `PATTERNS`."""
+    """Return the name of a checkpoint's model, one of `PATTERNS`."""
     return json.loads((Path(folder) / "config.json").read_text())["exact"]["name"]
 
 
 def model_of(folder: str | Path) -> ExactModel:
-    """The model of a checkpoint: its weights follow from its name."""
+    """Return the model of a checkpoint: its weights follow from its name."""
     return ExactModel(_config(name_of(folder)))
 
 

@@ -54,7 +54,7 @@ def kind_of(name: str, python: str | Path | None = None) -> Kind:
 
 
 def for_model(kind: Kind, folder: str) -> Kind:
-    """The engine with the factors that it has for this checkpoint.
+    """Return the engine with the factors that it has for this checkpoint.
 
     Raises:
         ConfigError: the checkpoint is an exact model, which the engine cannot run.

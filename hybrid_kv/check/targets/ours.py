@@ -37,7 +37,7 @@ ROOM = 640  # tokens that a tight pool holds: two of the longest requests, where
 
 
 def options_of(folder: str, settings: Mapping[str, str]) -> dict[str, Any]:
-    """The arguments of `LLM`, besides the checkpoint, of a setting.
+    """Return the arguments of `LLM` for a setting, without the checkpoint.
 
     Raises:
         ConfigError: the engine does not know the setting or the model.

@@ -34,7 +34,7 @@ SOCKET, LOG = "socket", "log"  # in a loader's folder
 
 
 def python_of(name: str, package: str) -> str:
-    """The interpreter that has the engine: `.venv-<name>` here, or this one.
+    """Return the interpreter that has the engine: `.venv-<name>` here, or this one.
 
     Raises:
         ConfigError: none has it.
@@ -50,7 +50,7 @@ def python_of(name: str, package: str) -> str:
 
 
 def only_one(folder: str, settings: Mapping[str, str]) -> str:
-    """The variant of an engine that has no others."""
+    """Return the variant of an engine that has no others."""
     return ""
 
 
@@ -80,7 +80,7 @@ def remote_kind(
 
 
 def build_of(kind: Kind, python: str) -> Kind:
-    """An engine in the environment of a Python that the user names.
+    """Return an engine in the environment of a Python that the user names.
 
     Raises:
         ConfigError: it is no Python, or its environment lacks the package.

@@ -45,9 +45,10 @@ class _About(BaseModel):
 
 
 def kind_at(url: str) -> Kind:
-    """A server that is running already; the folder of its checkpoint is for the oracle alone.
+    """Return the kind of a server that is running already.
 
-    It is taken to compute in the dtype that the checkpoint names, as servers do by default.
+    The folder of its checkpoint is for the oracle alone. The server is taken to compute
+    in the dtype that the checkpoint names, as servers do by default.
     """
     return Kind(url, {"dtype": ("auto",)}, lambda folder, settings: Server(url, settings))
 
@@ -144,7 +145,7 @@ class Server:
         )
 
     def _request(self, method: str, path: str) -> tuple[int, bytes]:
-        """Status and body."""
+        """Return the status and the body of a reply."""
 
         async def request() -> tuple[int, bytes]:
             async with self._session() as session, _sent(session, method, path) as reply:
@@ -186,7 +187,7 @@ def _answered(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _sent(session: aiohttp.ClientSession, method: str, path: str, body: Any = None) -> Any:
-    """A request; where it is redirected to is no server that was named."""
+    """Return a request that follows no redirect: its target is no server that was named."""
     return session.request(method, path.removeprefix("/"), json=body, allow_redirects=False)
 
 

@@ -89,7 +89,7 @@ class Transformers:
         self._ask_once()
 
     def _ask_once(self) -> None:
-        """Refusals come with the first request."""
+        """Raise the refusals of a setting, which come with the first request."""
         (answer,) = self.ask([Ask((1, 2, 3, 4), max_tokens=2)])
         self._kept, self._counts = {}, Counter()
         if answer.error.startswith(REFUSALS):
@@ -194,7 +194,7 @@ class Transformers:
 
     @contextmanager
     def _counted_drafts(self) -> Iterator[None]:
-        """Counts what candidate generators propose, and how much of it is accepted."""
+        """Count what candidate generators propose, and how much of it is accepted."""
         made: Callable[..., Any] = self._model._get_candidate_generator
 
         def counted(*args: Any, **kwargs: Any) -> Any:

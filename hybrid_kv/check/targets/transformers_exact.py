@@ -94,7 +94,10 @@ class ExactForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
 
 
 def _mamba(layer: ExactMamba, i: int, x: Residues, mask: torch.Tensor | None, cache: Any) -> Residues:
-    """[batch, len, width] to the same; mask [batch, len], None: no token is padding."""
+    """Return the layer's output for x [batch, len, width], in the same shape.
+
+    mask is [batch, len]; None: no token is padding.
+    """
     rows, length, width = x.shape
     kernel = len(layer.conv[0])
     real = np.ones((rows, length, 1), np.int64) if mask is None else mask.numpy()[..., None]

@@ -124,7 +124,7 @@ class Engine:
         self._batch: Any = None
 
     def _take(self, prompt: list[int], answer: dict[str, Any]) -> tuple[Any, list[int]]:
-        """A cache, and the tokens of the prompt that it lacks."""
+        """Return a cache, and the tokens of the prompt that it lacks."""
         cache, num_cached = self._caches.take(prompt) if self._caches else (None, 0)
         answer["cached_tokens"] = num_cached
         self._counts["hits"] += num_cached
@@ -238,7 +238,7 @@ class Engine:
 
 
 def load(folder: Path) -> Any:
-    """The model in the dtype of its weights.
+    """Return the model in the dtype of its weights.
 
     Raises:
         ValueError: mlx-lm does not know it.
@@ -288,14 +288,17 @@ def as_on_the_hub(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def untagged(value: Any) -> Any:
-    """`{"__float__": "Infinity"}`, which transformers 5 writes, as the number that it is."""
+    """Return `{"__float__": "Infinity"}`, which transformers 5 writes, as the number that it is."""
     if isinstance(value, list):
         return [untagged(one) for one in value]
     return float(value["__float__"]) if isinstance(value, dict) and "__float__" in value else value
 
 
 def noisy(model: Any) -> Any:
-    """A draft model: these weights, a little off; an exact model that draws half as often."""
+    """Return a draft model: these weights, a little off.
+
+    For an exact model it is one that draws half as often.
+    """
     import mlx.core as mx
     from mlx.utils import tree_map
 

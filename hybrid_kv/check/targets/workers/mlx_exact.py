@@ -34,7 +34,7 @@ class Attention(Layer):
     """
 
     def __call__(self, x: Any, cache: Any) -> Any:
-        """[batch, len, width] to the same."""
+        """Return the output for x [batch, len, width], in the same shape."""
         length = x.shape[1]
         mask = create_attention_mask(x, cache, return_array=True)
         first = cache.offset[:, None] if isinstance(cache.offset, mx.array) else cache.offset
@@ -61,7 +61,7 @@ class Mamba(Layer):
     """
 
     def __call__(self, x: Any, cache: Any) -> Any:
-        """[batch, len, width] to the same."""
+        """Return the output for x [batch, len, width], in the same shape."""
         (rows, length, width), kernel = x.shape, self.conv.shape[1]
         mask = create_ssm_mask(x, cache)
         real = mx.ones((rows, length), dtype=mx.bool_) if mask is None else mask
@@ -93,7 +93,7 @@ class Mamba(Layer):
 
 
 def scan(a: Any, b: Any, start: Any) -> Any:
-    """The state [batch, len, state_size, width] after each token of maps `s -> a s + b`."""
+    """Return the state [batch, len, state_size, width] after each token of maps `s -> a s + b`."""
     b = mx.concatenate([(a[:, :1] * start[:, None] + b[:, :1]) % PRIME, b[:, 1:]], axis=1)
     shift = 1
     while shift < a.shape[1]:

@@ -201,7 +201,7 @@ class Engine:
         return found if self._gpu is None else found | self._gpu.counters()
 
     def wrong_read(self) -> str:
-        """The first thing that the sanitizer saw; empty: nothing."""
+        """Return the first wrong read that the sanitizer saw; empty: none."""
         return self._sanitizer.found[0] if self._sanitizer.found else ""
 
     def reset(self) -> None:

@@ -116,7 +116,7 @@ class Builder(AttentionMetadataBuilder):
 
 
 def rows_of(starts: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The row of each token and its place there, of starts [rows + 1]; both [num_tokens]."""
+    """Return the row of each token and its place there, both [num_tokens], by starts [rows + 1]."""
     tokens = torch.arange(num_tokens, device=starts.device)
     row = torch.searchsorted(starts[1:].long(), tokens, right=True).clamp(max=len(starts) - 2)
     return row, (tokens - starts[row]).clamp(min=0)
@@ -162,7 +162,7 @@ class Attention(Layer, AttentionLayerBase):
         return FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=self.head_size, dtype=torch.int32)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, width] to the same; tokens without slots are padding."""
+        """Return the output [num_tokens, width] for x; tokens without slots are padding."""
         m = self.metadata()
         if m is None:
             return x
@@ -228,7 +228,7 @@ class Mamba(Layer, MambaBase):
         return self.kind
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, width] to the same, by the metadata of the kind's builder."""
+        """Return the output [num_tokens, width] for x, by the metadata of the kind's builder."""
         m = self.metadata()
         if m is None:
             return x
@@ -421,7 +421,7 @@ class ExactHybridForCausalLM(nn.Module, HasInnerState, IsHybrid):
         return self.embedding[input_ids]
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """[num_tokens] each to [num_tokens, 2 * width + 1], see `pack`."""
+        """Return hidden states [num_tokens, 2 * width + 1] of [num_tokens] each; see `pack`."""
         x = self.embedding[input_ids]
         if sanitizer is not None and get_forward_context().attn_metadata is not None:
             sanitizer.step(positions)
@@ -436,7 +436,7 @@ class ExactHybridForCausalLM(nn.Module, HasInnerState, IsHybrid):
         return self
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, 2 * width + 1] to [num_tokens, vocabulary]."""
+        """Return logits [num_tokens, vocabulary] of hidden states [num_tokens, 2 * width + 1]."""
         x, token = unpack(hidden)
         mixed = (x[:, None] * self.logit_map[0] + self.logit_map[1]) % PRIME
         scores = (mixed * mixed % PRIME).sum(-1) % PRIME
@@ -445,7 +445,7 @@ class ExactHybridForCausalLM(nn.Module, HasInnerState, IsHybrid):
         return functional.one_hot(chosen, scores.shape[1]).float() * 100
 
     def load_weights(self, weights: Any) -> set[str]:
-        """All of them are in the configuration."""
+        """Load nothing: all weights are in the configuration."""
         return set()
 
 
@@ -473,6 +473,9 @@ class ExactHead(nn.Module):
     load_weights = ExactHybridForCausalLM.load_weights
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor, **_: Any) -> Any:
-        """[num_tokens], [num_tokens] and [num_tokens, 2 * width + 1] to the last one's shape."""
+        """Return hidden states [num_tokens, 2 * width + 1] after the head's layer.
+
+        input_ids and positions are [num_tokens], hidden_states has the shape of the result.
+        """
         x = (self.embed_tokens[input_ids] + unpack(hidden_states)[0]) % PRIME
         return pack((x * 3 + self.attention(x, positions)) % PRIME, input_ids.long())

@@ -119,7 +119,7 @@ DRIFTS = (
 
 
 def drifts_of(release: str) -> list[Drift]:
-    """Those of a version such as `0.28.0`."""
+    """Return the drifts of a version such as `0.28.0`."""
     return [drift for drift in DRIFTS if int(release.split(".")[1]) in drift.releases]
 
 

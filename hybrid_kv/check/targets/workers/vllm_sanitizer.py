@@ -76,7 +76,7 @@ class Sanitizer:
         setattr(owner, name, follow)
 
     def step(self, positions: torch.Tensor) -> None:
-        """Called before the layers of each step, with the positions of its tokens."""
+        """Note the tokens of a step, by their positions, before its layers run."""
         batch = self._runner.input_batch
         longest = int(positions.max()) + 1
         ids = torch.from_numpy(batch.token_ids_cpu[: batch.num_reqs, :longest]).long()

@@ -50,11 +50,11 @@ class PretendPlatform(Platform):
 
     @classmethod
     def set_device(cls, device: Any) -> None:
-        """There is one."""
+        """Do nothing: there is one device."""
 
     @classmethod
     def manual_seed_all(cls, seed: int) -> None:
-        """The host's generator was seeded."""
+        """Do nothing: the host's generator was seeded."""
 
     @classmethod
     def is_pin_memory_available(cls) -> bool:
@@ -86,4 +86,4 @@ class PretendPlatform(Platform):
 
     @classmethod
     def check_runner_kv_caches_multi_layer(cls) -> None:
-        """The exact model has its caches by itself."""
+        """Do nothing: the exact model has its caches by itself."""
