@@ -198,7 +198,7 @@ def ran(folder: Path) -> dict[str, Ran]:
 def test_a_mode_and_a_rollback_scheme_are_one_file_and_one_line_each(ran: dict[str, Ran]) -> None:
     seen = drawn(ran["mode and scheme"].checks)
     assert seen["hit_prompts only"] and seen["accepted_draft"] and seen["rejected_draft"]
-    assert seen["preemption"] and seen["sanitized"]
+    assert seen["preemption"]
 
 
 def test_a_layout_of_states_is_one_file_and_one_line(ran: dict[str, Ran]) -> None:

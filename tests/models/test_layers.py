@@ -24,7 +24,8 @@ def test_the_oracles_sums_are_attention(length, seed):
     expected = layer.attend(query, key, value, positions[None])[0]
     weights = {name: getattr(layer, name).tolist() for name in ("qkv", "write_mark", "read_mark")}
     sums = [[0] * 3 for _ in range(3)]
-    got = [ExactOracle._attention(weights, token, i, sums) for i, token in enumerate(x.tolist())]
+    seen: list[list[tuple[int, int]]] = []
+    got = [ExactOracle._attention(weights, token, i, sums, seen) for i, token in enumerate(x.tolist())]
     assert got == expected.tolist()
 
 

@@ -160,15 +160,15 @@ def check_size(num_tokens: int, options: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={value} is more than {most:,}")
 
 
-def _event(kind: Any, first: int, every: int = 0) -> Disturbance:
+def _event(what: Any, first: int, every: int = 0) -> Disturbance:
     known = get_args(get_type_hints(Disturbance)["what"])
-    if kind not in known or any(
+    if what not in known or any(
         type(n) is not int or not 0 <= n <= MAX_TOKENS for n in (first, every)
     ):
         raise ValueError(
-            f"event {kind!r} at step {first!r} and every {every!r} is none of {', '.join(known)}"
+            f"event {what!r} at step {first!r} and every {every!r} is none of {', '.join(known)}"
         )
-    return Disturbance(kind, first, every)
+    return Disturbance(what, first, every)
 
 
 def tuples(parts: dict[str, Any]) -> dict[str, Any]:

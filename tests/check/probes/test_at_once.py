@@ -76,5 +76,5 @@ def test_doubt_in_the_oracle_goes_along(folder: str, monkeypatch: pytest.MonkeyP
 
 def test_processes_start_targets_without_an_import_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "_shared", {})
-    at_once._start([], {("toy", "python"): Path("folder")}, CONTEXT.SimpleQueue())
+    at_once._start([], {("toy", "python", ""): Path("folder")}, CONTEXT.SimpleQueue())
     assert remote.load("toy", "python") == Path("folder")

@@ -20,7 +20,14 @@ from tests.fuzz import values
 
 Parts = Iterable[bytes | None]
 Break = Callable[[bytes], Parts]  # of a body, what is sent
-PLACES = {"models": "models", "version": "version", "metrics": "metrics", "cache": "reset", "true": "preempt"}
+PLACES = {
+    "models": "models",
+    "version": "version",
+    "props": "version",
+    "metrics": "metrics",
+    "cache": "reset",
+    "true": "preempt",
+}
 OWNERS = ("other", "sglang", "llamacpp")
 # Keys in a reply of each place, token ids first.
 KEYS = [("answer", key) for key in ("token_ids", "choices", "index", "token_logprobs", "top_logprobs", "cached_tokens")]
