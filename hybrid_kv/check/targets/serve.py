@@ -37,7 +37,7 @@ class Served(Server):
         self._process = ServerProcess(
             [sys.executable, "-m", "hybrid_kv.cli", "serve", "--model", model, "--port=0", *options],
             r" at (http[^;\s]+)",
-            # The client's oracle may work beside it; a small model needs no second thread.
+            # The client's oracle may work next to it; a small model needs no second thread.
             child_environment({"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}, **of_root),
             cwd=root,  # `-m` looks into the working folder before it looks into PYTHONPATH
         )

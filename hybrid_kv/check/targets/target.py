@@ -15,7 +15,7 @@ from hybrid_kv.config import HybridKVError
 if TYPE_CHECKING:
     from hybrid_kv.sampling import TokenLogprobs
 
-NUM_LIKELIEST = 5  # tokens whose log-probabilities are wanted beside the answer's own
+NUM_LIKELIEST = 5  # tokens whose log-probabilities are wanted next to the answer's own
 
 # What a target may be able to do beyond greedy answers; a check that needs more than there is is
 # "not supported".

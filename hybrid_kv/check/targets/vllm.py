@@ -39,7 +39,7 @@ _INSIDE = Inside(
         "match": ("block", "8", "4"),
         "spec": ("none", "ngram3", "mtp3"),
         "async": ("off", "on"),
-        "sanitize": ("off", "on"),  # at about half of the speed; not beside async
+        "sanitize": ("off", "on"),  # at about half of the speed; not with async
     },
     (
         "runner=v2 graph=decode spec=mtp3 prefix=align",
