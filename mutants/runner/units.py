@@ -41,6 +41,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "kernels/ssd/*": ("tests/kernels/ssd", "tests/kernels/test_recurrences.py"),
     "kernels/gated_delta/*": ("tests/kernels/gated_delta", "tests/kernels/test_recurrences.py"),
+    "kernels/paged_attention/reference.py": ("tests/attention/test_paged.py", "tests/kernels/paged_attention"),
     "kernels/recompute/r*.py": ("tests/kernels/recompute", "tests/kernels/gated_delta/test_recompute.py"),
     "kernels/*/*": ("tests/kernels/{folder}",),
     "kernels/selective_scan.py": ("tests/kernels/test_recurrences.py",),
