@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from importlib.machinery import SourceFileLoader
@@ -100,3 +102,20 @@ def test_one_place_alone_is_run(smoke: ModuleType) -> None:
     rules = smoke.Rules(RULES, only="ci.yml")
     assert rules.plan("make test").reason == "" and rules.plan("false").reason == "not of ci.yml"
     assert "make gpu-.*" in rules.unused()
+
+
+def test_a_command_ends_with_the_run_that_is_terminated(smoke: ModuleType, tmp_path: Path) -> None:
+    """Its session is its own: without care it would go on alone."""
+    before = signal.signal(signal.SIGTERM, smoke.leave)
+    try:
+        with pytest.raises(SystemExit):
+            smoke.run(
+                smoke.Command("page", 0, ""),
+                smoke.Plan("echo $$; mkfifo held; kill -TERM $PPID; read < held"),
+                tmp_path / "log",
+            )
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    child = int((tmp_path / "log").read_text())
+    with pytest.raises(ProcessLookupError):
+        os.killpg(child, 0)
