@@ -46,6 +46,8 @@ BENCH = ("bench", "--quick", "--suite")
 RUNS = {
     # The rows of the design that have both.
     "mode and scheme": (*GUARD, "1", "--only", "mode=prompts only", "--only", "scheme=eager"),
+    # Every eighth row of the design has the sanitizer on, none of those above: the scheme's own rules run here.
+    "scheme": (*GUARD, "1", "--only", "scheme=eager"),
     # The one row with an offload tier has a large pool: of this seed it loses a block, and loads it.
     "layout": (*GUARD, "1", "--seed", "2", "--only", "layers=Q*"),
     "family": (*GUARD, "1", "--only", "family=tiny_mamba"),
@@ -199,6 +201,7 @@ def test_a_mode_and_a_rollback_scheme_are_one_file_and_one_line_each(ran: dict[s
     seen = drawn(ran["mode and scheme"].checks)
     assert seen["hit_prompts only"] and seen["accepted_draft"] and seen["rejected_draft"]
     assert seen["preemption"]
+    assert drawn(ran["scheme"].checks)["sanitized"]
 
 
 def test_a_layout_of_states_is_one_file_and_one_line(ran: dict[str, Ran]) -> None:
