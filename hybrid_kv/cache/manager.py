@@ -320,7 +320,7 @@ class KVCacheManager:
                 row.published = group.mode.current_block(num_computed_tokens - 1, group.block_size)
                 row.extend(np.zeros(row.published, dtype=np.int32))
             elif group.window is not None:
-                begin = max(0, num_computed_tokens - group.window.sliding_window + 1)
+                begin = group.window.first_seen(num_computed_tokens)
                 row.published = cdiv(begin, group.block_size)
                 row.extend(np.zeros(begin // group.block_size, dtype=np.int32))
         end = num_computed_tokens + 1

@@ -110,9 +110,13 @@ class SlidingWindowSpec(FullAttentionSpec):
         """Blocks before the end of a prefix from which it is restored: those that a query reads."""
         return cdiv(self.sliding_window - 1, self.block_size)
 
+    def first_seen(self, num_computed_tokens: int) -> int:
+        """Return the position of the first token that a query after so many tokens reads."""
+        return max(0, num_computed_tokens - self.sliding_window + 1)
+
     def first_needed(self, num_computed_tokens: int) -> int:
         """Return the first block that a query after so many tokens reads."""
-        return max(0, num_computed_tokens - self.sliding_window + 1) // self.block_size
+        return self.first_seen(num_computed_tokens) // self.block_size
 
     def max_blocks_per_request(self, max_model_len: int) -> int:
         """Return how many blocks of a span of tokens a request holds at most.

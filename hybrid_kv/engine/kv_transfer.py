@@ -35,7 +35,7 @@ import torch
 
 from hybrid_kv.cache.backend import AttentionGroup
 from hybrid_kv.cache.request_blocks import NewBlocks
-from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec, layer_specs, window_of
+from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec, SlidingWindowSpec, layer_specs
 from hybrid_kv.config import ConfigError
 from hybrid_kv.engine.runner import ModelRunner
 from hybrid_kv.kernels.slot_mapping import slot_mapping
@@ -182,8 +182,7 @@ def _kept_tokens(
 
     A draft head is one token ahead of the target.
     """
-    window = window_of(spec)
-    begin = 0 if window is None else max(0, num_computed_tokens - window + 1)
+    begin = spec.first_seen(num_computed_tokens) if isinstance(spec, SlidingWindowSpec) else 0
     return range(begin, num_computed_tokens + (name not in runner.model.layer_specs))
 
 
