@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from hybrid_kv.check.guard.checks.exact_model import check_exact_model
+from hybrid_kv.check.guard.forced import FORCED
 from hybrid_kv.check.guard.registry import Run
+from hybrid_kv.check.guard.run import amounts
+from hybrid_kv.check.guard.traffic import SCENARIOS_PER_RUN, draw_scenario, rows_with
 from hybrid_kv.engine import runner
 
 
@@ -27,3 +30,12 @@ def test_a_run_without_a_pattern_is_void() -> None:
     _, patterns, settings = check_exact_model(Run(20))
     assert not patterns.passed and patterns.detail.startswith("void: never happened: ")
     assert not settings.passed and settings.detail.startswith("void: ")
+
+
+@pytest.mark.parametrize("seed", [0, 2, 7302])
+def test_every_guard_has_room_for_all_rows_of_the_design(seed: int) -> None:
+    """Else it is void with that seed, though nothing is wrong."""
+    first = seed * SCENARIOS_PER_RUN
+    numbers = range(len(rows_with({})) + len(FORCED))
+    needed = sum(draw_scenario(first + number).num_requests for number in numbers)
+    assert needed <= min(amounts("quick")["exact model"], amounts("full")["exact model"])
