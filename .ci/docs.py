@@ -29,9 +29,15 @@ CONFIG = "zensical.toml"
 
 
 def main(folder: Path) -> int:
-    """Build the site into a folder. Returns 1 for pages with warnings, 2 if it cannot be built here."""
+    """Build the site into a folder.
+
+    Returns 1 for pages with warnings, 2 if it cannot be built here.
+    """
     if find_spec("zensical") is None:
-        print("error: zensical is not installed; it needs Python 3.11: pip install -e '.[docs]'", file=sys.stderr)
+        print(
+            "error: zensical is not installed; it needs Python 3.11: pip install -e '.[docs]'",
+            file=sys.stderr,
+        )
         return 2
     with TemporaryDirectory() as temporary:
         source = Path(temporary)
@@ -43,7 +49,9 @@ def main(folder: Path) -> int:
             print(*wrong, sep="\n", file=sys.stderr)
             return 1
         command = (sys.executable, "-m", "zensical", "build", "--strict")
-        built = subprocess.run(command, cwd=source, capture_output=True, text=True, encoding="utf-8")
+        built = subprocess.run(
+            command, cwd=source, capture_output=True, text=True, encoding="utf-8"
+        )
         if built.returncode:
             print(built.stdout, built.stderr.partition("Traceback")[0], sep="", file=sys.stderr)
             return 1
@@ -56,10 +64,17 @@ def _not_in_navigation(source: Path) -> Iterator[str]:
     """Pages that the navigation lacks, and those that only it has: Zensical looks at links in pages alone."""
     import tomllib  # of Python 3.11, as Zensical
 
-    listed = set(_targets(tomllib.loads((source / CONFIG).read_text(encoding="utf-8"))["project"]["nav"]))
+    listed = set(
+        _targets(tomllib.loads((source / CONFIG).read_text(encoding="utf-8"))["project"]["nav"])
+    )
     pages = {str(page.relative_to(source / "docs")) for page in (source / "docs").rglob("*.md")}
-    yield from (f"error: the navigation in {CONFIG} lacks {page}; add it" for page in sorted(pages - listed))
-    yield from (f"error: the navigation in {CONFIG} has {page}; there is none" for page in sorted(listed - pages))
+    yield from (
+        f"error: the navigation in {CONFIG} lacks {page}; add it" for page in sorted(pages - listed)
+    )
+    yield from (
+        f"error: the navigation in {CONFIG} has {page}; there is none"
+        for page in sorted(listed - pages)
+    )
 
 
 def _targets(nav: Any) -> Iterator[str]:
@@ -76,7 +91,11 @@ def _commands() -> str:
     parts = [f"# Commands\n\n{group.help}\n"]
     for name in group.list_commands(context):
         command = group.get_command(context, name)
-        parts.append(get_docs_for_click(obj=command, ctx=context, indent=1, call_prefix="hybrid-kv", name=name))
+        parts.append(
+            get_docs_for_click(
+                obj=command, ctx=context, indent=1, call_prefix="hybrid-kv", name=name
+            )
+        )
     return "\n".join(parts)
 
 
@@ -84,11 +103,15 @@ def _classes() -> str:
     public = [getattr(hybrid_kv, name) for name in hybrid_kv.__all__ if name != "__version__"]
     parts = ["# Python\n\n`LLM` takes the fields of these configurations by name.\n"]
     for one in [*public, EngineConfig, *PARTS.values()]:
-        parts.append(f"## {one.__name__}\n\n```python\n{_signature(one)}\n```\n\n{inspect.getdoc(one) or ''}\n")
+        parts.append(
+            f"## {one.__name__}\n\n```python\n{_signature(one)}\n```\n\n{inspect.getdoc(one) or ''}\n"
+        )
         methods = {} if is_dataclass(one) else vars(one)
         for name, method in methods.items():
             if not name.startswith("_") and inspect.isfunction(method):
-                parts.append(f"### {name}\n\n```python\n{_signature(method)}\n```\n\n{inspect.getdoc(method) or ''}\n")
+                parts.append(
+                    f"### {name}\n\n```python\n{_signature(method)}\n```\n\n{inspect.getdoc(method) or ''}\n"
+                )
     return "\n".join(parts)
 
 
@@ -96,10 +119,21 @@ def _signature(one: Any) -> str:
     """A parameter a line."""
     signature = inspect.signature(one)
     # Annotations are texts, which are shown without their quotes.
-    shown = {name: re.sub(r": '(.*?)'", r": \1", str(parameter)) for name, parameter in signature.parameters.items()}
+    shown = {
+        name: re.sub(r": '(.*?)'", r": \1", str(parameter))
+        for name, parameter in signature.parameters.items()
+    }
     lines = [f"    {text}," for name, text in shown.items() if name != "self"]
-    returned = "" if signature.return_annotation in (None, signature.empty) else f" -> {signature.return_annotation}"
-    return "\n".join([f"{one.__name__}(", *lines, f"){returned}"]) if lines else f"{one.__name__}(){returned}"
+    returned = (
+        ""
+        if signature.return_annotation in (None, signature.empty)
+        else f" -> {signature.return_annotation}"
+    )
+    return (
+        "\n".join([f"{one.__name__}(", *lines, f"){returned}"])
+        if lines
+        else f"{one.__name__}(){returned}"
+    )
 
 
 if __name__ == "__main__":

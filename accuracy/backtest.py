@@ -2,8 +2,9 @@
 
     python -m accuracy.backtest
 
-For each series: the threshold that its mean and standard deviation give, the runs below it, and whether the claimed
-rate of false alarms lies within the binomial interval of what was seen. Beside it the losses that gates of engines see.
+For each series: the threshold that its mean and standard deviation give, the runs below it, and
+whether the claimed rate of false alarms lies within the binomial interval of what was seen. Beside
+it the losses that gates of engines see.
 """
 
 from __future__ import annotations
@@ -65,7 +66,10 @@ class Series:
 
 @dataclass(frozen=True)
 class Result:
-    """A series against a threshold. `alarms`: the fewest and the most runs below it that what is known allows."""
+    """A series against a threshold.
+
+    `alarms`: the fewest and the most runs below it that what is known allows.
+    """
 
     series: Series
     noise: Noise
@@ -115,13 +119,27 @@ def rate_of_ten(series: Series, draws: int = 2_000) -> float:
     below = 0
     for _ in range(draws):
         drawn = rng.permutation(scores)
-        below += int((drawn[10:] < noise_of(drawn[:10].tolist(), series.questions).threshold()).sum())
+        below += int(
+            (drawn[10:] < noise_of(drawn[:10].tolist(), series.questions).threshold()).sum()
+        )
     return below / (draws * (len(scores) - 10))
 
 
 def table(results: Sequence[Result]) -> str:
     """As Markdown; losses in points, seen with a chance of 80 %."""
-    head = ("of", "runs", "mean", "sd", "threshold", "below it", "95 % of that rate", "sees", "TRT-LLM", "−5", "−8")
+    head = (
+        "of",
+        "runs",
+        "mean",
+        "sd",
+        "threshold",
+        "below it",
+        "95 % of that rate",
+        "sees",
+        "TRT-LLM",
+        "−5",
+        "−8",
+    )
     lines = [f"| {' | '.join(head)} |", f"|---|{'--:|' * (len(head) - 1)}"]
     for result in results:
         series, noise = result.series, result.noise
@@ -153,7 +171,10 @@ def page_with(text: str, results: Sequence[Result]) -> str:
     """A page with its table made anew."""
     total = sum(result.series.runs for result in results if not result.series.like)
     holding = sum(result.holds for result in results)
-    longest = max((result.series for result in results if result.series.scores), key=lambda series: series.runs)
+    longest = max(
+        (result.series for result in results if result.series.scores),
+        key=lambda series: series.runs,
+    )
     summary = (
         f"{total:,} published runs, thresholds for {FALSE_ALARMS:.0%} of false alarms: that rate is within the "
         f"interval of {holding} of {len(results)} rows. Ten of the {longest.runs} runs of {longest.source}, drawn "

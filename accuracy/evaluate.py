@@ -42,7 +42,10 @@ def final_number(text: str) -> str | None:
 def accuracy_row(name: str, found: pd.DataFrame) -> str:
     """Of ``measure_accuracy``'s problems, as a row of the table."""
     parts = [found["right"][found["steps"] == steps] for steps in (1, 2, 3, 4)]
-    steps, unseen = " | ".join(f"{one.sum()}/{len(one)}" for one in parts), found["right"][found["unseen_pair"]]
+    steps, unseen = (
+        " | ".join(f"{one.sum()}/{len(one)}" for one in parts),
+        found["right"][found["unseen_pair"]],
+    )
     shares = f"**{found['right'].mean():.1%}** | {found['exact'].mean():.1%}"
     return f"| {name} | {len(found)} | {shares} | {steps} | {unseen.sum()}/{len(unseen)} |"
 
@@ -68,8 +71,8 @@ def measure_accuracy(
 ) -> tuple[pd.DataFrame, list[tuple[list[int], list[int]]]]:
     """What became of each of ``items``, and (prompt, greedy continuation) of each.
 
-    ``exact``: the whole chain of thought equals the reference; ``unseen_pair``: a sum or difference that training
-    never showed is in it.
+    ``exact``: the whole chain of thought equals the reference; ``unseen_pair``: a sum or difference
+    that training never showed is in it.
     """
     rows, runs = [], []
     for item in tqdm(items, desc=name, mininterval=5):
@@ -82,7 +85,9 @@ def measure_accuracy(
                 "steps": item.steps,
                 "right": final_number(text) == str(item.final),
                 "exact": text.strip().startswith(item.answer),
-                "unseen_pair": any(problems.is_held_out_pair(int(a), op, int(b)) for a, op, b in lines),
+                "unseen_pair": any(
+                    problems.is_held_out_pair(int(a), op, int(b)) for a, op, b in lines
+                ),
             }
         )
         runs.append((prompt, out))
@@ -106,7 +111,9 @@ def draft(model: GuardModel, hidden: Tensor, ids: list[int], count: int) -> list
         hidden = torch.cat([hidden, out], 1)
 
 
-def measure_acceptance(model: GuardModel, runs: list[tuple[list[int], list[int]]], count: int) -> pd.DataFrame:
+def measure_acceptance(
+    model: GuardModel, runs: list[tuple[list[int], list[int]]], count: int
+) -> pd.DataFrame:
     """Draft ``count`` tokens a round along the greedy continuations: how many were ``offered`` and ``taken`` in each.
 
     Greedy verification accepts a draft exactly where it equals the greedy token, so the
@@ -162,14 +169,18 @@ def mtp_section(results: dict[int, pd.DataFrame], prompts: int) -> list[str]:
     ]
     for count, rounds in results.items():
         offered, taken = rounds["offered"], rounds["taken"]
-        shares = [(taken > i).sum() / max((taken.ge(i) & (offered > i)).sum(), 1) for i in range(count)]
+        shares = [
+            (taken > i).sum() / max((taken.ge(i) & (offered > i)).sum(), 1) for i in range(count)
+        ]
         parts = " / ".join(f"{share:.1%}" for share in shares)
         lines.append(f"| {count} | {parts} | {rounds['new'].mean():.2f} | {len(rounds)} |")
     return lines
 
 
 def margin_section(gaps: list[float]) -> list[str]:
-    least, *some, median = (f"{gap:.2g}" for gap in np.quantile(gaps, [0, 0.001, 0.01, 0.05, 0.5], method="lower"))
+    least, *some, median = (
+        f"{gap:.2g}" for gap in np.quantile(gaps, [0, 0.001, 0.01, 0.05, 0.5], method="lower")
+    )
     return [
         "### Margins",
         "",
@@ -185,7 +196,11 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--n", type=int, default=300, help="problems per kind")
     p.add_argument("--drafted", type=int, default=100, help="problems of the MTP table")
     p.add_argument("--model", choices=tuple(FOLDERS), default="nemotron_h")
-    p.add_argument("--folder", type=Path, help="a checkpoint of it that is not installed; its card stays as it is")
+    p.add_argument(
+        "--folder",
+        type=Path,
+        help="a checkpoint of it that is not installed; its card stays as it is",
+    )
     # One token at a time leaves two threads mostly waiting for each other: 1 took 100 s where 2,
     # beside another process, would have taken 20 minutes.
     p.add_argument("--threads", type=int, default=1)

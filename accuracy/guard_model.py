@@ -1,8 +1,9 @@
 """A guard model: transformers' decoder, and the MTP head that transformers lacks.
 
-The shipped config.json gives the sizes. An MTP head drafts the token after next: it joins the decoder's output of
-token i (after the final norm) with the embedding of token i+1, runs attention and an MLP on that, and the decoder's
-``lm_head`` reads the result. For a further token it takes its own output in the place of the decoder's.
+The shipped config.json gives the sizes. An MTP head drafts the token after next: it joins the
+decoder's output of token i (after the final norm) with the embedding of token i+1, runs attention
+and an MLP on that, and the decoder's ``lm_head`` reads the result. For a further token it takes its
+own output in the place of the decoder's.
 
 Shapes: b batch, t tokens, d hidden.
 """
@@ -60,14 +61,21 @@ class Qwen35Head(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         d, eps = config.hidden_size, config.rms_norm_eps
-        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = Qwen3_5MoeRMSNorm(d, eps), Qwen3_5MoeRMSNorm(d, eps)
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = (
+            Qwen3_5MoeRMSNorm(d, eps),
+            Qwen3_5MoeRMSNorm(d, eps),
+        )
         self.fc = nn.Linear(2 * d, d, bias=False)
-        self.layers = nn.ModuleList([Qwen3_5MoeDecoderLayer(config, config.layer_types.index("full_attention"))])
+        self.layers = nn.ModuleList(
+            [Qwen3_5MoeDecoderLayer(config, config.layer_types.index("full_attention"))]
+        )
         self.norm = Qwen3_5MoeRMSNorm(d, eps)
         self.rotary = Qwen3_5MoeTextRotaryEmbedding(config)
 
     def forward(self, hidden: Tensor, embedding: Tensor) -> Tensor:
-        x = self.fc(torch.cat([self.pre_fc_norm_embedding(embedding), self.pre_fc_norm_hidden(hidden)], -1))
+        x = self.fc(
+            torch.cat([self.pre_fc_norm_embedding(embedding), self.pre_fc_norm_hidden(hidden)], -1)
+        )
         positions = torch.arange(1, x.shape[1] + 1, device=x.device)[None]
         return self.norm(self.layers[0](x, self.rotary(x, positions)))
 
@@ -91,13 +99,21 @@ class GuardModel(nn.Module):
         """ids (b, t) to hidden states after the final norm (b, t, d) and what training adds to its loss.
 
         Args:
-            seen: (b, 1, t, t) bool, True where attention may read a key; all before a query if None.
+            seen: (b, 1, t, t) bool, True where attention may read a key; all before a query if
+                None.
         """
         mask = None if seen is None else {"full_attention": seen, "linear_attention": None}
-        out = self.decoder.model(ids, attention_mask=mask, use_cache=False, output_router_logits=True)
+        out = self.decoder.model(
+            ids, attention_mask=mask, use_cache=False, output_router_logits=True
+        )
         experts, chosen = getattr(self.config, "num_experts", 0), self.config.num_experts_per_tok
-        balances = [load_balancing_loss_func((layer,), experts, chosen) / chosen for layer in out.router_logits or ()]
-        return out.last_hidden_state, BALANCE_WEIGHT * sum(balances, torch.zeros(())) / max(1, len(balances))
+        balances = [
+            load_balancing_loss_func((layer,), experts, chosen) / chosen
+            for layer in out.router_logits or ()
+        ]
+        return out.last_hidden_state, BALANCE_WEIGHT * sum(balances, torch.zeros(())) / max(
+            1, len(balances)
+        )
 
     def draft_hidden(self, hidden: Tensor, next_ids: Tensor) -> Tensor:
         """One pass of the MTP head: hidden (b, t, d) of token i and the ids of i+1 (b, t) -> (b, t, d) for i+2."""
@@ -112,8 +128,9 @@ def new_model(model_type: str) -> GuardModel:
     for name, weight in model.named_parameters():
         scale = 1 / math.sqrt(weight.shape[-1])
         if name.endswith("dt_bias"):
-            # With A = 1, half-lives from about 7 to 700 tokens, one head in each equal part of the logarithm: slow
-            # enough to carry the latch over five problems of 54 tokens, fast enough to count.
+            # With A = 1, half-lives from about 7 to 700 tokens, one head in each equal part of the
+            # logarithm: slow enough to carry the latch over five problems of 54 tokens, fast enough
+            # to count.
             share = (torch.arange(len(weight)) + torch.rand(len(weight))) / len(weight)
             dt = torch.exp(math.log(1e-3) + share * math.log(100))
             weight.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus inverse
@@ -132,7 +149,8 @@ def new_model(model_type: str) -> GuardModel:
 def save_checkpoint(model: GuardModel, folder: Path) -> None:
     """Write config.json, generation_config.json and model.safetensors, whose matrices are float16.
 
-    The config's dtype is float32: that is what every engine then loads the weights as. Vectors stay float32.
+    The config's dtype is float32: that is what every engine then loads the weights as. Vectors stay
+    float32.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
@@ -140,7 +158,11 @@ def save_checkpoint(model: GuardModel, folder: Path) -> None:
         published = name.removeprefix("decoder.")
         if model.config.model_type == "nemotron_h":
             published = published.replace("model.", "backbone.")
-        tensors[published] = value.detach().to("cpu", torch.float16 if value.dim() > 1 else torch.float32).contiguous()
+        tensors[published] = (
+            value.detach()
+            .to("cpu", torch.float16 if value.dim() > 1 else torch.float32)
+            .contiguous()
+        )
     partial = folder / "model.safetensors.partial"
     save_file(tensors, partial, metadata={"format": "pt"})
     partial.replace(folder / "model.safetensors")
@@ -151,8 +173,14 @@ def save_checkpoint(model: GuardModel, folder: Path) -> None:
 def load_checkpoint(folder: Path, dtype: torch.dtype = torch.float32) -> GuardModel:
     """The model in ``folder``, with its MTP head."""
     with quiet():
-        decoder = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager")
+        decoder = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, experts_implementation="eager"
+        )
     model, tensors = GuardModel(decoder), load_file(folder / "model.safetensors")
-    head = {name.removeprefix("mtp."): value.to(dtype) for name, value in tensors.items() if name.startswith("mtp.")}
+    head = {
+        name.removeprefix("mtp."): value.to(dtype)
+        for name, value in tensors.items()
+        if name.startswith("mtp.")
+    }
     model.mtp.load_state_dict(head, assign=True)  # RoPE's angles stay float32, as in the decoder
     return model.eval()

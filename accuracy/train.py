@@ -8,12 +8,12 @@ and goes on from there when started again. On a CPU two single-thread processes 
 times as fast as one process with two threads on a busy two-core machine); on a GPU one process
 takes all of it.
 
-**Path dropout** makes a model need its recurrent state. Trained plainly, attention learns nearly all
-the copying, and most answers survive a zeroed state (75 of 90 points did of the first model). So part of the training
-sequences takes that path away: attention may not cross a problem border, and the tokens that tell
-the box size are hidden as keys from every other sentence. There only the SSM state can bring the
-size. The first ``latch-only-steps`` use nothing else, later steps half and half; inference is
-ordinary attention.
+**Path dropout** makes a model need its recurrent state. Trained plainly, attention learns nearly
+all the copying, and most answers survive a zeroed state (75 of 90 points did of the first model).
+So part of the training sequences takes that path away: attention may not cross a problem border,
+and the tokens that tell the box size are hidden as keys from every other sentence. There only the
+SSM state can bring the size. The first ``latch-only-steps`` use nothing else, later steps half and
+half; inference is ordinary attention.
 """
 
 import argparse
@@ -47,7 +47,17 @@ QUESTION_WEIGHT = 0.1  # question tokens are mostly chance; answers weigh 1
 FACTOR_WEIGHT = 3.0  # the operand after "*" is where the latch is needed
 
 # What may not change when a run goes on.
-IDENTITY = ("model", "seed", "batch", "length", "replicas", "muon_lr", "adam_lr", "latch_only_steps", "mtp_from_step")
+IDENTITY = (
+    "model",
+    "seed",
+    "batch",
+    "length",
+    "replicas",
+    "muon_lr",
+    "adam_lr",
+    "latch_only_steps",
+    "mtp_from_step",
+)
 IDENTITY += ("steps", "decay_steps")
 
 
@@ -90,7 +100,9 @@ def _sequence(rng: random.Random, length: int) -> tuple[np.ndarray, ...]:
     return array, weight, problem_no, sentence_no, latch
 
 
-def make_batch(seed: int, step: int, sequences: range, length: int, latch_only: bool, device: torch.device) -> Batch:
+def make_batch(
+    seed: int, step: int, sequences: range, length: int, latch_only: bool, device: torch.device
+) -> Batch:
     """The sequences of one step; even ones get path dropout, all of them if ``latch_only``."""
     drawn = [_sequence(random.Random(f"{seed}/{step}/{i}"), length + 1) for i in sequences]
     ids, weights, problem_no, sentence_no, latch = map(np.stack, zip(*drawn, strict=True))
@@ -134,7 +146,9 @@ def batch_loss(model: GuardModel, batch: Batch, with_mtp: bool) -> tuple[Tensor,
             # At i: the state that stands for i + k - 1, the known token i + k, and i + k + 1 due.
             drafted = model.draft_hidden(drafted[:, : length - k], ids[:, k:length])
             in_answer = weights[:, : length - k] >= 1
-            term, first = _weighted(model.lm_head(drafted), ids[:, k + 1 :], weights[:, k:] * in_answer)
+            term, first = _weighted(
+                model.lm_head(drafted), ids[:, k + 1 :], weights[:, k:] * in_answer
+            )
             loss = loss + part * term
             if k == 1:
                 mtp_loss = first
@@ -193,7 +207,11 @@ class Trainer:
         torch.manual_seed(args.seed)
         self.model = new_model(args.model).to(self.device)
         named = self.model.named_parameters()
-        matrices = [p for n, p in named if p.dim() > 1 and not any(x in n for x in ("embed", "lm_head", "conv1d"))]
+        matrices = [
+            p
+            for n, p in named
+            if p.dim() > 1 and not any(x in n for x in ("embed", "lm_head", "conv1d"))
+        ]
         chosen = set(map(id, matrices))
         self.rest = [p for p in self.model.parameters() if id(p) not in chosen]
         self.optimizers = [
@@ -201,7 +219,9 @@ class Trainer:
             torch.optim.AdamW(self.rest, args.adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
         ]
         self.schedules = [
-            torch.optim.lr_scheduler.LambdaLR(each, lambda step: lr_scale(step, args.steps, args.decay_steps))
+            torch.optim.lr_scheduler.LambdaLR(
+                each, lambda step: lr_scale(step, args.steps, args.decay_steps)
+            )
             for each in self.optimizers
         ]
         self.step = 0
@@ -212,7 +232,9 @@ class Trainer:
         """One optimiser step; returns the answer loss and the MTP loss of this process."""
         args = self.args
         latch_only = self.step < args.latch_only_steps
-        batch = make_batch(args.seed, self.step, self.sequences, args.length, latch_only, self.device)
+        batch = make_batch(
+            args.seed, self.step, self.sequences, args.length, latch_only, self.device
+        )
         self.model.zero_grad()
         loss, answer_loss, mtp_loss = batch_loss(self.model, batch, self.step >= args.mtp_from_step)
         loss.backward()
@@ -252,15 +274,18 @@ class Trainer:
             raise SystemExit(f"{path} is of a run with other {', '.join(changed)}; use --fresh")
         self.step = state["step"]
         self.model.load_state_dict(state["model"])
-        for part, values in zip((*self.optimizers, *self.schedules), state["optimizers"], strict=True):
+        for part, values in zip(
+            (*self.optimizers, *self.schedules), state["optimizers"], strict=True
+        ):
             part.load_state_dict(values)
 
 
 def build_tokenizer(rigid: bool) -> PreTrainedTokenizerFast:
     """`accuracy.tokenizer` as transformers knows it.
 
-    transformers gives a Qwen3.5 checkpoint a pre-tokenizer of its own, whatever tokenizer.json says. A ``rigid``
-    tokenizer has its words as added tokens, too: these are cut out of a text before that, the longest first.
+    transformers gives a Qwen3.5 checkpoint a pre-tokenizer of its own, whatever tokenizer.json
+    says. A ``rigid`` tokenizer has its words as added tokens, too: these are cut out of a text
+    before that, the longest first.
     """
     core = Tokenizer(models.WordLevel(dict(tokenizer.token_ids()), unk_token=tokenizer.UNK))
     if rigid:

@@ -1,1 +1,4 @@
-"""Microbenchmarks: `python -m bench`, `asv run`, and pytest-benchmark in `tests/bench`. One file per operation."""
+"""Microbenchmarks: `python -m bench`, `asv run`, and pytest-benchmark in `tests/bench`.
+
+One file per operation.
+"""

@@ -12,7 +12,8 @@ from bench._reference import Floats, near
 from bench.harness.cells import Case
 from hybrid_kv.kernels.common.spans import Spans
 
-# Outputs and states of equally long rows, of the states that they start from, a layer's inputs and the number of rows.
+# Outputs and states of equally long rows, of the states that they start from, a layer's inputs and
+# the number of rows.
 Expected = Callable[[torch.Tensor, Sequence[torch.Tensor], int], tuple[Floats, Floats]]
 
 
@@ -40,7 +41,9 @@ def verify_step(
     )  # fmt: skip
 
 
-def equal_spans(num_tokens: int, num_reqs: int, chunk_size: int, device: str) -> tuple[Spans, torch.Tensor]:
+def equal_spans(
+    num_tokens: int, num_reqs: int, chunk_size: int, device: str
+) -> tuple[Spans, torch.Tensor]:
     """Prompts of one length, whose states go to the first blocks; and the blocks that they start from."""
     lengths = torch.full((num_reqs,), num_tokens // num_reqs)
     blocks = torch.arange(1, num_reqs + 1, device=device)

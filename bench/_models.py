@@ -20,7 +20,9 @@ VOCAB = 97
 class Right:
     """A proposer that knows the answers; requests are distinguished by their numbers."""
 
-    def __init__(self, texts: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], K: int) -> None:
+    def __init__(
+        self, texts: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], K: int
+    ) -> None:
         self._sequences = [[*text, *answer] for text, answer in zip(texts, wanted, strict=True)]
         self._K = K
 

@@ -19,7 +19,9 @@ def equal(what: str, result: Any, expected: Any) -> float:
         raise WrongResultError(f"{what} has shape {got.shape}, expected {wanted.shape}")
     if wrong := int((got != wanted).sum()):
         where = np.argwhere(got != wanted)[0].tolist()
-        raise WrongResultError(f"{what}: {wrong} of {wanted.size} entries are wrong, the first at {where}")
+        raise WrongResultError(
+            f"{what}: {wrong} of {wanted.size} entries are wrong, the first at {where}"
+        )
     return 0.0
 
 
@@ -30,7 +32,9 @@ def near(what: str, result: Any, expected: Any, tolerance: float) -> float:
         raise WrongResultError(f"{what} has shape {got.shape}, expected {wanted.shape}")
     error = float(np.abs(got - wanted).max() / np.abs(wanted).max())
     if not error <= tolerance:
-        raise WrongResultError(f"{what}: largest error {error:.3g} of the largest value, tolerance {tolerance:.3g}")
+        raise WrongResultError(
+            f"{what}: largest error {error:.3g} of the largest value, tolerance {tolerance:.3g}"
+        )
     return error
 
 
@@ -51,13 +55,22 @@ def convolution(window: Floats, x: Floats, weight: Floats, bias: Floats) -> Floa
 
 
 def recurrence(
-    state: Floats, x: Floats, dt: Floats, A: Floats, B: Floats, C: Floats, D: Floats, last: bool = False
+    state: Floats,
+    x: Floats,
+    dt: Floats,
+    A: Floats,
+    B: Floats,
+    C: Floats,
+    D: Floats,
+    last: bool = False,
 ) -> tuple[Floats, Floats]:
     """Mamba-2, token by token: outputs [rows, len, heads, head_dim], states after each [rows, len, heads, head_dim, N].
 
     Args:
-        last: of the states only the last ones, [rows, heads, head_dim, N]; those of a prompt are gigabytes.
-        state: [rows, heads, head_dim, N]; x: [rows, len, heads, head_dim]; dt: [rows, len, heads] after softplus;
+        last: of the states only the last ones, [rows, heads, head_dim, N]; those of a prompt are
+            gigabytes.
+        state: [rows, heads, head_dim, N]; x: [rows, len, heads, head_dim]; dt: [rows, len, heads]
+            after softplus;
         A, D: [heads]; B, C: [rows, len, groups, N].
     """
     per_group = x.shape[2] // B.shape[2]
@@ -78,7 +91,8 @@ def delta_rule(
 
     Args:
         last: see `recurrence`.
-        state: [rows, heads, V, K]; q, k: [rows, len, heads, K]; v: [rows, len, heads, V]; beta: [rows, len, heads];
+        state: [rows, heads, V, K]; q, k: [rows, len, heads, K]; v: [rows, len, heads, V]; beta:
+            [rows, len, heads];
         decays: [rows, len, heads, 1 or K].
     """
     outputs, states = [], []

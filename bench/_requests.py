@@ -10,7 +10,13 @@ import torch
 
 from hybrid_kv.cache import spec
 from hybrid_kv.cache.manager import KVCacheManager
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, StatePart
+from hybrid_kv.cache.spec import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    StatePart,
+)
 from hybrid_kv.config import SchedulerConfig
 from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.request import Request
@@ -43,10 +49,14 @@ def manager(mode: str, K: int, num_blocks: int) -> KVCacheManager:
         state = MambaSpec(BLOCK_SIZE, parts, mamba_cache_mode=mode, **_drafts(K))
         specs += [KVCacheGroupSpec((f"mamba {i}",), state) for i in range(MAMBA_GROUPS)]
     specs.append(KVCacheGroupSpec(("attention",), FullAttentionSpec(BLOCK_SIZE, 1, 1, torch.int32)))
-    return KVCacheManager(KVCacheConfig(num_blocks, tuple(specs)), mode != "none", max_model_len=LIMIT)
+    return KVCacheManager(
+        KVCacheConfig(num_blocks, tuple(specs)), mode != "none", max_model_len=LIMIT
+    )
 
 
-def scheduler(subject: KVCacheManager, mode: str, K: int, max_num_seqs: int, budget: int = 1 << 16) -> Scheduler:
+def scheduler(
+    subject: KVCacheManager, mode: str, K: int, max_num_seqs: int, budget: int = 1 << 16
+) -> Scheduler:
     """The budget, in tokens of a step, holds every prompt of the suites unless a smaller one is given."""
     config = SchedulerConfig(max_num_seqs, budget, LIMIT)
     return Scheduler(config, subject, K)
@@ -54,7 +64,9 @@ def scheduler(subject: KVCacheManager, mode: str, K: int, max_num_seqs: int, bud
 
 def prompts(seed: int, num_reqs: int, length: int) -> list[list[int]]:
     """Random tokens, so that no two prompts share a block."""
-    tokens: list[list[int]] = np.random.default_rng(seed).integers(0, 1 << 15, (num_reqs, length)).tolist()
+    tokens: list[list[int]] = (
+        np.random.default_rng(seed).integers(0, 1 << 15, (num_reqs, length)).tolist()
+    )
     return tokens
 
 

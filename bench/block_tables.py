@@ -1,9 +1,10 @@
 """A step's block tables: ids staged and applied, the batch's rows as kernel blocks, its tokens mapped to slots.
 
-`total` is all of that on a CPU, in two equal groups of 8 kernel blocks per block, beside the real code of vLLM's V1
-runner where `--peers` names installs of it (`bench.peers`): host and device part together, as on a CPU both are the
-host's. Every subject starts from ids in the form in which its engine holds them (lists in vLLM, arrays here) and ends
-with tables in kernel blocks and slots, which are compared with tables made from the ids by numpy.
+`total` is all of that on a CPU, in two equal groups of 8 kernel blocks per block, beside the real
+code of vLLM's V1 runner where `--peers` names installs of it (`bench.peers`): host and device part
+together, as on a CPU both are the host's. Every subject starts from ids in the form in which its
+engine holds them (lists in vLLM, arrays here) and ends with tables in kernel blocks and slots,
+which are compared with tables made from the ids by numpy.
 
 `step` is the same for two models' groups; `update_kernel` is that as one launch.
 """
@@ -30,17 +31,21 @@ from hybrid_kv.measure.timing.case import ENGINE
 
 MAX_TOKENS = 8192
 STEPS_IN_A_ROW = 8
-# By model at 131,072 tokens, mode `all`, K = 3: Mamba groups, block size, width; besides there is a group of attention.
+# By model at 131,072 tokens, mode `all`, K = 3: Mamba groups, block size, width; besides there is a
+# group of attention.
 LAYOUTS = {"nemotron-3-nano": (4, 2176, 61), "granite-4-h-small": (9, 1024, 128)}
-STEPS = {"decode 64": (64, 4, 1, 8, 4), "prefill 4": (4, 4, 2, 0, 512)}  # see `Shape`; the last are the tokens
+STEPS = {
+    "decode 64": (64, 4, 1, 8, 4),
+    "prefill 4": (4, 4, 2, 0, 512),
+}  # see `Shape`; the last are the tokens
 
 
 @dataclass(frozen=True)
 class Shape:
     """A step, several times over: `appends` of `num_reqs` requests get `blocks` blocks in each group.
 
-    `held`: before the first. 0: new requests, whose last `tokens` tokens run. Mamba groups have no slots, kernel blocks
-    as long as their blocks, and room for the states of drafts.
+    `held`: before the first. 0: new requests, whose last `tokens` tokens run. Mamba groups have no
+    slots, kernel blocks as long as their blocks, and room for the states of drafts.
     """
 
     num_reqs: int
@@ -69,7 +74,11 @@ def _shape(model: str, step: str) -> Shape:
 
 
 TOTALS = {
-    **{f"{n} of 256 append, width {width}": Shape(256, n, 1, 32, width) for width in (40, 1024) for n in (16, 256, 0)},
+    **{
+        f"{n} of 256 append, width {width}": Shape(256, n, 1, 32, width)
+        for width in (40, 1024)
+        for n in (16, 256, 0)
+    },
     "16 of 256 append, 1000 held": Shape(256, 16, 1, 1000, 1024),
     "8 prefills x 64 blocks": Shape(8, 8, 64, 0, 64, 1024),
     "32 prefills x 256 blocks, width 256": Shape(32, 32, 256, 0, 256, 256),
@@ -84,7 +93,10 @@ class Steps:
         rng = np.random.default_rng(seed)
         self.shape, self.layouts = shape, shape.layouts
         self.rows = np.sort(rng.permutation(shape.num_reqs)[: shape.appends])
-        sizes = (shape.num_reqs, len(self.layouts), shape.held), (shape.appends, len(self.layouts), shape.blocks)
+        sizes = (
+            (shape.num_reqs, len(self.layouts), shape.held),
+            (shape.appends, len(self.layouts), shape.blocks),
+        )
         self.held = rng.integers(1, 1 << 20, sizes[0]).astype(np.int32)
         self.new = rng.integers(1, 1 << 20, (STEPS_IN_A_ROW, *sizes[1])).astype(np.int32)
         self.positions = []
@@ -92,7 +104,9 @@ class Steps:
             ends = self.num_blocks(step) * shape.block_size - shape.tokens
             if not self.is_new:
                 ends -= rng.integers(0, shape.block_size, shape.num_reqs)
-            self.positions.append(torch.from_numpy((ends[:, None] + np.arange(shape.tokens)).reshape(-1)))
+            self.positions.append(
+                torch.from_numpy((ends[:, None] + np.arange(shape.tokens)).reshape(-1))
+            )
 
     @property
     def is_new(self) -> bool:
@@ -104,11 +118,15 @@ class Steps:
         counts[self.rows] += self.shape.blocks * (1 if self.is_new else step + 1)
         return counts
 
-    def check(self, step: int, tables: Sequence[torch.Tensor], slots: Sequence[torch.Tensor]) -> float:
+    def check(
+        self, step: int, tables: Sequence[torch.Tensor], slots: Sequence[torch.Tensor]
+    ) -> float:
         new = self.new[step : step + 1] if self.is_new else self.new[: step + 1]
         added = np.concatenate(list(new), axis=2)  # [appends, groups, blocks]
         size, counts = self.shape.block_size, self.num_blocks(step)
-        for group, (layout, table, found) in enumerate(zip(self.layouts, tables, slots, strict=True)):
+        for group, (layout, table, found) in enumerate(
+            zip(self.layouts, tables, slots, strict=True)
+        ):
             split = layout.blocks_per_kv_block
             ids = np.zeros((self.shape.num_reqs, self.shape.held + added.shape[2]), dtype=np.int64)
             ids[:, : self.shape.held] = self.held[:, group]
@@ -143,8 +161,13 @@ def _engine_step(data: Steps) -> tuple[Callable[[], object], Callable[[int], Fou
     rows, batch = data.rows.tolist(), np.arange(shape.num_reqs)
     held = [np.ascontiguousarray(ids).reshape(-1) for ids in data.held]
     new = [[np.ascontiguousarray(ids).reshape(-1) for ids in step] for step in data.new]
-    counts, held_counts = (array("i", [count] * len(layouts)) for count in (shape.blocks, shape.held))
-    query_lens, ones = np.full(shape.num_reqs, shape.tokens), np.ones(shape.num_reqs, dtype=np.int64)
+    counts, held_counts = (
+        array("i", [count] * len(layouts)) for count in (shape.blocks, shape.held)
+    )
+    query_lens, ones = (
+        np.full(shape.num_reqs, shape.tokens),
+        np.ones(shape.num_reqs, dtype=np.int64),
+    )
     nothing, is_new = torch.zeros(shape.num_reqs, dtype=torch.int64), data.is_new
 
     def reset() -> None:
@@ -163,7 +186,9 @@ def _engine_step(data: Steps) -> tuple[Callable[[], object], Callable[[int], Fou
     return reset, run
 
 
-def _peer_step(data: Steps, install: Install) -> tuple[Callable[[], object], Callable[[int], Found]]:
+def _peer_step(
+    data: Steps, install: Install
+) -> tuple[Callable[[], object], Callable[[int], Found]]:
     from bench.peers.vllm_v1 import V1Tables
 
     shape, num_reqs = data.shape, data.shape.num_reqs
@@ -226,13 +251,20 @@ def total(seed: int, scenario: str, subject: str) -> Case:
 
 def update_kernel(seed: int, model: str, step: str, device: str = "cuda") -> Case:
     """The first of these steps as one launch."""
-    from hybrid_kv.kernels.block_tables import DeviceTables, StagedBlocks, StepBatch, update_block_tables
+    from hybrid_kv.kernels.block_tables import (
+        DeviceTables,
+        StagedBlocks,
+        StepBatch,
+        update_block_tables,
+    )
 
     data = Steps(seed, _shape(model, step))
     shape, everyone = data.shape, np.arange(data.shape.num_reqs)
     tables = DeviceTables(data.layouts, shape.num_reqs, MAX_TOKENS, torch.device(device))
 
-    def staged(rows: npt.NDArray[np.int64], ids: npt.NDArray[np.int32], overwrite: bool) -> StagedBlocks:
+    def staged(
+        rows: npt.NDArray[np.int64], ids: npt.NDArray[np.int32], overwrite: bool
+    ) -> StagedBlocks:
         counts = torch.full((len(rows), len(data.layouts)), ids.shape[2], dtype=torch.int32)
         parts = (torch.from_numpy(ids).reshape(-1), torch.from_numpy(rows).int(), counts)
         starts = torch.full((len(rows),), overwrite)
@@ -259,7 +291,8 @@ def update_kernel(seed: int, model: str, step: str, device: str = "cuda") -> Cas
         run()
         return data.check(0, tables.input_tables, tables.slot_mappings)
 
-    # A decode step's blocks go behind those of the last call: as many calls as the row has room for.
+    # A decode step's blocks go behind those of the last call: as many calls as the row has room
+    # for.
     return Case(run, check, reset, (shape.width - shape.held) // shape.blocks)
 
 
@@ -292,7 +325,15 @@ def cells() -> list[Cell]:
     subjects = (ENGINE, *(_name(install) for install in installs()))
     totals: dict[str, tuple[Scalar, ...]] = {"scenario": tuple(TOTALS), "subject": subjects}
     return [
-        *grid("block_tables", "total", "cpu", total, totals, [("16 of 256 append, width 40",)], _promise),
+        *grid(
+            "block_tables",
+            "total",
+            "cpu",
+            total,
+            totals,
+            [("16 of 256 append, width 40",)],
+            _promise,
+        ),
         *grid("block_tables", "step", "cpu", step, values, quick),
         *grid("block_tables", "update_kernel", "gpu", update_kernel, values, quick),
     ]

@@ -1,6 +1,7 @@
 """The causal convolution of a Mamba-2 layer: a prefill chunk, and the verify step of 1 + K tokens.
 
-Inputs are float32 and of order 1; a sum of 4 products and SiLU err by a few 1e-7 of the largest value.
+Inputs are float32 and of order 1; a sum of 4 products and SiLU err by a few 1e-7 of the largest
+value.
 """
 
 from __future__ import annotations
@@ -18,7 +19,16 @@ from bench._layers import equal_spans, stateful_case
 from bench._reference import convolution, near
 from bench._shapes import SHAPES
 from bench.harness.cells import Case, Cell, grid, seed
-from bench.harness.contest import MODELS, VLLM, Contest, Prepare, Rival, kernel_and_torch, models, peer_case
+from bench.harness.contest import (
+    MODELS,
+    VLLM,
+    Contest,
+    Prepare,
+    Rival,
+    kernel_and_torch,
+    models,
+    peer_case,
+)
 from hybrid_kv.kernels.causal_conv1d import (
     causal_conv1d,
     causal_conv1d_prefill,
@@ -28,7 +38,9 @@ from hybrid_kv.kernels.causal_conv1d import (
 )
 
 TOLERANCE = 2e-6
-ROUNDED = 2.0**-7  # of bfloat16: half a unit in the last place of y, and its inputs are exact in the reference
+ROUNDED = (
+    2.0**-7
+)  # of bfloat16: half a unit in the last place of y, and its inputs are exact in the reference
 
 
 def prefill(seed: int, model: str, num_tokens: int) -> Case:
@@ -48,13 +60,22 @@ def prefill(seed: int, model: str, num_tokens: int) -> Case:
     def check() -> float:
         y, inputs = run()
         return max(
-            near("y", y, expected(), TOLERANCE), near("inputs", inputs, np.concatenate([window, x], axis=1), 0.0)
+            near("y", y, expected(), TOLERANCE),
+            near("inputs", inputs, np.concatenate([window, x], axis=1), 0.0),
         )
 
     return Case(run, check)
 
 
-def update(seed: int, model: str, num_reqs: int, K: int, implementation: Any, device: str, dtype: torch.dtype) -> Case:
+def update(
+    seed: int,
+    model: str,
+    num_reqs: int,
+    K: int,
+    implementation: Any,
+    device: str,
+    dtype: torch.dtype,
+) -> Case:
     """1 + K tokens of each request, from a window that the step before left at one of its rows."""
     shape, columns, kernel = SHAPES[model], 1 + K, SHAPES[model].kernel
     g = torch.Generator().manual_seed(seed)
@@ -71,10 +92,17 @@ def update(seed: int, model: str, num_reqs: int, K: int, implementation: Any, de
     targets = torch.zeros(num_reqs, columns, dtype=torch.int64)
     targets[:, 0] = blocks[1]
     cu_seqlens = torch.arange(num_reqs + 1) * columns
-    windows = torch.stack([state[s, a - 1 : a + kernel - 2] for s, a in zip(sources, accepted, strict=True)])
-    wide = [part.double().numpy() for part in (windows, x.view(num_reqs, columns, -1), weight, bias)]
+    windows = torch.stack(
+        [state[s, a - 1 : a + kernel - 2] for s, a in zip(sources, accepted, strict=True)]
+    )
+    wide = [
+        part.double().numpy() for part in (windows, x.view(num_reqs, columns, -1), weight, bias)
+    ]
     kept = np.concatenate(wide[:2], axis=1)[:, 1:]
-    on_device = [part.to(device) for part in (state, x, weight, bias, cu_seqlens, sources, accepted - 1, targets)]
+    on_device = [
+        part.to(device)
+        for part in (state, x, weight, bias, cu_seqlens, sources, accepted - 1, targets)
+    ]
     tolerances = (TOLERANCE if dtype == torch.float32 else ROUNDED), 0.0
     return stateful_case(
         lambda: implementation(*on_device),
@@ -83,7 +111,9 @@ def update(seed: int, model: str, num_reqs: int, K: int, implementation: Any, de
     )  # fmt: skip
 
 
-def prompts(seed: int, model: str, num_tokens: int, num_reqs: int, implementation: Any, device: str) -> Case:
+def prompts(
+    seed: int, model: str, num_tokens: int, num_reqs: int, implementation: Any, device: str
+) -> Case:
     """Prompts back to back, each behind a window, whose last inputs are stored; bfloat16."""
     shape = SHAPES[model]
     g = torch.Generator().manual_seed(seed)
@@ -108,7 +138,10 @@ def prompts(seed: int, model: str, num_tokens: int, num_reqs: int, implementatio
 
 
 def vllm_conv_update() -> Prepare:
-    """`causal_conv1d_update`, in place: in the block that ours only writes. It overwrites its input with its output."""
+    """`causal_conv1d_update`, in place: in the block that ours only writes.
+
+    It overwrites its input with its output.
+    """
     function = importlib.import_module(f"{VLLM}.causal_conv1d").causal_conv1d_update
 
     def prepare(state, x, weight, bias, cu_seqlens, sources, window_rows, targets):  # type: ignore[no-untyped-def]
@@ -132,13 +165,17 @@ def vllm_conv_update() -> Prepare:
     return prepare
 
 
-def conv_updates(device: str, model: str, num_reqs: int, K: int, dtype: torch.dtype = torch.bfloat16) -> Contest:
+def conv_updates(
+    device: str, model: str, num_reqs: int, K: int, dtype: torch.dtype = torch.bfloat16
+) -> Contest:
     """One layer's convolution of such a step."""
     shape, tokens = SHAPES[model], 1 + K
     params = {"model": model, "num_reqs": num_reqs, "K": K}
     number = seed("conv_update", params)
     # The window and the tokens in, the tokens and their inputs out.
-    moved = num_reqs * shape.channels * 2 * (shape.kernel - 1 + 2 * tokens + shape.kernel - 2 + tokens)
+    moved = (
+        num_reqs * shape.channels * 2 * (shape.kernel - 1 + 2 * tokens + shape.kernel - 2 + tokens)
+    )
 
     def build(implementation: Any) -> Case:
         return update(number, model, num_reqs, K, implementation, device, dtype)
@@ -179,15 +216,36 @@ def cells() -> list[Cell]:
     models = ("nemotron-3-nano-tp8", "granite-4-h-small-tp8")
     chunks = {"model": models, "num_tokens": (256, 1024)}
     steps = {"model": models, "num_reqs": (16,), "K": (0, 1, 3, 7)}
-    launches = {"model": ("nemotron-3-nano", "granite-4-h-small"), "num_reqs": (16, 256), "K": (0, 1, 3, 7)}
-    packed = {"model": ("nemotron-3-nano", "granite-4-h-small"), "num_tokens": (2048, 8192), "num_reqs": (4,)}
+    launches = {
+        "model": ("nemotron-3-nano", "granite-4-h-small"),
+        "num_reqs": (16, 256),
+        "K": (0, 1, 3, 7),
+    }
+    packed = {
+        "model": ("nemotron-3-nano", "granite-4-h-small"),
+        "num_tokens": (2048, 8192),
+        "num_reqs": (4,),
+    }
     quick = [("nemotron-3-nano-tp8", 16, 3)]
     on_gpu = partial(prompts, implementation=causal_conv1d_prefill, device="cuda")
-    on_cpu = partial(update, implementation=causal_conv1d_update_reference, device="cpu", dtype=torch.float32)
-    step_on_gpu = partial(update, implementation=causal_conv1d_update, device="cuda", dtype=torch.bfloat16)
+    on_cpu = partial(
+        update, implementation=causal_conv1d_update_reference, device="cpu", dtype=torch.float32
+    )
+    step_on_gpu = partial(
+        update, implementation=causal_conv1d_update, device="cuda", dtype=torch.bfloat16
+    )
     return [
         *grid("causal_conv1d", "prefill", "cpu", prefill, chunks, [("nemotron-3-nano-tp8", 256)]),
         *grid("causal_conv1d", "update", "cpu", on_cpu, steps, quick),
-        *grid("causal_conv1d", "prefill_kernel", "gpu", on_gpu, packed, [("nemotron-3-nano", 2048)]),
-        *grid("causal_conv1d", "update_kernel", "gpu", step_on_gpu, launches, [("nemotron-3-nano", 256, 3)]),
+        *grid(
+            "causal_conv1d", "prefill_kernel", "gpu", on_gpu, packed, [("nemotron-3-nano", 2048)]
+        ),
+        *grid(
+            "causal_conv1d",
+            "update_kernel",
+            "gpu",
+            step_on_gpu,
+            launches,
+            [("nemotron-3-nano", 256, 3)],
+        ),
     ]

@@ -165,7 +165,9 @@ def wrong_page(texts: Texts, index: int, cache: str) -> Tensors:
     """Return a window or state of an earlier page; KV with a page of another text."""
     if cache != "kv":
         return copied("earlier")(texts, index, cache)
-    return in_page(texts, tensors_of(texts.right.layers[index], cache), other_rows(texts, index, cache))
+    return in_page(
+        texts, tensors_of(texts.right.layers[index], cache), other_rows(texts, index, cache)
+    )
 
 
 def rejected_draft(texts: Texts, index: int, cache: str) -> Tensors:
@@ -217,9 +219,13 @@ def stacked(caches: Sequence[Any]) -> Any:
     return joined
 
 
-def trials(model: Model, texts: Texts, kinds: Mapping[str, Damage], draw: Choices) -> Iterator[tuple[Cell, int]]:
+def trials(
+    model: Model, texts: Texts, kinds: Mapping[str, Damage], draw: Choices
+) -> Iterator[tuple[Cell, int]]:
     """Damage each cache in each way, and count the texts whose next tokens show it."""
-    caches = [cache for cache in CACHES if any(tensors_of(each, cache) for each in texts.right.layers)]
+    caches = [
+        cache for cache in CACHES if any(tensors_of(each, cache) for each in texts.right.layers)
+    ]
     cells = [Cell(cache, scope, kind) for cache in caches for scope in SCOPES for kind in kinds]
     broken = stacked([damaged(texts, cell, kinds[cell.kind], draw) for cell in cells])
     answers = model.continued(broken, texts.answers[:, 0].repeat(len(cells)))
@@ -227,7 +233,9 @@ def trials(model: Model, texts: Texts, kinds: Mapping[str, Damage], draw: Choice
     yield from zip(cells, shown.sum(1).tolist(), strict=True)
 
 
-def count_shown(model: Model, num_trials: int, seed: int, kinds: Mapping[str, Damage] = KINDS) -> dict[Cell, int]:
+def count_shown(
+    model: Model, num_trials: int, seed: int, kinds: Mapping[str, Damage] = KINDS
+) -> dict[Cell, int]:
     """Return how often each damage shows, of so many trials."""
     draw, shown = Choices(seed), Counter[Cell]()
     with torch.inference_mode():

@@ -1,15 +1,17 @@
 """What a step costs its host on a GPU, by count: the engine runs the guard model on the pretend device.
 
-    python -m bench.device                        # all modes and schemes on Triton; fails if a target is missed
-    python -m bench.device torch align slots 2    # kernels, mode, scheme, drafts: where the host waits and uploads
+    python -m bench.device                        # all modes and schemes on Triton; fails if a
+    target is missed python -m bench.device torch align slots 2    # kernels, mode, scheme, drafts:
+    where the host waits and uploads
 
-What runs before does not count: all of it on torch's kernels, for constants, and a request, for what an engine makes at
-its first use. Of each kind of step the largest count of any such step is given. With drafts a step of decodes verifies
-them. In a *hit* step a request starts behind what is cached, in a *resume* step it starts again after a preemption;
-*store* and *load* are between steps, when blocks go to the offload tier or come back. A step of decodes, all of one
-length, is capturable if the model launched the same, with the same arguments, as in the one before of that size.
-Launches per layer are those of a later layer of the target model: what the first one prepares for all of them, and what
-drafts cost, is in the step's launches alone. Tokens must be the CPU's.
+What runs before does not count: all of it on torch's kernels, for constants, and a request, for
+what an engine makes at its first use. Of each kind of step the largest count of any such step is
+given. With drafts a step of decodes verifies them. In a *hit* step a request starts behind what is
+cached, in a *resume* step it starts again after a preemption; *store* and *load* are between steps,
+when blocks go to the offload tier or come back. A step of decodes, all of one length, is capturable
+if the model launched the same, with the same arguments, as in the one before of that size. Launches
+per layer are those of a later layer of the target model: what the first one prepares for all of
+them, and what drafts cost, is in the step's launches alone. Tokens must be the CPU's.
 """
 
 from __future__ import annotations
@@ -43,23 +45,41 @@ METRICS = {
     "launches_of_sampling": ("sampling", "launches"),
 }
 # A step of decodes on Triton's kernels; the first two hold for every step.
-TARGETS = {"waits": 1, "uploads": 1, "launches_per_mamba_layer": 5, "launches_per_attention_layer": 4}
+TARGETS = {
+    "waits": 1,
+    "uploads": 1,
+    "launches_per_mamba_layer": 5,
+    "launches_per_attention_layer": 4,
+}
 TARGETS |= {"launches_of_tables": 1, "launches_of_sampling": 4}
 UNITS = {name: unit for name, (_, unit) in METRICS.items()} | {"capturable": ""}
 # Kinds of steps; some only where prefixes are cached.
 STEPS, OFFLOAD = ("prefill", "mixed", "decode", "resume"), ("store", "load")
 CACHED = ("hit", *OFFLOAD)
-ENGINES = {"kernels": ("triton",), "mode": ("none", "align", "all"), "scheme": ("slots", "recompute"), "K": (0, 2)}
-QUICK = {"kernels": ("torch",), "mode": ("align",), "scheme": ("slots",), "K": (2,), "step": STEPS + CACHED}
+ENGINES = {
+    "kernels": ("triton",),
+    "mode": ("none", "align", "all"),
+    "scheme": ("slots", "recompute"),
+    "K": (0, 2),
+}
+QUICK = {
+    "kernels": ("torch",),
+    "mode": ("align",),
+    "scheme": ("slots",),
+    "K": (2,),
+    "step": STEPS + CACHED,
+}
 SAMPLING = ("hybrid_kv/sampling.py", "spec_decode/verify.py")
-# Tokens. A step has at most 40; where prefixes are cached the second prompt ends its first block while it decodes.
+# Tokens. A step has at most 40; where prefixes are cached the second prompt ends its first block
+# while it decodes.
 PROMPTS = {"none": (20, 37), "align": (20, 77), "all": (20, 93)}
 
 
 class Step(NamedTuple):
     """One step: its kind, what was counted, and of each wait and upload its kind, what it was, and where.
 
-    `stale`: why a graph of the step before could not be replayed for it; None: there is none of the same size.
+    `stale`: why a graph of the step before could not be replayed for it; None: there is none of the
+    same size.
     """
 
     kind: str
@@ -76,15 +96,28 @@ def require_cpu_build() -> None:
         raise ImportError("the pretend device needs a build of torch for the CPU")
 
 
-def _engine(device: str, kernels: str, mode: str, scheme: str, K: int, folder: Path | None = None) -> Any:
+def _engine(
+    device: str, kernels: str, mode: str, scheme: str, K: int, folder: Path | None = None
+) -> Any:
     from hybrid_kv.check.guard_model import FOLDER
     from hybrid_kv.engine.llm import LLM
 
     how: dict[str, Any] = {"num_speculative_tokens": K, "speculative_method": "mtp"} if K else {}
-    sizes: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 128, "max_num_batched_tokens": 40, "num_blocks": 32}
-    how |= {"mamba_cache_mode": mode, "state_scheme": scheme, "enable_prefix_caching": mode != "none"}
+    sizes: dict[str, Any] = {
+        "max_num_seqs": 2,
+        "max_model_len": 128,
+        "max_num_batched_tokens": 40,
+        "num_blocks": 32,
+    }
+    how |= {
+        "mamba_cache_mode": mode,
+        "state_scheme": scheme,
+        "enable_prefix_caching": mode != "none",
+    }
     how |= {"kv_offload_bytes": 1 << 22} if mode != "none" else {}
-    return LLM(folder or FOLDER, device=device, kernels=kernels, attention_backend="TORCH", **sizes, **how)
+    return LLM(
+        folder or FOLDER, device=device, kernels=kernels, attention_backend="TORCH", **sizes, **how
+    )
 
 
 def _tokens(llm: Any, mode: str) -> list[list[int]]:
@@ -95,7 +128,9 @@ def _tokens(llm: Any, mode: str) -> list[list[int]]:
         if llm.num_steps == after:
             llm.scheduler.preempt_all()
 
-    prompts = [[(7 * i * i + 3 * length) % 90 + 3 for i in range(length)] for length in PROMPTS[mode]]
+    prompts = [
+        [(7 * i * i + 3 * length) % 90 + 3 for i in range(length)] for length in PROMPTS[mode]
+    ]
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     outputs = llm.generate(prompts, params, progress=False)
     longer, after = [*prompts[1], *outputs[1].token_ids], llm.num_steps + 3
@@ -108,7 +143,9 @@ def _tokens(llm: Any, mode: str) -> list[list[int]]:
 
 
 def _kind(batch: Any) -> str:
-    if starts := [item for item in batch if item.overwrite and (item.num_computed_tokens or item.attempt)]:
+    if starts := [
+        item for item in batch if item.overwrite and (item.num_computed_tokens or item.attempt)
+    ]:
         return "resume" if any(item.attempt for item in starts) else "hit"
     decodes = [item.is_decode for item in batch]
     return "decode" if all(decodes) else "mixed" if any(decodes) else "prefill"
@@ -133,7 +170,11 @@ def play(kernels: str, mode: str, scheme: str, K: int) -> list[Step]:
         _tokens(_engine("cuda:0", "torch", mode, scheme, K), mode)
         llm = _engine("cuda:0", kernels, mode, scheme, K)
         llm.generate([[5] * 20], SamplingParams(max_tokens=4, cache_salt="before"), progress=False)
-        execute, forward, graphs = llm.runner.execute, type(llm.runner.model).forward, dict[Any, Any]()
+        execute, forward, graphs = (
+            llm.runner.execute,
+            type(llm.runner.model).forward,
+            dict[Any, Any](),
+        )
         began, of_layers = [0], Counter[str]()
 
         def begin(*_: Any) -> None:
@@ -164,7 +205,10 @@ def play(kernels: str, mode: str, scheme: str, K: int) -> list[Step]:
             of_layers.clear()
             output = execute(scheduled)
             launched = [event for event in gpu.events[since:] if event.kind == "launch"]
-            more = {"_block_tables": sum(event.operation == "_block_tables" for event in launched), **of_layers}
+            more = {
+                "_block_tables": sum(event.operation == "_block_tables" for event in launched),
+                **of_layers,
+            }
             more["sampling"] = sum(event.where.startswith(SAMPLING) for event in launched)
             kind, size = _kind(output.batch), tuple(item.num_tokens for item in output.batch)
             before, graphs[size] = graphs.get(size), graphs.pop(None)
@@ -206,7 +250,9 @@ def check_family(name: str, mode: str) -> None:
 
     def tokens(device: str) -> list[list[int]]:
         llm = _engine(device, "torch", mode, "slots", 0, Path(folder))
-        outputs = llm.generate([[5, 9, 3, 40, 7, 7, 12], [11, 3, 70, 4] * 9], greedy, progress=False)
+        outputs = llm.generate(
+            [[5, 9, 3, 40, 7, 7, 12], [11, 3, 70, 4] * 9], greedy, progress=False
+        )
         return [output.token_ids for output in outputs]
 
     greedy = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -274,11 +320,18 @@ def missed(kind: str, steps: Sequence[Step]) -> list[str]:
     """Targets that steps of this kind do not meet."""
     names = TARGETS if kind == "decode" else ("waits", "uploads") if kind not in OFFLOAD else ()
     found, counts = sorted({step.stale for step in steps if step.stale}), _most(steps)
-    return found + [f"{counts[name]} {name}, target {TARGETS[name]}" for name in names if counts[name] > TARGETS[name]]
+    return found + [
+        f"{counts[name]} {name}, target {TARGETS[name]}"
+        for name in names
+        if counts[name] > TARGETS[name]
+    ]
 
 
 def _by_kind(steps: Sequence[Step]) -> dict[str, list[Step]]:
-    return {kind: [step for step in steps if step.kind == kind] for kind in dict.fromkeys(step.kind for step in steps)}
+    return {
+        kind: [step for step in steps if step.kind == kind]
+        for kind in dict.fromkeys(step.kind for step in steps)
+    }
 
 
 def table() -> int:
@@ -286,12 +339,22 @@ def table() -> int:
     from hybrid_kv.check.guard.checks.families import known
 
     engines = list(product(*ENGINES.values()))
-    short = [name.removeprefix("launches_").removeprefix("per_").removesuffix("_layer") for name in METRICS]
-    print(f"{'mode':6}{'scheme':10}{'K':>2} {'step':8}", *(f"{name:>12}" for name in short), "captured")
+    short = [
+        name.removeprefix("launches_").removeprefix("per_").removesuffix("_layer")
+        for name in METRICS
+    ]
+    print(
+        f"{'mode':6}{'scheme':10}{'K':>2} {'step':8}",
+        *(f"{name:>12}" for name in short),
+        "captured",
+    )
     failed, families = False, known()
     with ProcessPoolExecutor(2, get_context("spawn"), _start) as pool:
         futures = [pool.submit(play, *engine) for engine in engines]
-        checked = [pool.submit(check_family, *one) for one in zip(families, cycle(ENGINES["mode"]), strict=False)]
+        checked = [
+            pool.submit(check_family, *one)
+            for one in zip(families, cycle(ENGINES["mode"]), strict=False)
+        ]
         for (_, mode, scheme, K), future in zip(engines, futures, strict=True):
             for kind, own in _by_kind(future.result()).items():
                 counts, known = _most(own), [step.stale for step in own if step.stale is not None]
@@ -303,7 +366,9 @@ def table() -> int:
                     print(f"    MISSED: {line}", flush=True)
         for one in checked:
             one.result()
-    print(f"tokens are the CPU's: in all of these, and with torch's kernels in {len(families)} families")
+    print(
+        f"tokens are the CPU's: in all of these, and with torch's kernels in {len(families)} families"
+    )
     return int(failed)
 
 

@@ -24,7 +24,9 @@ def exact(seed: int, mode: str, K: int, num_reqs: int) -> Case:
     llm = exact_engine(mode, K, num_reqs, Right(texts, wanted, K))
     return Case(
         lambda: _generate(llm, texts, length),
-        lambda: (llm.reset_prefix_cache(), equal("tokens", _generate(llm, texts, length), wanted))[1],
+        lambda: (llm.reset_prefix_cache(), equal("tokens", _generate(llm, texts, length), wanted))[
+            1
+        ],
         llm.reset_prefix_cache,
         1,
     )
@@ -57,6 +59,15 @@ def cells() -> list[Cell]:
     """Both models."""
     modes = ("none", "align", "all")
     return [
-        *grid("end_to_end", "exact", "cpu", exact, {"mode": modes, "K": (0, 3), "num_reqs": (4,)}, [("all", 3)]),
-        *grid("end_to_end", "nemotron", "cpu", nemotron, {"mode": modes, "num_reqs": (4,)}, [("all",)]),
+        *grid(
+            "end_to_end",
+            "exact",
+            "cpu",
+            exact,
+            {"mode": modes, "K": (0, 3), "num_reqs": (4,)},
+            [("all", 3)],
+        ),
+        *grid(
+            "end_to_end", "nemotron", "cpu", nemotron, {"mode": modes, "num_reqs": (4,)}, [("all",)]
+        ),
     ]

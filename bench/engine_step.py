@@ -1,7 +1,7 @@
 """A step of the whole engine: what the host adds to a model.
 
-The model is the exact one, two residues wide: its arithmetic is small, its cache and metadata are those of a real one,
-and its tokens are known in advance, bit for bit.
+The model is the exact one, two residues wide: its arithmetic is small, its cache and metadata are
+those of a real one, and its tokens are known in advance, bit for bit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ def decode_block(seed: int, mode: str, K: int, num_reqs: int) -> Case:
         llm._num_requests = 0  # the proposer knows requests by number
         for text in texts:
             llm.scheduler.add(llm.make_request(text, params))
-        while any(not request.output_token_ids for request in (*llm.scheduler.waiting, *llm.scheduler.running)):
+        while any(
+            not request.output_token_ids
+            for request in (*llm.scheduler.waiting, *llm.scheduler.running)
+        ):
             llm.step()
 
     def run() -> None:
@@ -51,7 +54,9 @@ def decode_block(seed: int, mode: str, K: int, num_reqs: int) -> Case:
         made = {request.request_id: request.output_token_ids for request in llm.scheduler.running}
         llm.scheduler.check_integrity()
         count = 1 + BLOCKS * BLOCK_SIZE
-        return equal("tokens", [made[str(i)] for i in range(num_reqs)], [answer[:count] for answer in wanted])
+        return equal(
+            "tokens", [made[str(i)] for i in range(num_reqs)], [answer[:count] for answer in wanted]
+        )
 
     return Case(run, check, reset, BLOCKS)
 
@@ -63,7 +68,9 @@ class _Operations(TorchDispatchMode):
         super().__init__()
         self.counts: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
         if not func.is_view:
             self.counts[str(func)] += 1
         return func(*args, **(kwargs or {}))
@@ -73,8 +80,12 @@ def operations(seed: int, mode: str) -> Counts:
     """Torch operations of one decode step of a NemotronH with two Mamba layers and one of attention, 4 requests."""
     llm = tiny_engine(seed, mode)
     for text in prompts(seed, 4, PROMPT):
-        llm.scheduler.add(llm.make_request([token % 97 for token in text], SamplingParams(max_tokens=16)))
-    while any(not request.output_token_ids for request in (*llm.scheduler.waiting, *llm.scheduler.running)):
+        llm.scheduler.add(
+            llm.make_request([token % 97 for token in text], SamplingParams(max_tokens=16))
+        )
+    while any(
+        not request.output_token_ids for request in (*llm.scheduler.waiting, *llm.scheduler.running)
+    ):
         llm.step()
     llm.step()
     with _Operations() as seen:
@@ -94,5 +105,13 @@ def cells() -> list[Cell]:
             {"mode": modes, "K": (0, 3), "num_reqs": (4, 16)},
             [("none", 0, 4), ("all", 3, 4)],
         ),
-        *grid("engine_step", "operations", "count", operations, {"mode": modes}, [("all",)], units=OPERATIONS),
+        *grid(
+            "engine_step",
+            "operations",
+            "count",
+            operations,
+            {"mode": modes},
+            [("all",)],
+            units=OPERATIONS,
+        ),
     ]

@@ -3,7 +3,8 @@
     python -m bench.exact_weights verify [--family F] [--out FILE.csv]
     python -m bench.exact_weights ours --setting "prefix=all spec=ngram3"
     python -m bench.exact_weights vllm --python PYTHON --setting "dtype=bfloat16"
-    python -m bench.exact_weights http://127.0.0.1:8000 --family lfm2 --name llama.cpp --dtype float32
+    python -m bench.exact_weights http://127.0.0.1:8000 --family lfm2 --name llama.cpp --dtype
+    float32
 
 `verify` computes every operation in transformers; of an engine all probes are sent, and each token
 and log-probability is held against transformers without a tolerance.

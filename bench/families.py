@@ -1,17 +1,19 @@
 """The engine beside vLLM and transformers: one checkpoint of each family, greedy, one core, float32 or another dtype.
 
-Each family's is the one that `hybrid-kv checkpoint FAMILY FOLDER` writes; `guard` is the guard model. Nothing is cached
-or drafted, prompts have one length. All three get the same token ids, and every run's tokens are compared with those
-that transformers gives for each prompt alone. Where they differ, transformers in float64 says by how much the better
-token is the better one, and whether that is rounding: no more than twice what the dtype costs transformers itself there
-(two logits are each off by that). A side whose tokens differ has no time.
+Each family's is the one that `hybrid-kv checkpoint FAMILY FOLDER` writes; `guard` is the guard
+model. Nothing is cached or drafted, prompts have one length. All three get the same token ids, and
+every run's tokens are compared with those that transformers gives for each prompt alone. Where they
+differ, transformers in float64 says by how much the better token is the better one, and whether
+that is rounding: no more than twice what the dtype costs transformers itself there (two logits are
+each off by that). A side whose tokens differ has no time.
 
-The time of one new token is the prefill's; that of all, less that, is the decode's. A ratio is how many times as long a
-rival takes as the engine: tokens per second of the engine over those of the rival. vLLM runs in a process of its own
-(`bench.peers.vllm_process`), and what its other threads do is not counted.
+The time of one new token is the prefill's; that of all, less that, is the decode's. A ratio is how
+many times as long a rival takes as the engine: tokens per second of the engine over those of the
+rival. vLLM runs in a process of its own (`bench.peers.vllm_process`), and what its other threads do
+is not counted.
 
-Where rounding turns which experts a token goes to, logits leave each other by a third, and to differ by rounding says
-little. `--all-experts` sends every token to all of them.
+Where rounding turns which experts a token goes to, logits leave each other by a third, and to
+differ by rounding says little. `--all-experts` sends every token to all of them.
 
 `make bench-peers` makes the environment with vLLM and runs `python -m bench.families`.
 """
@@ -61,7 +63,9 @@ REJECTED_BY_VLLM = {
     "bfloat16": ("bamba", "falcon_mamba", "jamba", "kimi_linear", "nemotron_h", "olmo_hybrid"),
 }
 Tokens = list[list[int]]
-Side = Callable[[Tokens, int], tuple[Tokens, float]]  # (prompts, new tokens of each) to those, and seconds
+Side = Callable[
+    [Tokens, int], tuple[Tokens, float]
+]  # (prompts, new tokens of each) to those, and seconds
 
 
 @dataclass
@@ -88,19 +92,46 @@ class Family:
         """For `hybrid_kv.measure.results`."""
         common = {"family": self.name, "dtype": self.dtype}
         for subject, reason in self.refusals.items():
-            yield Row(SUITE, "runs", "runs", 0, "", {**common, "subject": subject, "reason": reason})
+            yield Row(
+                SUITE, "runs", "runs", 0, "", {**common, "subject": subject, "reason": reason}
+            )
         for (batch, subject), requests in self.equal.items():
             params = {**common, "batch": batch, "subject": subject}
-            yield Row(SUITE, "tokens", "equal_requests", requests / batch, "share", params, n=batch, better="higher")
+            yield Row(
+                SUITE,
+                "tokens",
+                "equal_requests",
+                requests / batch,
+                "share",
+                params,
+                n=batch,
+                better="higher",
+            )
             if others := batch - requests:
                 rounded = self.rounded.get((batch, subject), 0) / others
-                yield Row(SUITE, "tokens", "rounded_of_unequal", rounded, "share", params, n=others, better="higher")
+                yield Row(
+                    SUITE,
+                    "tokens",
+                    "rounded_of_unequal",
+                    rounded,
+                    "share",
+                    params,
+                    n=others,
+                    better="higher",
+                )
         for one in self.measured:
             yield from one.rows()
 
 
 def _engine(folder: Path, dtype: str) -> Side:
-    llm = LLM(folder, tokenizer=NoText(), device="cpu", dtype=dtype, max_num_seqs=max(BATCHES), max_model_len=512)
+    llm = LLM(
+        folder,
+        tokenizer=NoText(),
+        device="cpu",
+        dtype=dtype,
+        max_num_seqs=max(BATCHES),
+        max_model_len=512,
+    )
 
     def generate(prompts: Tokens, max_tokens: int) -> tuple[Tokens, float]:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
@@ -148,7 +179,11 @@ def compare(
                 send_to_all_experts(folder)
         model, reference = _transformers(folder, dtype)
         # "eager": its default for experts has no float64.
-        exact = type(model).from_pretrained(folder, dtype=torch.float64, experts_implementation="eager").eval()
+        exact = (
+            type(model)
+            .from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
+            .eval()
+        )
         sides: dict[str, Side] = {ENGINE: _engine(folder, dtype)}
         if "transformers" in rivals:
             sides[f"transformers {version('transformers')}"] = reference
@@ -160,7 +195,9 @@ def compare(
                 found.refusals["vllm"] = str(error)
         for batch in BATCHES:
             g = torch.Generator().manual_seed(batch)
-            prompts = torch.randint(1, model.config.vocab_size, (batch, PROMPT), generator=g).tolist()
+            prompts = torch.randint(
+                1, model.config.vocab_size, (batch, PROMPT), generator=g
+            ).tolist()
             wanted = [reference([prompt], NEW_TOKENS)[0][0] for prompt in prompts]
             right = {}
             for subject, side in sides.items():
@@ -182,7 +219,12 @@ def compare(
 
 
 def measure(
-    name: str, sides: Mapping[str, Side], prompts: Tokens, wanted: Tokens, rounds: int, dtype: str = "float32"
+    name: str,
+    sides: Mapping[str, Side],
+    prompts: Tokens,
+    wanted: Tokens,
+    rounds: int,
+    dtype: str = "float32",
 ) -> list[Measurement]:
     """Prefill and decode of sides that are right, interleaved; a side that is wrong once is none of them.
 
@@ -201,13 +243,25 @@ def measure(
             seconds[subject].append((prefill, whole - prefill))
     found = []
     for phase, label in enumerate(("prefill", "decode")):
-        times = {subject: np.array([one[phase] for one in each]) for subject, each in seconds.items()}
+        times = {
+            subject: np.array([one[phase] for one in each]) for subject, each in seconds.items()
+        }
         for subject, own in times.items():
-            params = {"family": name, "dtype": dtype, "batch": len(prompts), "prompt": PROMPT, "new": NEW_TOKENS}
+            params = {
+                "family": name,
+                "dtype": dtype,
+                "batch": len(prompts),
+                "prompt": PROMPT,
+                "new": NEW_TOKENS,
+            }
             params["subject"] = subject
-            times_engine = ratio(own, times[ENGINE]) if subject != ENGINE and ENGINE in times else None
+            times_engine = (
+                ratio(own, times[ENGINE]) if subject != ENGINE and ENGINE in times else None
+            )
             cell = Cell(SUITE, label, params, "cpu", nothing)
-            found.append(Measurement(cell, median(own), times_engine, rounds, Receipt(True, True, 0.0)))
+            found.append(
+                Measurement(cell, median(own), times_engine, rounds, Receipt(True, True, 0.0))
+            )
     return found
 
 
@@ -219,7 +273,8 @@ class Difference:
         place: of the token in the answer.
         own, other: what the subject has there, and transformers.
         margin: of `other` above `own` in float64, over the largest logit.
-        cost: by how much a logit of transformers differs between the dtype and float64 at most, over the same.
+        cost: by how much a logit of transformers differs between the dtype and float64 at most,
+            over the same.
     """
 
     place: int
@@ -240,13 +295,19 @@ class Difference:
         )
 
 
-def difference(model: Any, exact: Any, prompt: list[int], wanted: list[int], tokens: list[int]) -> Difference:
+def difference(
+    model: Any, exact: Any, prompt: list[int], wanted: list[int], tokens: list[int]
+) -> Difference:
     """Where `tokens` leave `wanted`, as transformers in its dtype (`model`) and in float64 (`exact`) see it."""
-    place = next(i for i, (own, other) in enumerate(zip(tokens, wanted, strict=True)) if own != other)
+    place = next(
+        i for i, (own, other) in enumerate(zip(tokens, wanted, strict=True)) if own != other
+    )
     own, other = tokens[place], wanted[place]
     text = torch.tensor([prompt + wanted[:place]])
     with torch.inference_mode():
-        logits, rounded = (one(text, use_cache=False).logits[0, -1].double() for one in (exact, model))
+        logits, rounded = (
+            one(text, use_cache=False).logits[0, -1].double() for one in (exact, model)
+        )
     largest = logits.abs().max()
     cost = float((rounded - logits).abs().max() / largest)
     return Difference(place, own, other, float((logits[other] - logits[own]) / largest), cost)
@@ -254,10 +315,17 @@ def difference(model: Any, exact: Any, prompt: list[int], wanted: list[int], tok
 
 def lines(found: Family) -> Iterator[list[str]]:
     """The table's lines of one family, one for each rival."""
-    cells = [(one.cell.params["subject"], one.cell.params["batch"], one.cell.benchmark) for one in found.measured]
+    cells = [
+        (one.cell.params["subject"], one.cell.params["batch"], one.cell.benchmark)
+        for one in found.measured
+    ]
     measured = dict(zip(cells, found.measured, strict=True))
     for subject in dict.fromkeys(subject for _, subject in found.equal):
-        shown = [found.name, subject, " ".join(f"{found.equal[batch, subject]}/{batch}" for batch in BATCHES)]
+        shown = [
+            found.name,
+            subject,
+            " ".join(f"{found.equal[batch, subject]}/{batch}" for batch in BATCHES),
+        ]
         for phase, tokens in (("prefill", PROMPT), ("decode", NEW_TOKENS - 1)):
             for batch in BATCHES:
                 one = measured.get((subject, batch, phase))
@@ -268,7 +336,12 @@ def lines(found: Family) -> Iterator[list[str]]:
         yield [found.name, subject, reason]
 
 
-HEAD = ["family", "side", "equal", *(f"{phase}, {batch}" for phase in ("prefill", "decode") for batch in BATCHES)]
+HEAD = [
+    "family",
+    "side",
+    "equal",
+    *(f"{phase}, {batch}" for phase in ("prefill", "decode") for batch in BATCHES),
+]
 WIDTHS = (17, 20, 8, 16, 16, 16, 16)
 
 
@@ -282,12 +355,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     names = ("guard", *sized())
     parser = ArgumentParser("python -m bench.families")
-    parser.add_argument("--family", action="append", default=[], choices=names, help="only this one; may be repeated")
-    parser.add_argument("--rival", action="append", default=[], choices=RIVALS, help="only this one; may be repeated")
+    parser.add_argument(
+        "--family",
+        action="append",
+        default=[],
+        choices=names,
+        help="only this one; may be repeated",
+    )
+    parser.add_argument(
+        "--rival",
+        action="append",
+        default=[],
+        choices=RIVALS,
+        help="only this one; may be repeated",
+    )
     parser.add_argument("--size", default="small", help="of the checkpoints (default: small)")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="default: float32")
-    parser.add_argument("--all-experts", action="store_true", help="every token goes to all of them")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"that are timed (default: {ROUNDS})")
+    parser.add_argument(
+        "--dtype", default="float32", choices=("float32", "bfloat16"), help="default: float32"
+    )
+    parser.add_argument(
+        "--all-experts", action="store_true", help="every token goes to all of them"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=ROUNDS, help=f"that are timed (default: {ROUNDS})"
+    )
     parser.add_argument("--out", metavar="CSV", help="append one row per measurement")
     options = parser.parse_args(arguments)
     rivals = options.rival or RIVALS
@@ -301,13 +392,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wrong = False
     for name in options.family or names:
         try:
-            found = compare(name, rivals, options.size, options.rounds, options.dtype, options.all_experts)
+            found = compare(
+                name, rivals, options.size, options.rounds, options.dtype, options.all_experts
+            )
         except WrongResultError as error:
             raise CheckFailedError(f"error: {error}") from None
         if options.out:
             append_rows(options.out, [*found.rows()])
         print("\n".join([*map(_line, lines(found)), *found.differences]), flush=True)
-        wrong |= any(found.equal[at] + found.rounded.get(at, 0) < at[0] for at in found.equal if at[1] == ENGINE)
+        wrong |= any(
+            found.equal[at] + found.rounded.get(at, 0) < at[0]
+            for at in found.equal
+            if at[1] == ENGINE
+        )
         if found.refusals and name not in REJECTED_BY_VLLM[options.dtype]:
             stopped.append(name)
     if stopped and not wrong:

@@ -1,6 +1,7 @@
 """`make figures`: the tables of numbers in README and docs/, from the rows in `results/`.
 
-A block stands between `<!-- figures:NAME -->` and `<!-- /figures -->`; what is between is written here, nowhere else.
+A block stands between `<!-- figures:NAME -->` and `<!-- /figures -->`; what is between is written
+here, nowhere else.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ from hybrid_kv.measure.dashboard.words import number
 ROOT = Path(__file__).resolve().parents[1]
 _BLOCK = re.compile(r"(<!-- figures:([\w-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
 EXACT = "exact_weights"
-RUNS = ("quick", "sanitizer", "full")  # runs of the mutants; a later one counts where no earlier one caught the bug
+RUNS = (
+    "quick",
+    "sanitizer",
+    "full",
+)  # runs of the mutants; a later one counts where no earlier one caught the bug
 SOON = 30  # seconds of one core in which the quick guard is to catch a bug
 SHORT_BLOCKS_PER_KV_BLOCK = 8  # of the table in README
 CLASSES = {
@@ -51,7 +56,9 @@ def rewrite(text: str, results: Results) -> str:
         HybridKVError: the name of a block is unknown, or its end is missing.
     """
     if len(re.findall(r"<!-- figures:", text)) != len(_BLOCK.findall(text)):
-        raise HybridKVError("a block that starts with <!-- figures:… --> has no end; add <!-- /figures -->")
+        raise HybridKVError(
+            "a block that starts with <!-- figures:… --> has no end; add <!-- /figures -->"
+        )
 
     def block(found: re.Match[str]) -> str:
         if found[2] not in BLOCKS:
@@ -95,7 +102,10 @@ def mutants_table(results: Results) -> str | None:
 
 
 def first_catches(results: Results) -> pd.DataFrame:
-    """A row for each known bug: of the first of `RUNS` that caught it, if one did. Of each the newest row counts."""
+    """A row for each known bug: of the first of `RUNS` that caught it, if one did.
+
+    Of each the newest row counts.
+    """
     rows = results.of(MUTANTS)
     rows = with_params(rows[rows["benchmark"].str.fullmatch(r"[A-M]\d\d")], by=str, section=str)
     rows = rows[rows["by"].isin(RUNS)].drop_duplicates(["benchmark", "by", "metric"], keep="last")
@@ -109,7 +119,8 @@ def first_catches(results: Results) -> pd.DataFrame:
 def families_table(results: Results) -> str | None:
     """What the newest full guard found for each family: its distance from transformers, and its cells in float64."""
     rows = results.of("guard", "families")
-    # A guard that is not long computes states next to other activations of all families, logits of a few.
+    # A guard that is not long computes states next to other activations of all families, logits of
+    # a few.
     rows = rows[rows["metric"].str.match("largest_logit_difference|distance_from_transformers")]
     rows = with_params(fullest_run(rows), family=str).dropna(subset=["family"])
     ran, numbers = {}, {}
@@ -118,12 +129,17 @@ def families_table(results: Results) -> str | None:
         exact, distance = own["largest_logit_difference"], own["distance_from_transformers"]
         cells = [name for name in exact.parsed if name.split("_")[0] in MODES]
         words = {word for name in cells for word in name.split("_")}
-        ran[f"`{family}`"] = [word for word in (*MODES, "MTP", "recompute") if word.lower() in words]
+        ran[f"`{family}`"] = [
+            word for word in (*MODES, "MTP", "recompute") if word.lower() in words
+        ]
         numbers[f"`{family}`"] = [f"{distance.value:.1e}", f"{exact.value:.1e}", str(len(cells))]
     if not ran:
         return None
     common = [word for word in next(iter(ran.values())) if all(word in own for own in ran.values())]
-    lines = [[name, *numbers[name], ", ".join(word for word in own if word not in common)] for name, own in ran.items()]
+    lines = [
+        [name, *numbers[name], ", ".join(word for word in own if word not in common)]
+        for name, own in ran.items()
+    ]
     table = markdown_table(["family", "from transformers", "exact", "cells", "also"], lines)
     return f"All with {', '.join(common)}; scripted drafts; scheme `slots`.\n\n{table}"
 
@@ -139,7 +155,9 @@ def step_table(results: Results) -> str | None:
     found = {(row.scenario, row.subject, row.metric): row for row in each(rows)}
 
     def cell(scenario: str, subject: str) -> str:
-        time, ratio = (found.get((scenario, subject, metric)) for metric in ("cpu_time", "ratio_to_engine"))
+        time, ratio = (
+            found.get((scenario, subject, metric)) for metric in ("cpu_time", "ratio_to_engine")
+        )
         if time is None:
             return "–"
         times = f" ({ratio.value:.1f}; {ratio.ci_low:.1f} to {ratio.ci_high:.1f})" if ratio else ""
@@ -147,7 +165,11 @@ def step_table(results: Results) -> str | None:
 
     ratios = rows[rows["metric"] == "ratio_to_engine"].groupby("subject")["value"]
     shown = set(rows.loc[[*ratios.idxmin(), *ratios.idxmax()], "scenario"])
-    lines = [[one, *(cell(one, name) for name in subjects)] for one in dict.fromkeys(rows["scenario"]) if one in shown]
+    lines = [
+        [one, *(cell(one, name) for name in subjects)]
+        for one in dict.fromkeys(rows["scenario"])
+        if one in shown
+    ]
     return markdown_table(["µs", *subjects], lines) if len(subjects) > 1 else None
 
 
@@ -159,11 +181,15 @@ def curve_table(results: Results) -> str | None:
     if alarms.empty or found.empty:
         return None
     percents = sorted(found["inject"].unique())
-    lines = [["equal code, any benchmark", count_text(next(each(alarms.tail(1)))), *[""] * len(percents)]]
+    lines = [
+        ["equal code, any benchmark", count_text(next(each(alarms.tail(1)))), *[""] * len(percents)]
+    ]
     for benchmark, group in found.groupby("benchmark", sort=False):
         by_percent = {row.inject: count_text(row) for row in each(group)}
         lines.append([f"`{benchmark}`", "", *(by_percent.get(percent, "") for percent in percents)])
-    return markdown_table(["alarms", "same", *(f"{percent} % slower" for percent in percents)], lines)
+    return markdown_table(
+        ["alarms", "same", *(f"{percent} % slower" for percent in percents)], lines
+    )
 
 
 def expansion_table(results: Results) -> str | None:
@@ -171,7 +197,9 @@ def expansion_table(results: Results) -> str | None:
     found = expansion.ways(results)
     if not found:
         return None
-    lines = [[f"{way.blocks_per_kv_block}, {way.name}", *_marked(expansion.cells(way))] for way in found]
+    lines = [
+        [f"{way.blocks_per_kv_block}, {way.name}", *_marked(expansion.cells(way))] for way in found
+    ]
     text = f"{expansion.crossover_text(found)} {expansion.launch_text()}"
     made = f"{text}\n\n{markdown_table([expansion.WAY_HEAD, *expansion.head()], lines)}"
     if compiled := expansion.predicted(results):
@@ -194,7 +222,13 @@ def expansion_short_table(results: Results) -> str | None:
 def exact_engines_table(results: Results) -> str | None:
     """In which dtypes each engine computes exact checkpoints to the bit, by family; and each difference."""
     rows = with_params(
-        results.of(EXACT, "engines"), family=str, engine=str, version=str, dtype=str, setting=str, problem=str
+        results.of(EXACT, "engines"),
+        family=str,
+        engine=str,
+        version=str,
+        dtype=str,
+        setting=str,
+        problem=str,
     )
     rows = rows.drop_duplicates(["family", "engine", "version", "dtype", "setting"], keep="last")
     if rows.empty:
@@ -211,11 +245,15 @@ def exact_engines_table(results: Results) -> str | None:
                 count = f"{equal} of {len(served)}" if len(served) else "not served"
                 words.append(f"{dtype} {count}")
                 notes += [
-                    f"{engine}, {family}, {dtype}, {row.setting}: {row.problem}" for row in each(own) if row.value != 1
+                    f"{engine}, {family}, {dtype}, {row.setting}: {row.problem}"
+                    for row in each(own)
+                    if row.value != 1
                 ]
             cells.append("; ".join(words) or "–")
         lines.append([f"{engine} {version}", *cells])
-    table = markdown_table(["settings that are equal to the bit", *(f"`{family}`" for family in families)], lines)
+    table = markdown_table(
+        ["settings that are equal to the bit", *(f"`{family}`" for family in families)], lines
+    )
     return "\n".join([table, "", *(f"- {note}" for note in notes)]) if notes else table
 
 
@@ -231,12 +269,23 @@ def exact_damage_table(results: Results) -> str | None:
 
     def cell(cache: str, kind: str, family: str) -> str:
         keys = [(cache, kind, scope, family) for scope in ("one layer", "all layers")]
-        return " / ".join(f"{sums.loc[key, 'shown'] / sums.loc[key, 'n']:.1%}" for key in keys if key in sums.index)
+        return " / ".join(
+            f"{sums.loc[key, 'shown'] / sums.loc[key, 'n']:.1%}"
+            for key in keys
+            if key in sums.index
+        )
 
     pairs = rows[["cache", "kind"]].drop_duplicates().itertuples(index=False)
-    lines = [[f"{cache}, {kind}", *(cell(cache, kind, family) or "–" for family in families)] for cache, kind in pairs]
+    lines = [
+        [f"{cache}, {kind}", *(cell(cache, kind, family) or "–" for family in families)]
+        for cache, kind in pairs
+    ]
     trials = int(sums["n"].min()), int(sums["n"].max())
-    said = f"{trials[0]} trials each" if trials[0] == trials[1] else f"{trials[0]} to {trials[1]} trials each"
+    said = (
+        f"{trials[0]} trials each"
+        if trials[0] == trials[1]
+        else f"{trials[0]} to {trials[1]} trials each"
+    )
     return f"One layer / all layers; {said}.\n\n{markdown_table(['', *(f'`{f}`' for f in families)], lines)}"
 
 
@@ -249,7 +298,9 @@ def exact_mutants_text(results: Results) -> str | None:
     own = caught[(caught["by"] == "weights") & caught["benchmark"].isin(changing)]
     if own.empty:
         return None
-    seconds = newest[(newest["by"] == "weights") & (newest["metric"] == "seconds")].set_index("benchmark")["value"]
+    seconds = newest[(newest["by"] == "weights") & (newest["metric"] == "seconds")].set_index(
+        "benchmark"
+    )["value"]
     found = own[own["value"] == 1]["benchmark"]
     missed = " ".join(sorted({*own["benchmark"]} - {*found}))
     text = (

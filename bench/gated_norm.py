@@ -1,6 +1,7 @@
 """The output norm of a Mamba-2 layer: `weight * norm(x * silu(gate))`, each group of channels by itself.
 
-Its arithmetic is float32, which errs by a few 1e-7 of the largest value; bfloat16 rounds the result.
+Its arithmetic is float32, which errs by a few 1e-7 of the largest value; bfloat16 rounds the
+result.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ ROUNDED = 2.0**-7  # of bfloat16, as a share of the largest value
 EPS = 1e-5
 
 
-def norm(seed: int, model: str, num_tokens: int, implementation: Any, device: str, dtype: torch.dtype) -> Case:
+def norm(
+    seed: int, model: str, num_tokens: int, implementation: Any, device: str, dtype: torch.dtype
+) -> Case:
     """The norm of every token."""
     shape = SHAPES[model]
     g = torch.Generator().manual_seed(seed)
@@ -53,7 +56,9 @@ def norm_cpu(seed: int, model: str, num_tokens: int) -> Case:
     shape = SHAPES[model]
     layer = GatedRMSNorm(shape.heads * shape.head_dim, shape.groups, EPS)
 
-    def forward(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
+    def forward(
+        x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, *_: object
+    ) -> torch.Tensor:
         layer.weight.data = weight
         return layer(x, gate)
 
@@ -65,7 +70,9 @@ def norms(device: str, model: str, num_tokens: int) -> Contest:
     params = {"model": model, "num_tokens": num_tokens}
     shape, build = SHAPES[model], partial(norm, device=device, dtype=torch.bfloat16)
     moved = 3 * num_tokens * shape.heads * shape.head_dim * 2
-    return kernel_and_torch("gated_norm", params, build, gated_rms_norm, gated_rms_norm_reference, moved, graph=True)
+    return kernel_and_torch(
+        "gated_norm", params, build, gated_rms_norm, gated_rms_norm_reference, moved, graph=True
+    )
 
 
 def gpu_contests(quick: bool, device: str) -> Iterator[Contest]:

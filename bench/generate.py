@@ -1,25 +1,30 @@
 """`LLM.generate` against transformers' `generate`: same checkpoint, same greedy tokens, one thread, one process.
 
-Both must give the tokens that transformers gives for each prompt alone, before and after they are timed. A time holds
-everything from token ids to token ids: prefill, every step, sampling, scheduling; no loading and no tokeniser. Each
-side's best: transformers runs with sdpa, its cache, in inference mode, and stops by token id.
+Both must give the tokens that transformers gives for each prompt alone, before and after they are
+timed. A time holds everything from token ids to token ids: prefill, every step, sampling,
+scheduling; no loading and no tokeniser. Each side's best: transformers runs with sdpa, its cache,
+in inference mode, and stops by token id.
 
-`greedy`: prompts of one length and 32 tokens each, whatever they are. Nothing is padded, shared or cached: it is what
-a step costs.
+`greedy`: prompts of one length and 32 tokens each, whatever they are. Nothing is padded, shared or
+cached: it is what a step costs.
 
-`questions`: what people run. Five-shot questions of gsm8k_synth, 278 to 298 tokens long, the first 261 of them common
-to all, each answered until its end. transformers takes them sorted by length, in left-padded batches that end with
-their longest answer. The engine takes them all at once and runs `batch` at a time:
+`questions`: what people run. Five-shot questions of gsm8k_synth, 278 to 298 tokens long, the first
+261 of them common to all, each answered until its end. transformers takes them sorted by length, in
+left-padded batches that end with their longest answer. The engine takes them all at once and runs
+`batch` at a time:
 
 - `plain`: as it is, without a prefix cache. A request that has ended makes room for the next one.
-- `cached`: prefix caching, mode `all`, empty when the clock starts. Blocks of 128 tokens, so that two of them hold 256
-  of the common tokens; those of 96 tokens that the engine chooses by itself hold 192.
+- `cached`: prefix caching, mode `all`, empty when the clock starts. Blocks of 128 tokens, so that
+  two of them hold 256 of the common tokens; those of 96 tokens that the engine chooses by itself
+  hold 192.
 - `drafts`: that, and 3 drafts of the checkpoint's MTP head in every step.
 
-transformers could keep a common prefix as well, but not through `generate` on a batch, nor does lm-eval do it.
+transformers could keep a common prefix as well, but not through `generate` on a batch, nor does
+lm-eval do it.
 
-`python -m bench.generate [--quick] [--out results/microbench.csv]` prints the tables. It fails where a ratio's whole
-interval lies below what is promised: 3 for `drafts` with 8 at a time, 1 for everything else.
+`python -m bench.generate [--quick] [--out results/microbench.csv]` prints the tables. It fails
+where a ratio's whole interval lies below what is promised: 3 for `drafts` with 8 at a time, 1 for
+everything else.
 """
 
 from __future__ import annotations
@@ -47,7 +52,11 @@ from hybrid_kv.sampling import SamplingParams
 
 NUM_TOKENS = 32
 LONGEST_ANSWER = 64
-CACHED: dict[str, Any] = {"enable_prefix_caching": True, "mamba_cache_mode": "all", "block_size": 128}
+CACHED: dict[str, Any] = {
+    "enable_prefix_caching": True,
+    "mamba_cache_mode": "all",
+    "block_size": 128,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "cached": CACHED,
@@ -58,7 +67,8 @@ RANDOM = {
     "vocab_size": 4096,
     "hidden_size": 512,
     "intermediate_size": 1536,
-    "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"] * 2,
+    "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"]
+    * 2,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 64,
@@ -68,7 +78,8 @@ RANDOM = {
     "n_groups": 1,
     "conv_kernel": 4,
     "chunk_size": 64,
-    "time_step_min": 1e-9,  # the library clamps dt from below in a chunk only; see `models.nemotron_h`
+    # the library clamps dt from below in a chunk only; see `models.nemotron_h`
+    "time_step_min": 1e-9,
     "tie_word_embeddings": False,
     "num_nextn_predict_layers": 0,
 }
@@ -96,13 +107,20 @@ def load_transformers(folder: str | Path, dtype: torch.dtype) -> Any:
 
 @cache
 def _transformers(model: str) -> Any:
-    return load_transformers(GUARD_MODEL if model == "guard" else _random_checkpoint().name, torch.float32)
+    return load_transformers(
+        GUARD_MODEL if model == "guard" else _random_checkpoint().name, torch.float32
+    )
 
 
 @cache
 def _engine(model: str, batch: int = 8, variant: str = "plain") -> LLM:
     folder = GUARD_MODEL if model == "guard" else _random_checkpoint().name
-    options = {"device": "cpu", "dtype": "float32", "max_num_seqs": batch, "max_model_len": 512} | VARIANTS[variant]
+    options = {
+        "device": "cpu",
+        "dtype": "float32",
+        "max_num_seqs": batch,
+        "max_model_len": 512,
+    } | VARIANTS[variant]
     return LLM(folder, tokenizer=NoText(), **options)
 
 
@@ -119,7 +137,9 @@ class NoText:
 
 
 @cache
-def _prompts(model: str, batch: int, prompt: int, seed: int) -> tuple[torch.Tensor, list[list[int]]]:
+def _prompts(
+    model: str, batch: int, prompt: int, seed: int
+) -> tuple[torch.Tensor, list[list[int]]]:
     """Token ids [batch, prompt], and what follows them."""
     g = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, _transformers(model).config.vocab_size, (batch, prompt), generator=g)
@@ -135,7 +155,9 @@ def continued(model: Any, ids: torch.Tensor, num_tokens: int, **options: Any) ->
     return found
 
 
-def _generate(model: str, ids: torch.Tensor, num_tokens: int | None = None, **options: Any) -> list[list[int]]:
+def _generate(
+    model: str, ids: torch.Tensor, num_tokens: int | None = None, **options: Any
+) -> list[list[int]]:
     return continued(_transformers(model), ids, num_tokens or NUM_TOKENS, **options)
 
 
@@ -147,7 +169,10 @@ def greedy(seed: int, model: str, batch: int, prompt: int, subject: str) -> Case
 
     def run() -> list[list[int]]:
         if subject == ENGINE:
-            return [output.token_ids for output in _engine(model).generate(texts, params, progress=False)]
+            return [
+                output.token_ids
+                for output in _engine(model).generate(texts, params, progress=False)
+            ]
         return _generate(model, ids)
 
     if subject == ENGINE:
@@ -162,7 +187,9 @@ def _questions(count: int) -> tuple[list[list[int]], int, list[list[int]]]:
     from hybrid_kv.check.guard_model.problems import dataset
 
     made = dataset(0, count, shots=5)
-    shots = "".join(f"Question: {shot['question']}\nAnswer: {shot['answer']}\n\n" for shot in made.shots)
+    shots = "".join(
+        f"Question: {shot['question']}\nAnswer: {shot['answer']}\n\n" for shot in made.shots
+    )
     texts = [encode(f"{shots}Question: {doc['question']}\nAnswer:") for doc in made.docs]
     stop = token_ids()[NEXT_QUESTION]
     return texts, stop, _in_batches(texts, 1, stop)
@@ -209,7 +236,11 @@ def questions(seed: int, count: int, batch: int, variant: str, subject: str) -> 
 
 def _same(answers: list[list[int]], wanted: list[list[int]]) -> float:
     """Answers have different lengths: those come first."""
-    equal("lengths of answers", [len(answer) for answer in answers], [len(answer) for answer in wanted])
+    equal(
+        "lengths of answers",
+        [len(answer) for answer in answers],
+        [len(answer) for answer in wanted],
+    )
     return equal("tokens", [*chain(*answers)], [*chain(*wanted)])
 
 
@@ -220,9 +251,17 @@ def _promise(subject: str, batch: int = 0, variant: str = "", **_: Any) -> float
 
 
 def contests() -> list[Cell]:
-    """Equal prompts: the guard model, and 21 M random weights in ten layers. Questions: the guard model."""
+    """Equal prompts: the guard model, and 21 M random weights in ten layers.
+
+    Questions: the guard model.
+    """
     values: dict[str, tuple[Any, ...]]
-    values = {"model": ("guard", "random"), "batch": (1, 8), "prompt": (32, 256), "subject": (ENGINE, "transformers")}
+    values = {
+        "model": ("guard", "random"),
+        "batch": (1, 8),
+        "prompt": (32, 256),
+        "subject": (ENGINE, "transformers"),
+    }
     found = list(grid("generate", "greedy", "cpu", greedy, values, [("guard", 8, 32)], _promise))
     for counts, batch in (((24, 64), 8), ((24,), 1)):
         values = {
@@ -238,10 +277,14 @@ def contests() -> list[Cell]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """See `bench.harness.command.measure`."""
     parser = ArgumentParser("python -m bench.generate")
-    parser.add_argument("--quick", action="store_true", help="8 prompts of 32 tokens and 24 questions, 8 at a time")
+    parser.add_argument(
+        "--quick", action="store_true", help="8 prompts of 32 tokens and 24 questions, 8 at a time"
+    )
     parser.add_argument("--out", metavar="CSV", help="append one row per measurement")
     options = parser.parse_args(arguments)
-    return measure([cell for cell in contests() if cell.quick or not options.quick], ROUNDS, options.out)
+    return measure(
+        [cell for cell in contests() if cell.quick or not options.quick], ROUNDS, options.out
+    )
 
 
 if __name__ == "__main__":

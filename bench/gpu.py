@@ -1,17 +1,19 @@
 """`python -m bench.gpu [--quick] --out CSV`: our kernels, plain torch and other projects' kernels on a GPU.
 
-A *contest* is one task and its rivals, the first of which is what the others are compared with. Every result is checked
-before and after it is timed. Each round times every rival once, in a new random order, a copy among them: its bandwidth
-is what the machine gives to anybody, now. A launch is replayed from a CUDA graph between two events. Before it other
-buffers pass through the cache, several times as large as it is; while they do, the host has time to enqueue what
-follows, so that no event waits for Python. Plain torch, which reads sizes from the device, runs eagerly, and its row
+A *contest* is one task and its rivals, the first of which is what the others are compared with.
+Every result is checked before and after it is timed. Each round times every rival once, in a new
+random order, a copy among them: its bandwidth is what the machine gives to anybody, now. A launch
+is replayed from a CUDA graph between two events. Before it other buffers pass through the cache,
+several times as large as it is; while they do, the host has time to enqueue what follows, so that
+no event waits for Python. Plain torch, which reads sizes from the device, runs eagerly, and its row
 says so: its time is that of the host as well.
 
-Of our kernels of decode and verify steps a row has the time over what `hybrid_kv.measure.predict` says of it; one
-outside of the interval of the prediction fails.
+Of our kernels of decode and verify steps a row has the time over what `hybrid_kv.measure.predict`
+says of it; one outside of the interval of the prediction fails.
 
-Bytes are what a call must move at least. What recomputes has two kinds of steps, and the mean weighs them by how often
-`kernels.recompute.commit` flushes when each draft is accepted with probability 0.75.
+Bytes are what a call must move at least. What recomputes has two kinds of steps, and the mean
+weighs them by how often `kernels.recompute.commit` flushes when each draft is accepted with
+probability 0.75.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ PREDICTED = {
     "state_update": UPDATE, "delta_update": UPDATE, "conv_update": CONVOLUTION, "paged_attention": WIDTH_LAST,
 }  # fmt: skip
 OURS = ("slots", "recompute_step", "recompute_flush", "triton")
-CACHES = 8  # the copy, in sizes of the L2 cache: what of it stays there is then an eighth of a time at most
+# the copy, in sizes of the L2 cache: what of it stays there is then an eighth of a time at most
+CACHES = 8
 
 
 def contests(quick: bool = False, device: str = "cuda") -> Iterator[Contest]:
@@ -99,7 +102,9 @@ class Cuda:
 
         return Rival(lambda: Case(lambda: target.copy_(source), check), 2 * source.nbytes)
 
-    def time(self, calls: Sequence[tuple[Callable[[], object], Callable[[], object]]]) -> list[float]:
+    def time(
+        self, calls: Sequence[tuple[Callable[[], object], Callable[[], object]]]
+    ) -> list[float]:
         """Seconds of each call, given as what is to be done before it, untimed, and the call; one wait for all."""
         events = []
         for before, call in calls:
@@ -150,11 +155,14 @@ class Result:
 COPY = "copy"
 
 
-def race(contest: Contest, device: Cuda, rounds: int, rng: random.Random) -> tuple[list[Result], dict[str, str]]:
+def race(
+    contest: Contest, device: Cuda, rounds: int, rng: random.Random
+) -> tuple[list[Result], dict[str, str]]:
     """All rivals of a contest and the copy, and why some are left out.
 
     Raises:
-        WrongResultError: a result is wrong, before or after the timing; the contest has no times then.
+        WrongResultError: a result is wrong, before or after the timing; the contest has no times
+            then.
     """
     cases: dict[str, Case] = {}
     missing: dict[str, str] = {}
@@ -166,14 +174,19 @@ def race(contest: Contest, device: Cuda, rounds: int, rng: random.Random) -> tup
             missing[name] = str(error)
     where = f"{contest.benchmark} {dict(contest.params)}"
     before = {name: checked(f"{where}, {name}", case) for name, case in cases.items()}
-    calls = {name: device.capture(case.run) if everybody[name].graph else case.run for name, case in cases.items()}
+    calls = {
+        name: device.capture(case.run) if everybody[name].graph else case.run
+        for name, case in cases.items()
+    }
     order, taken = list(cases), {name: np.empty(rounds) for name in cases}
     whole: dict[str, list[EndToEnd]] = {name: [] for name in cases}
     gc.collect()
     device.time([(cases[name].reset, calls[name]) for name in order])  # Everything has run once.
     for index in range(rounds):
         rng.shuffle(order)
-        for name, seconds in zip(order, device.time([(cases[n].reset, calls[n]) for n in order]), strict=True):
+        for name, seconds in zip(
+            order, device.time([(cases[n].reset, calls[n]) for n in order]), strict=True
+        ):
             taken[name][index] = seconds
         for name in order:
             if contest.end_to_end and name != COPY:
@@ -183,7 +196,9 @@ def race(contest: Contest, device: Cuda, rounds: int, rng: random.Random) -> tup
     for name in cases:
         receipt = Receipt(True, True, max(before[name], after[name]))
         rival = everybody[name]
-        results[name] = Result(name, taken[name], rival.num_bytes, receipt, rival.graph, whole[name])
+        results[name] = Result(
+            name, taken[name], rival.num_bytes, receipt, rival.graph, whole[name]
+        )
     for mean, weights in contest.means.items():
         parts = [(results[name], weight) for name, weight in weights.items()]
         results[mean] = Result(
@@ -207,7 +222,8 @@ def predicted(contest: Contest, one: Result, gpu: GPU | None) -> Priced | None:
 
 def rows(contest: Contest, results: Sequence[Result], gpu: GPU | None = None) -> Iterator[Row]:
     """Time, bandwidth and its share of the copy's in the same rounds, and the time as a multiple of the first one's and
-    of the predicted one; in a contest that is timed end to end the host's time and that of both, too.
+    of the predicted one; in a contest that is timed end to end the host's time and that of both,
+    too.
     """
     copy = next(one for one in results if one.name == COPY)
     first = results[0]
@@ -215,7 +231,11 @@ def rows(contest: Contest, results: Sequence[Result], gpu: GPU | None = None) ->
         common: dict[str, Any] = {
             "suite": SUITE,
             "benchmark": contest.benchmark,
-            "params": {**contest.params, "subject": one.name, "launch": "graph" if one.graph else "eager"},
+            "params": {
+                **contest.params,
+                "subject": one.name,
+                "launch": "graph" if one.graph else "eager",
+            },
             "n": len(one.seconds),
             "receipt": one.receipt,
         }
@@ -223,23 +243,41 @@ def rows(contest: Contest, results: Sequence[Result], gpu: GPU | None = None) ->
         row, time = partial(interval_row, **common), median(one.seconds * 1e9)
         yield row(time, "gpu_time", "ns", "lower")
         if one.whole:
-            yield row(median(np.array([1e9 * timed.host for timed in one.whole])), "host_time", "ns", "lower")
+            yield row(
+                median(np.array([1e9 * timed.host for timed in one.whole])),
+                "host_time",
+                "ns",
+                "lower",
+            )
             yield row(median(1e9 * one.compared), "end_to_end_time", "ns", "lower")
         if (price := predicted(contest, one, gpu)) is not None:
             verdict = "pass" if price.low <= time.value / 1e3 <= price.high else "fail"
             yield row(
-                median(one.seconds * 1e6 / price.us), "ratio_to_predicted", "time ratio", "lower", verdict=verdict
+                median(one.seconds * 1e6 / price.us),
+                "ratio_to_predicted",
+                "time ratio",
+                "lower",
+                verdict=verdict,
             )
         if one.num_bytes:
             rate = one.num_bytes / one.seconds / 1e9
             yield row(median(rate), "bandwidth", "GB/s", "higher")
             if one is not copy:
-                yield row(median(rate / (copy.num_bytes / copy.seconds / 1e9)), "share_of_copy", "time ratio", "higher")
+                yield row(
+                    median(rate / (copy.num_bytes / copy.seconds / 1e9)),
+                    "share_of_copy",
+                    "time ratio",
+                    "higher",
+                )
         if one is not first and one is not copy:
-            yield row(ratio(one.compared, first.compared), f"ratio_to_{first.name}", "time ratio", "lower")
+            yield row(
+                ratio(one.compared, first.compared), f"ratio_to_{first.name}", "time ratio", "lower"
+            )
 
 
-def _print(contest: Contest, results: Sequence[Result], missing: Mapping[str, str], gpu: GPU | None) -> None:
+def _print(
+    contest: Contest, results: Sequence[Result], missing: Mapping[str, str], gpu: GPU | None
+) -> None:
     where = ", ".join(f"{name}={value}" for name, value in contest.params.items())
     print(f"{contest.benchmark}: {where}")
     for one in results:
@@ -250,12 +288,16 @@ def _print(contest: Contest, results: Sequence[Result], missing: Mapping[str, st
             said = f"  predicted {price.us:.1f} us ({price.low:.1f} to {price.high:.1f})"
         if one.whole:
             said = f"  end to end {median(1e6 * one.compared).value:.1f} us"
-        print(f"  {one.name:14}{time.value:10.1f} us  ±{(time.high - time.low) / 2:6.1f} {rate}{said}")
+        print(
+            f"  {one.name:14}{time.value:10.1f} us  ±{(time.high - time.low) / 2:6.1f} {rate}{said}"
+        )
     for name, reason in missing.items():
         print(f"  {name:14}left out: {reason}")
 
 
-def main(arguments: Sequence[str] | None = None, machine: Callable[[], Cuda] = Cuda, **where: str) -> None:
+def main(
+    arguments: Sequence[str] | None = None, machine: Callable[[], Cuda] = Cuda, **where: str
+) -> None:
     """Race, print, append.
 
     Raises:
@@ -266,10 +308,14 @@ def main(arguments: Sequence[str] | None = None, machine: Callable[[], Cuda] = C
     parser = ArgumentParser("python -m bench.gpu")
     parser.add_argument("--quick", action="store_true", help="one contest of each kind")
     parser.add_argument("--seed", type=int, default=0, help="of the order of launches")
-    parser.add_argument("--out", metavar="CSV", required=True, help="append one row per measurement")
+    parser.add_argument(
+        "--out", metavar="CSV", required=True, help="append one row per measurement"
+    )
     options = parser.parse_args(arguments)
     if machine is Cuda and not torch.cuda.is_available():
-        raise HybridKVError("no CUDA device: this times kernels on one; `hybrid-kv kernels` needs none")
+        raise HybridKVError(
+            "no CUDA device: this times kernels on one; `hybrid-kv kernels` needs none"
+        )
     check_writable(options.out)
     device, rng = machine(), random.Random(options.seed)
     absent: list[str] = []

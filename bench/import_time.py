@@ -13,11 +13,23 @@ from bench.harness.cells import Case, Cell, Count, Counts, WrongResultError, gri
 
 ENTRIES = ("hybrid_kv", "hybrid_kv.cli", "hybrid_kv.cache.manager", "hybrid_kv.engine.llm")
 UNITS = {"own_modules": "modules", "late_packages": "packages"}
-LATE = ("triton", "numba", "pandas", "duckdb", "transformers", "lm_eval", "playwright")  # none before it is needed
+LATE = (
+    "triton",
+    "numba",
+    "pandas",
+    "duckdb",
+    "transformers",
+    "lm_eval",
+    "playwright",
+)  # none before it is needed
 
 
 def _own() -> dict[str, ModuleType]:
-    return {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "hybrid_kv"}
+    return {
+        name: module
+        for name, module in sys.modules.items()
+        if name.partition(".")[0] == "hybrid_kv"
+    }
 
 
 def again(seed: int, entry: str) -> Case:
@@ -40,7 +52,9 @@ def again(seed: int, entry: str) -> Case:
     def check() -> float:
         def compare() -> None:
             made = _own()
-            if entry not in made or any(module is before.get(name) for name, module in made.items()):
+            if entry not in made or any(
+                module is before.get(name) for name, module in made.items()
+            ):
                 raise WrongResultError(f"{entry} was not imported again")
 
         before = _own()
@@ -59,7 +73,10 @@ def modules(seed: int, entry: str) -> Counts:
     names = json.loads(done.stdout)
     tops = {name.partition(".")[0] for name in names}
     own = sum(name.partition(".")[0] == "hybrid_kv" for name in names)
-    return {"own_modules": Count(own, "modules"), "late_packages": Count(len(tops & set(LATE)), "packages")}
+    return {
+        "own_modules": Count(own, "modules"),
+        "late_packages": Count(len(tops & set(LATE)), "packages"),
+    }
 
 
 def cells() -> list[Cell]:

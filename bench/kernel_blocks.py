@@ -1,12 +1,14 @@
 """Block ids to kernel blocks: from a Python list on the host to int32 ids that a kernel can read.
 
-There are five ways. `list` (vllm!38831) and `numpy` (vLLM 0.22's V1 runner) expand on the host and upload the result.
-`torch` (vLLM 0.32) and `triton` upload the ids and expand them in one launch. `engine` stages the ids and uploads them
-with the rest of a step's block tables: its one launch also appends to the tables and maps tokens to slots.
+There are five ways. `list` (vllm!38831) and `numpy` (vLLM 0.22's V1 runner) expand on the host and
+upload the result. `torch` (vLLM 0.32) and `triton` upload the ids and expand them in one launch.
+`engine` stages the ids and uploads them with the rest of a step's block tables: its one launch also
+appends to the tables and maps tokens to slots.
 
-A way has two parts. `prepare` is the host's, from the list to what is uploaded; `send` uploads and launches. A CPU
-times `prepare` (benchmark `expand`), a GPU `send` (`expand_device`), and `python -m bench.gpu` both of them end to end.
-Uploads and launches are counted on the pretend device (`expand_counts`), where every way's result is checked, too.
+A way has two parts. `prepare` is the host's, from the list to what is uploaded; `send` uploads and
+launches. A CPU times `prepare` (benchmark `expand`), a GPU `send` (`expand_device`), and `python -m
+bench.gpu` both of them end to end. Uploads and launches are counted on the pretend device
+(`expand_counts`), where every way's result is checked, too.
 
 `step` is a whole step of several requests, see `hybrid_kv.measure.timing.block_ids`.
 """
@@ -58,10 +60,15 @@ def expand_torch(ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
 
 
 def _expand(
-    block_ids: tl.tensor, out: tl.tensor, count: tl.tensor, BLOCKS_PER_KV_BLOCK: tl.constexpr, BLOCK: tl.constexpr
+    block_ids: tl.tensor,
+    out: tl.tensor,
+    count: tl.tensor,
+    BLOCKS_PER_KV_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:
-    # Lanes run over the kernel blocks: they are what is stored, and a manager block's id comes from memory once. A
-    # constant divisor costs three instructions, a loaded one twenty; in 32 bit, counted from the program's first.
+    # Lanes run over the kernel blocks: they are what is stored, and a manager block's id comes from
+    # memory once. A constant divisor costs three instructions, a loaded one twenty; in 32 bit,
+    # counted from the program's first.
     start = tl.program_id(0).to(tl.int64) * BLOCK
     first = start // BLOCKS_PER_KV_BLOCK
     lane = tl.arange(0, BLOCK)
@@ -78,7 +85,9 @@ def by_kernel(ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     check("block_ids", ids, ids.shape, (torch.int32,), ids.device)
     out = ids.new_empty(*ids.shape[:-1], ids.shape[-1] * len(offsets))
     programs = (cdiv(out.numel(), BLOCK),)
-    jit(_expand, ("count",))[programs](ids, out, out.numel(), BLOCKS_PER_KV_BLOCK=len(offsets), BLOCK=BLOCK)
+    jit(_expand, ("count",))[programs](
+        ids, out, out.numel(), BLOCKS_PER_KV_BLOCK=len(offsets), BLOCK=BLOCK
+    )
     return out
 
 
@@ -106,7 +115,11 @@ class Task:
     def expected(self) -> Int32s:
         """[num_kernel_blocks]"""
         ids = np.array(self.ids, dtype=np.int64)[:, None]
-        return (ids * self.blocks_per_kv_block + np.arange(self.blocks_per_kv_block)).reshape(-1).astype(np.int32)
+        return (
+            (ids * self.blocks_per_kv_block + np.arange(self.blocks_per_kv_block))
+            .reshape(-1)
+            .astype(np.int32)
+        )
 
 
 class Way(ABC):
@@ -139,7 +152,9 @@ class BufferWay(Way):
         super().__init__(task)
         self.buffer = torch.zeros(size, dtype=torch.int32, pin_memory=task.device != "cpu")
         self.array: Int32s = self.buffer.numpy()
-        self.view = memoryview(self.array)  # takes an `array` in a third of the time that numpy needs
+        self.view = memoryview(
+            self.array
+        )  # takes an `array` in a third of the time that numpy needs
 
     def send(self) -> torch.Tensor:
         return self.buffer.to(self.task.device, non_blocking=True)
@@ -159,7 +174,9 @@ class ListWay(BufferWay):
 
     def prepare(self) -> None:
         bpk = self.task.blocks_per_kv_block
-        self.view[:] = array("i", [block_id * bpk + k for block_id in self.task.ids for k in range(bpk)])
+        self.view[:] = array(
+            "i", [block_id * bpk + k for block_id in self.task.ids for k in range(bpk)]
+        )
 
 
 class NumpyWay(BufferWay):
@@ -213,7 +230,9 @@ class EngineWay(Way):
 
         super().__init__(task)
         size, bpk, width = block_ids.KERNEL_BLOCK_SIZE, task.blocks_per_kv_block, len(task.ids)
-        self.tables = LaunchedBlockTables([size * bpk], [size], 1, 1, [width], torch.device(task.device))
+        self.tables = LaunchedBlockTables(
+            [size * bpk], [size], 1, 1, [width], torch.device(task.device)
+        )
         self.layout = TableLayout(width, size * bpk, bpk, bpk)
         self.counts = array("i", [width])
         self.row = np.zeros(1, dtype=np.int64)
@@ -276,7 +295,9 @@ def host_part(seed: int, num_ids: int, blocks_per_kv_block: int, subject: str) -
     return Case(subject_way.prepare, check)
 
 
-def device_part(seed: int, num_ids: int, blocks_per_kv_block: int, subject: str, device: str = "cuda") -> Case:
+def device_part(
+    seed: int, num_ids: int, blocks_per_kv_block: int, subject: str, device: str = "cuda"
+) -> Case:
     """Upload and launch; the host's part is done before."""
     subject_way = way(seed, num_ids, blocks_per_kv_block, subject, device)
     subject_way.prepare()
@@ -329,7 +350,10 @@ def contest(device: str, num_ids: int, blocks_per_kv_block: int) -> Contest:
     params = {"num_ids": num_ids, "blocks_per_kv_block": blocks_per_kv_block}
     build = partial(device_part, seed(SUITE, params), **params, device=device)
     # Their bytes cross two kinds of memory, and a copy on the device is no measure of that.
-    rivals = {name: Rival(partial(build, subject=name), num_bytes=0, graph=False) for name in (ENGINE, *WAYS)}
+    rivals = {
+        name: Rival(partial(build, subject=name), num_bytes=0, graph=False)
+        for name in (ENGINE, *WAYS)
+    }
     return Contest(SUITE, params, rivals, end_to_end=True)
 
 
@@ -356,7 +380,11 @@ def _expand_promise(**params: Any) -> float | None:
 
 def cells() -> list[Cell]:
     """The ways, on the host, on a GPU, and in counts; and whole steps of the engine and its rivals."""
-    expansions = {"num_ids": NUM_IDS, "blocks_per_kv_block": BLOCKS_PER_KV_BLOCK, "subject": tuple(WAYS)}
+    expansions = {
+        "num_ids": NUM_IDS,
+        "blocks_per_kv_block": BLOCKS_PER_KV_BLOCK,
+        "subject": tuple(WAYS),
+    }
     steps = {
         "scenario": tuple(block_ids.SCENARIOS),
         "blocks_per_kv_block": (8, 34),
@@ -368,7 +396,9 @@ def cells() -> list[Cell]:
         *grid(SUITE, "step", "cpu", block_ids.step, steps, quick_steps, _step_promise),
         *grid(SUITE, "expand_device", "gpu", device_part, expansions, [(1024, 8)], _expand_promise),
     ]
-    if find_spec("triton") is not None and torch.version.cuda is None:  # or there is no pretend device
+    if (
+        find_spec("triton") is not None and torch.version.cuda is None
+    ):  # or there is no pretend device
         counted = {**expansions, "num_ids": COUNTED_IDS}
         found += grid(SUITE, "expand_counts", "count", counts, counted, units=COUNTED)
     return found

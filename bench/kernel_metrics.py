@@ -1,4 +1,7 @@
-"""What a few Triton kernels compile to: exact for one Triton version. `hybrid-kv kernels` has all, and gates them."""
+"""What a few Triton kernels compile to: exact for one Triton version.
+
+`hybrid-kv kernels` has all, and gates them.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ def compiled(seed: int, kernel: str, target: str) -> Counts:
     # Without a disassembler the count would be that of PTX, another level of code.
     names = [name for name in UNITS if name != "instructions" or metrics.isa != "ptx"]
     better = {"blocks_per_sm": "higher"}
-    return {name: Count(getattr(metrics, name), UNITS[name], better.get(name, "lower")) for name in names}
+    return {
+        name: Count(getattr(metrics, name), UNITS[name], better.get(name, "lower"))
+        for name in names
+    }
 
 
 def cells() -> list[Cell]:
@@ -38,5 +44,8 @@ def cells() -> list[Cell]:
     if find_spec("triton") is None:
         raise ImportError("Triton is not installed")
     values = {"kernel": tuple(KERNELS), "target": ("sm_90", "gfx942")}
-    quick = [("conv_update.causal_conv1d_update", "sm_90"), ("state_update.selective_state_update_slots", "sm_90")]
+    quick = [
+        ("conv_update.causal_conv1d_update", "sm_90"),
+        ("state_update.selective_state_update_slots", "sm_90"),
+    ]
     return [*grid("kernel_metrics", "compiled", "count", compiled, values, quick, units=UNITS)]

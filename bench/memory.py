@@ -1,4 +1,7 @@
-"""Memory, exactly: what a request holds, and what a plan makes of a GPU. Peaks of a process are asv's (`peakmem_`)."""
+"""Memory, exactly: what a request holds, and what a plan makes of a GPU.
+
+Peaks of a process are asv's (`peakmem_`).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,12 @@ PLAN = {
     "blocks_per_request": "blocks",
 }
 PROMPT, DECODED = 1000, 128
-BETTER = {"published": "equal", "block_size": "equal", "num_blocks": "higher", "token_capacity": "higher"}
+BETTER = {
+    "published": "equal",
+    "block_size": "equal",
+    "num_blocks": "higher",
+    "token_capacity": "higher",
+}
 MEMORY, MAX_MODEL_LEN = 60 << 30, 131072
 
 
@@ -43,13 +51,23 @@ def held(seed: int, mode: str, K: int) -> Counts:
             prompt = sum(blocks)
     *states, attention = blocks
     published = pool.pool.num_published_blocks
-    values = {"prompt": prompt, "mamba": sum(states), "attention": attention, "most": most, "published": published}
-    return {name: Count(value, HELD[name], BETTER.get(name, "lower")) for name, value in values.items()}
+    values = {
+        "prompt": prompt,
+        "mamba": sum(states),
+        "attention": attention,
+        "most": most,
+        "published": published,
+    }
+    return {
+        name: Count(value, HELD[name], BETTER.get(name, "lower")) for name, value in values.items()
+    }
 
 
 def plan(seed: int, model: str, mode: str, K: int) -> Counts:
     """60 GiB for requests of up to 131,072 tokens, FlashAttention."""
-    cache = CacheConfig(mamba_cache_mode=mode, enable_prefix_caching=mode != "none", memory_bytes=MEMORY)
+    cache = CacheConfig(
+        mamba_cache_mode=mode, enable_prefix_caching=mode != "none", memory_bytes=MEMORY
+    )
     shape = model_shape(CONFIGS[model], cache=cache, num_speculative_tokens=K)
     layers = {name: with_rollback(spec, slots(K)) for name, spec in shape.layers.items()}
     backend, context = get_backend("FLASH_ATTN", "cuda"), BackendContext.for_layers("cuda", layers)
@@ -64,7 +82,9 @@ def plan(seed: int, model: str, mode: str, K: int) -> Counts:
         "blocks_per_request": per_request,
         "bytes_per_request": per_request * block_bytes,
     }
-    return {name: Count(value, PLAN[name], BETTER.get(name, "lower")) for name, value in values.items()}
+    return {
+        name: Count(value, PLAN[name], BETTER.get(name, "lower")) for name, value in values.items()
+    }
 
 
 def cells() -> list[Cell]:
@@ -72,7 +92,15 @@ def cells() -> list[Cell]:
     modes = ("none", "align", "all")
     drafts = (0, 1, 3, 7)
     return [
-        *grid("memory", "held", "count", held, {"mode": modes, "K": drafts}, [("all", 3), ("align", 3)], units=HELD),
+        *grid(
+            "memory",
+            "held",
+            "count",
+            held,
+            {"mode": modes, "K": drafts},
+            [("all", 3), ("align", 3)],
+            units=HELD,
+        ),
         *grid(
             "memory",
             "plan",

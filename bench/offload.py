@@ -1,6 +1,7 @@
 """Blocks to host memory or a folder and back: an attention group and a Mamba group of two layers each.
 
-The pages are those of Nemotron-3-Nano on one of eight ranks: a float32 state, padded to the attention page.
+The pages are those of Nemotron-3-Nano on one of eight ranks: a float32 state, padded to the
+attention page.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ from bench._shapes import SHAPES
 from bench.harness.cells import Case, Cell, WrongResultError, grid
 from hybrid_kv.cache.layout import allocate_raw_buffers
 from hybrid_kv.cache.offload import KVOffload
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, window_and_states
+from hybrid_kv.cache.spec import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    window_and_states,
+)
 
 NUM_BLOCKS = 33
 BLOCK_SIZE = 544
@@ -44,7 +51,8 @@ class Pool:
             mamba_cache_mode="align",
         )
         config = KVCacheConfig(
-            NUM_BLOCKS, (KVCacheGroupSpec(("a0", "a1"), attention), KVCacheGroupSpec(("m0", "m1"), mamba))
+            NUM_BLOCKS,
+            (KVCacheGroupSpec(("a0", "a1"), attention), KVCacheGroupSpec(("m0", "m1"), mamba)),
         )
         self.page_size = attention.page_size_bytes
         self.raw = allocate_raw_buffers(config, torch.device("cpu"))
@@ -70,7 +78,8 @@ class Pool:
     def items(self, name: int) -> Items:
         """Keys of both groups, no other name has them, and the blocks 1 … num_blocks."""
         return [
-            ((block % 2, (name * 64 + block).to_bytes(16, "big")), block) for block in range(1, 1 + self.num_blocks)
+            ((block % 2, (name * 64 + block).to_bytes(16, "big")), block)
+            for block in range(1, 1 + self.num_blocks)
         ]
 
     def pages(self, blocks: Sequence[int]) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Attention over kernel blocks, and the writing of K and V before it.
 
-A float32 softmax over n keys errs by about 1e-6 of its largest output; 1e-5 leaves room for n = 4096.
+A float32 softmax over n keys errs by about 1e-6 of its largest output; 1e-5 leaves room for n =
+4096.
 """
 
 from __future__ import annotations
@@ -68,12 +69,17 @@ def pages(
     shape = SHAPES[model]
     g = torch.Generator().manual_seed(seed)
     count = context // block_size
-    key, value = (torch.randn(num_reqs, context, shape.kv_heads, shape.head_size, generator=g).to(dtype) for _ in "kv")
+    key, value = (
+        torch.randn(num_reqs, context, shape.kv_heads, shape.head_size, generator=g).to(dtype)
+        for _ in "kv"
+    )
     query = torch.randn(num_reqs, length, shape.query_heads, shape.head_size, generator=g).to(dtype)
     table = 1 + torch.randperm(num_reqs * count, generator=g).view(num_reqs, count)
     caches = []
     for tokens in (key, value):
-        blocks = torch.full((1 + num_reqs * count, block_size, *tokens.shape[2:]), torch.nan, dtype=dtype)
+        blocks = torch.full(
+            (1 + num_reqs * count, block_size, *tokens.shape[2:]), torch.nan, dtype=dtype
+        )
         blocks[table.view(-1)] = tokens.reshape(-1, *blocks.shape[1:])
         caches.append(blocks.to(device))
     positions = torch.arange(context - length, context).repeat(num_reqs, 1)
@@ -109,7 +115,10 @@ def by_torch(query, block_table, positions, starts, totals, key_cache, value_cac
     """Another one."""
     num_keys = int(positions.max()) + 1
     index = token_index(key_cache, block_table, positions[:, -1], num_keys)
-    key, value = (gather_tokens(cache, index).unflatten(0, (-1, num_keys)) for cache in (key_cache, value_cache))
+    key, value = (
+        gather_tokens(cache, index).unflatten(0, (-1, num_keys))
+        for cache in (key_cache, value_cache)
+    )
     mask = attention_mask(positions, num_keys, query.shape[2] // key.shape[2], query.dtype)
     return attend_tokens(query, key, value, mask, scale)
 
@@ -120,20 +129,25 @@ def attentions(device: str, model: str, num_reqs: int, length: int, context: int
     shape = SHAPES[model]
     per_token = shape.head_size * 2
     moved = num_reqs * per_token * 2 * (context * shape.kv_heads + length * shape.query_heads)
-    return kernel_and_torch("paged_attention", params, partial(pages, device=device), by_kernel, by_torch, moved)
+    return kernel_and_torch(
+        "paged_attention", params, partial(pages, device=device), by_kernel, by_torch, moved
+    )
 
 
 def gpu_contests(quick: bool, device: str) -> Iterator[Contest]:
     """Decodes, and a chunk behind a context."""
     decodes = ((128, 1, 2048), (128, 4, 2048), (1, 2048, 4096))
-    for model, (num_reqs, length, context) in product(models(quick), decodes[:1] if quick else decodes):
+    for model, (num_reqs, length, context) in product(
+        models(quick), decodes[:1] if quick else decodes
+    ):
         yield attentions(device, model, num_reqs, length, context)
 
 
 def cells() -> list[Cell]:
     """Decodes and a chunk behind a context, on a CPU and a GPU, and the writing on a CPU.
 
-    Only the chunk is in quick runs: in the others, which touch scattered pages, pairs of equal code differ by 5 %.
+    Only the chunk is in quick runs: in the others, which touch scattered pages, pairs of equal code
+    differ by 5 %.
     """
     models = ("nemotron-3-nano-tp8",)
     decodes = {"model": models, "num_reqs": (8,), "length": (1, 4), "context": (512, 2048)}
@@ -141,12 +155,23 @@ def cells() -> list[Cell]:
     full = ("nemotron-3-nano", "granite-4-h-small")
     steps = {"model": full, "num_reqs": (128,), "length": (1, 4), "context": (2048,)}
     prompts = {"model": full, "num_reqs": (1,), "length": (2048,), "context": (4096,)}
-    on_cpu = partial(pages, implementation=by_torch, device="cpu", dtype=torch.float32, block_size=BLOCK_SIZE)
+    on_cpu = partial(
+        pages, implementation=by_torch, device="cpu", dtype=torch.float32, block_size=BLOCK_SIZE
+    )
     on_gpu = partial(pages, implementation=by_kernel, device="cuda")
     return [
         *grid("paged_attention", "decode", "cpu", on_cpu, decodes),
-        *grid("paged_attention", "chunk", "cpu", on_cpu, chunks, [("nemotron-3-nano-tp8", 1, 256, 512)]),
-        *grid("paged_attention", "write_kv", "cpu", write, {"model": models, "num_tokens": (64, 2048)}),
+        *grid(
+            "paged_attention",
+            "chunk",
+            "cpu",
+            on_cpu,
+            chunks,
+            [("nemotron-3-nano-tp8", 1, 256, 512)],
+        ),
+        *grid(
+            "paged_attention", "write_kv", "cpu", write, {"model": models, "num_tokens": (64, 2048)}
+        ),
         *grid("paged_attention", "decode_kernel", "gpu", on_gpu, steps, [(full[0], 128, 1)]),
         *grid("paged_attention", "chunk_kernel", "gpu", on_gpu, prompts),
     ]

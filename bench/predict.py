@@ -1,11 +1,13 @@
 """`python -m bench.predict [--fit] [--write]`: predictions held against measurements of others.
 
-The tables are those of `aiconfigurator-core`, of which nothing is copied here: install it beside this package. `--fit`
-prints the constants of `hybrid_kv.measure.predict.gpu`, from the rows of `FITTED_ON` alone, and the intervals of the
-committed ones; `--write` puts the first four tables of errors into docs/predict.md.
+The tables are those of `aiconfigurator-core`, of which nothing is copied here: install it beside
+this package. `--fit` prints the constants of `hybrid_kv.measure.predict.gpu`, from the rows of
+`FITTED_ON` alone, and the intervals of the committed ones; `--write` puts the first four tables of
+errors into docs/predict.md.
 
-Bytes of a row: a state update reads one float32 state of each request and writes one per token; a convolution is
-`window_bytes`. TensorRT-LLM's rows and A100's updates are left out, because their state's dtype is not recorded.
+Bytes of a row: a state update reads one float32 state of each request and writes one per token; a
+convolution is `window_bytes`. TensorRT-LLM's rows and A100's updates are left out, because their
+state's dtype is not recorded.
 """
 
 from __future__ import annotations
@@ -51,9 +53,17 @@ BEGIN, END = "<!-- predict -->", "<!-- /predict -->"
 SYSTEMS = {"a100": "a100_sxm", "h100": "h100_sxm", "h200": "h200_sxm", "b200": "b200_sxm", "b300": "b300_sxm"} | {
     "gb200": "gb200", "gb300": "gb300", "l40s": "l40s", "rtx_pro_6000": "rtx_pro_6000_server"
 }  # fmt: skip
-FUSED = ("fused_kda_decode", "kda_fused_decode", "fused_kda_decode_mtp_dspark")  # with the convolution and a norm
+FUSED = (
+    "fused_kda_decode",
+    "kda_fused_decode",
+    "fused_kda_decode_mtp_dspark",
+)  # with the convolution and a norm
 CONV, SGLANG_VERIFY = "causal_conv1d_update", "fused_sigmoid_gating_delta_rule_update"
-UPDATES = ("fused_recurrent_gated_delta_rule_packed_decode", "fused_recurrent_kda_packed_decode", "fused_recurrent_kda")
+UPDATES = (
+    "fused_recurrent_gated_delta_rule_packed_decode",
+    "fused_recurrent_kda_packed_decode",
+    "fused_recurrent_kda",
+)
 READ = """
     select gpu, framework, kernel_source as kernel, phase, batch_size, seq_len, num_k_heads, head_k_dim, num_v_heads,
         head_v_dim, d_conv, kda, 1000 * avg(latency) as us
@@ -66,7 +76,9 @@ READ = """
 def _data() -> Path:
     found = find_spec("aiconfigurator_core")
     if found is None or found.origin is None or version(PACKAGE) != VERSION:
-        raise HybridKVError(f"{PACKAGE} {VERSION} is not installed; pip install --no-deps {PACKAGE}=={VERSION}")
+        raise HybridKVError(
+            f"{PACKAGE} {VERSION} is not installed; pip install --no-deps {PACKAGE}=={VERSION}"
+        )
     return Path(found.origin).parent / "systems" / "data"
 
 
@@ -84,7 +96,9 @@ def tables() -> pd.DataFrame:
         for file in sorted((data / system).glob(pattern))
         if "trtllm" not in file.parts
     ]
-    rows = duckdb.sql(READ.format(files=files, kernels=(*FUSED, *UPDATES, CONV, SGLANG_VERIFY))).df()
+    rows = duckdb.sql(
+        READ.format(files=files, kernels=(*FUSED, *UPDATES, CONV, SGLANG_VERIFY))
+    ).df()
     rows["gpu"] = rows["gpu"].map({system: gpu for gpu, system in SYSTEMS.items()})
     return rows.join(pd.DataFrame([_traffic(row) for row in rows.itertuples()], index=rows.index))
 
@@ -94,10 +108,14 @@ def _traffic(row: Any) -> dict[str, Any]:
     tokens, batch, is_conv = int(row.seq_len), int(row.batch_size), row.kernel == CONV
     if is_conv and row.framework.lower() == "sglang":
         tokens, batch = 1, batch * tokens  # each token of a draft is a row of its own
-    spec = layer(row.num_k_heads, row.head_k_dim, row.num_v_heads, row.head_v_dim, row.d_conv, tokens - 1)
+    spec = layer(
+        row.num_k_heads, row.head_k_dim, row.num_v_heads, row.head_v_dim, row.d_conv, tokens - 1
+    )
     window, state = spec.parts
     moved = batch * (window_bytes(spec) if is_conv else update_bytes(spec, 1.0))
-    read_again = batch * (window.nbytes * (row.d_conv - 1) / window.shape[0] if is_conv else state.nbytes)
+    read_again = batch * (
+        window.nbytes * (row.d_conv - 1) / window.shape[0] if is_conv else state.nbytes
+    )
     if row.kernel in FUSED:
         moved += batch * window_bytes(spec)
     is_kda = "kda" in row.kernel or row.kda
@@ -111,7 +129,9 @@ def _traffic(row: Any) -> dict[str, Any]:
     }
 
 
-def layer(key_heads: int, key_dim: int, value_heads: int, value_dim: int, kernel: int, drafts: int) -> MambaSpec:
+def layer(
+    key_heads: int, key_dim: int, value_heads: int, value_dim: int, kernel: int, drafts: int
+) -> MambaSpec:
     """A delta-rule layer with float32 states and bfloat16 windows."""
     channels = 2 * key_heads * key_dim + value_heads * value_dim
     window = (kernel - 1 + drafts, channels), planned_dtype("bfloat16")
@@ -140,15 +160,26 @@ def fit(rows: pd.DataFrame, gpu: str, matmul: float) -> Chip:
     families = sorted(rows["family"].unique())
 
     def chip(x: Floats) -> Chip:
-        kernels = {name: (float(x[4 + 2 * i]), float(x[5 + 2 * i])) for i, name in enumerate(families)}
+        kernels = {
+            name: (float(x[4 + 2 * i]), float(x[5 + 2 * i])) for i, name in enumerate(families)
+        }
         return Chip(float(x[0]), float(x[1]), float(x[1] + x[2]), float(x[3]), matmul, kernels)
 
     def error(x: Floats) -> Floats:
         return np.log(parts(rows, gpu, chip(x)).sum(0) / rows["us"].to_numpy())
 
-    low, high = [0.3, 0, 0.02, 0] + [0.1, 0.5] * len(families), [1.2, 1, 1.5, 20] + [20, 100] * len(families)
-    starts = [[0.85, fits, wide, 0.4] + [3, 5] * len(families) for fits, wide in ((0.1, 1.0), (0.7, 0.5), (0.4, 0.6))]
-    tries = [least_squares(error, start, bounds=(low, high), loss="soft_l1", f_scale=0.05) for start in starts]
+    low, high = (
+        [0.3, 0, 0.02, 0] + [0.1, 0.5] * len(families),
+        [1.2, 1, 1.5, 20] + [20, 100] * len(families),
+    )
+    starts = [
+        [0.85, fits, wide, 0.4] + [3, 5] * len(families)
+        for fits, wide in ((0.1, 1.0), (0.7, 0.5), (0.4, 0.6))
+    ]
+    tries = [
+        least_squares(error, start, bounds=(low, high), loss="soft_l1", f_scale=0.05)
+        for start in starts
+    ]
     return chip(min(tries, key=lambda found: found.cost).x)
 
 
@@ -158,7 +189,9 @@ def judged(rows: pd.DataFrame, gpu: str, chip: Chip) -> pd.DataFrame:
     ratio = rows["us"].to_numpy() / (floor + cached + memory)
     bound = [bound_of(*each) for each in zip(floor, cached, memory, strict=True)]
     low, high = np.array([INTERVALS[name] for name in bound]).T
-    return rows.assign(error=1 / ratio - 1, ratio=ratio, bound=bound, holds=(low <= ratio) & (ratio <= high))
+    return rows.assign(
+        error=1 / ratio - 1, ratio=ratio, bound=bound, holds=(low <= ratio) & (ratio <= high)
+    )
 
 
 def intervals(rows: pd.DataFrame, chips: Mapping[str, Chip]) -> dict[str, tuple[float, float]]:
@@ -168,7 +201,10 @@ def intervals(rows: pd.DataFrame, chips: Mapping[str, Chip]) -> dict[str, tuple[
         for own, other in permutations(FITTED_ON, 2)
     ]
     found = pd.concat(pairs).groupby("bound")["ratio"].quantile([0.05, 0.95]).unstack()
-    return {bound: (float(low), float(high)) for bound, (low, high) in zip(found.index, found.to_numpy(), strict=True)}
+    return {
+        bound: (float(low), float(high))
+        for bound, (low, high) in zip(found.index, found.to_numpy(), strict=True)
+    }
 
 
 def matmul(gpu: str) -> float:
@@ -182,15 +218,28 @@ def matmul(gpu: str) -> float:
 def _print_fit(rows: pd.DataFrame) -> None:
     for name, gpu in FITTED_ON.items():
         chip = fit(rows[rows["gpu"] == gpu], gpu, matmul(gpu))
-        numbers = [f"{value:.3g}" for value in (chip.reached, chip.fits, chip.spills, chip.serial, chip.matmul)]
-        kernels = {family: (f"{floor:.3g}", f"{rate:.3g}") for family, (floor, rate) in chip.kernels.items()}
+        numbers = [
+            f"{value:.3g}"
+            for value in (chip.reached, chip.fits, chip.spills, chip.serial, chip.matmul)
+        ]
+        kernels = {
+            family: (f"{floor:.3g}", f"{rate:.3g}")
+            for family, (floor, rate) in chip.kernels.items()
+        }
         print(name, *numbers, kernels)
-    print({bound: (f"{low:.3g}", f"{high:.3g}") for bound, (low, high) in intervals(rows, CHIPS).items()})
+    print(
+        {
+            bound: (f"{low:.3g}", f"{high:.3g}")
+            for bound, (low, high) in intervals(rows, CHIPS).items()
+        }
+    )
 
 
 def report(rows: pd.DataFrame) -> tuple[str, str]:
     """The tables of the page, and those that it sums up: of each verify step's tokens, of each published kernel."""
-    every = pd.concat([judged(rows[rows["gpu"] == gpu], gpu, CHIPS[GPUS[gpu].chip]) for gpu in GPUS])
+    every = pd.concat(
+        [judged(rows[rows["gpu"] == gpu], gpu, CHIPS[GPUS[gpu].chip]) for gpu in GPUS]
+    )
     every["fitted"] = every["gpu"].isin(FITTED_ON.values())
 
     def line(name: str, own: pd.DataFrame) -> list[str]:
@@ -204,18 +253,25 @@ def report(rows: pd.DataFrame) -> tuple[str, str]:
     by_gpu = [line("all but the fitted", held)]
     by_gpu += [line(str(name), own) for (_, name), own in every.groupby(["fitted", names])]
     merged = held["table"].str.replace(r"\d tokens", "verify", regex=True)
-    by_kernel, by_tokens = ([line(str(name), own) for name, own in held.groupby(key)] for key in (merged, "table"))
+    by_kernel, by_tokens = (
+        [line(str(name), own) for name, own in held.groupby(key)] for key in (merged, "table")
+    )
     found = [(one, us, 100 * (us / one.measured - 1)) for one, us in points()]
     each = [
-        [one.name, one.source, one.gpu, f"{one.measured:g}", f"{us:.3g}", f"{error:+.0f} %"] for one, us, error in found
+        [one.name, one.source, one.gpu, f"{one.measured:g}", f"{us:.3g}", f"{error:+.0f} %"]
+        for one, us, error in found
     ]
     sources: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
     for one, _, error in found:
-        sources.setdefault((one.source, one.gpu, one.name.partition(",")[0]), []).append((one.measured, error))
+        sources.setdefault((one.source, one.gpu, one.name.partition(",")[0]), []).append(
+            (one.measured, error)
+        )
     by_source = []
     for (source, gpu, kind), own in sources.items():
         measured, errors = zip(*own, strict=True)
-        by_source += [[source, gpu, f"{len(own)} {kind}", _span(measured, "g"), f"{_span(errors, '+.0f')} %"]]
+        by_source += [
+            [source, gpu, f"{len(own)} {kind}", _span(measured, "g"), f"{_span(errors, '+.0f')} %"]
+        ]
     steps: dict[str, list[str]] = {}
     for model, _, was, says in ratios():
         steps.setdefault(model, [model]).append(f"{says:.2f} ({was:.2f})")
@@ -223,11 +279,15 @@ def report(rows: pd.DataFrame) -> tuple[str, str]:
         markdown_table(["GPU", *head], by_gpu),
         markdown_table(["all but the fitted", *head], by_kernel),
         markdown_table(["published in", "GPU", "kernels", "measured µs", "error"], by_source),
-        markdown_table(["predicted ratio (published)", *(f"batch {n}" for n in BATCHES)], [*steps.values()]),
+        markdown_table(
+            ["predicted ratio (published)", *(f"batch {n}" for n in BATCHES)], [*steps.values()]
+        ),
     ]
     summed_up = [
         markdown_table(["all but the fitted", *head], by_tokens),
-        markdown_table(["kernel", "published in", "GPU", "measured µs", "predicted µs", "error"], each),
+        markdown_table(
+            ["kernel", "published in", "GPU", "measured µs", "predicted µs", "error"], each
+        ),
     ]
     return "\n\n".join(short), "\n\n".join(summed_up)
 
@@ -240,7 +300,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the constants or the tables of errors."""
     parser = ArgumentParser("python -m bench.predict")
     parser.add_argument("--fit", action="store_true", help="print constants, fitted anew")
-    parser.add_argument("--write", action="store_true", help="write the first four tables into docs/predict.md")
+    parser.add_argument(
+        "--write", action="store_true", help="write the first four tables into docs/predict.md"
+    )
     options = parser.parse_args(arguments)
     rows = tables()
     if options.fit:

@@ -10,14 +10,19 @@ from hybrid_kv.cache.spec import StateProgress
 
 
 def hit(seed: int, mode: str, num_tokens: int, shared: str) -> Case:
-    """A prompt whose first tokens ran before; `shared` is how much of it. Its hashes are known, as when it waits."""
+    """A prompt whose first tokens ran before; `shared` is how much of it.
+
+    Its hashes are known, as when it waits.
+    """
     (earlier,) = prompts(seed, 1, num_tokens)
     num_shared = {"all": num_tokens, "half": num_tokens // 2, "none": 0}[shared]
     tokens = [*earlier[:num_shared], *(token + 1 for token in earlier[num_shared:]), 5]
     subject = manager(mode, 0, 1 + 5 * (num_tokens // BLOCK_SIZE + 1))
     if subject.allocate_slots("earlier", 0, num_tokens, is_decode=False) is None:
         raise WrongResultError("the pool is too small")
-    subject.cache_blocks("earlier", BlockHashes(), earlier, StateProgress(num_tokens, num_tokens), False)
+    subject.cache_blocks(
+        "earlier", BlockHashes(), earlier, StateProgress(num_tokens, num_tokens), False
+    )
     subject.free("earlier")
     hashes = BlockHashes()
     # Mode align keeps the state at the end alone.
@@ -45,7 +50,9 @@ def hash_blocks(seed: int, num_tokens: int) -> Case:
         first = next((i for i, (a, b) in enumerate(zip(chain, other, strict=True)) if a != b), -1)
         equal("the first hash that a token changes", first, num_tokens // 2 // BLOCK_SIZE)
         return equal(
-            "hashes behind it that are the same", sum(a == b for a, b in zip(chain, other, strict=True)), first
+            "hashes behind it that are the same",
+            sum(a == b for a, b in zip(chain, other, strict=True)),
+            first,
         )
 
     return Case(run, check)
@@ -53,8 +60,19 @@ def hash_blocks(seed: int, num_tokens: int) -> Case:
 
 def cells() -> list[Cell]:
     """Hits of all lengths, and the hash."""
-    values = {"mode": ("attention", "align", "all"), "num_tokens": (1024, 8192), "shared": ("all", "half", "none")}
+    values = {
+        "mode": ("attention", "align", "all"),
+        "num_tokens": (1024, 8192),
+        "shared": ("all", "half", "none"),
+    }
     return [
-        *grid("prefix_lookup", "hit", "cpu", hit, values, [("all", 8192, "all"), ("all", 1024, "half")]),
+        *grid(
+            "prefix_lookup",
+            "hit",
+            "cpu",
+            hit,
+            values,
+            [("all", 8192, "all"), ("all", 1024, "half")],
+        ),
         *grid("prefix_lookup", "hash", "cpu", hash_blocks, {"num_tokens": (1024, 8192)}, [(1024,)]),
     ]

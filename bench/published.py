@@ -1,7 +1,8 @@
 """Measurements that others published, each beside what `hybrid_kv.measure.predict` says.
 
-`POINTS` are kernels. `RATIOS` are whole decode steps of vLLM, stored states over ReplaySSM (vllm#47572; H100, float32
-states, a buffer of 16 tokens, CUDA graphs): its script starts from 14 tokens and decodes 1,000, so the mean context is
+`POINTS` are kernels. `RATIOS` are whole decode steps of vLLM, stored states over ReplaySSM
+(vllm#47572; H100, float32 states, a buffer of 16 tokens, CUDA graphs): its script starts from 14
+tokens and decodes 1,000, so the mean context is
 514. ReplaySSM reads a whole state in each step and writes it in every 15th.
 """
 
@@ -34,14 +35,18 @@ def _gdn(batch: int, tokens: int, measured: float) -> Point:
     """64 value and 16 key heads of 128, states and inputs in bfloat16, L2 flushed."""
     moved = 2 * batch * (64 * 128 * 128 * (1 + tokens) + tokens * 128 * (2 * 64 + 2 * 16))
     kernel = Kernel("update", 1, moved, UPDATE, tokens)
-    return Point("flashinfer!3127", f"GDN, batch {batch}, {tokens} tokens", "b200", kernel, COLD, measured)
+    return Point(
+        "flashinfer!3127", f"GDN, batch {batch}, {tokens} tokens", "b200", kernel, COLD, measured
+    )
 
 
 def _conv(batch: int, measured: float) -> Point:
     """10,240 channels, 4 taps, the same buffers again and again."""
     moved = 2 * batch * 10240 * 8
     kernel = Kernel("conv", 1, moved, WIDTH_LAST)
-    return Point("tensorrt-llm!13103", f"convolution, batch {batch}", "b300", kernel, moved * 5 / 8, measured)
+    return Point(
+        "tensorrt-llm!13103", f"convolution, batch {batch}", "b300", kernel, moved * 5 / 8, measured
+    )
 
 
 POINTS = [
@@ -49,10 +54,18 @@ POINTS = [
     *(_gdn(batch, 4, us) for batch, us in ((1, 6.69), (32, 62.64), (256, 440.62))),
     *(_conv(batch, us) for batch, us in ((1, 2.0), (16, 2.7), (64, 5.2), (256, 14.4))),
     # Its bytes are published as a floor of 11.9 µs at 8 TB/s.
-    Point("tensorrt-llm!18838", "convolution, batch 512", "b200", Kernel("conv", 1, 95.2e6, WIDTH_LAST), COLD, 24.4),
+    Point(
+        "tensorrt-llm!18838",
+        "convolution, batch 512",
+        "b200",
+        Kernel("conv", 1, 95.2e6, WIDTH_LAST),
+        COLD,
+        24.4,
+    ),
 ]
 
-# By model: config.json, bytes of weights that a step reads (from the shapes; embeddings are not), groups of keys.
+# By model: config.json, bytes of weights that a step reads (from the shapes; embeddings are not),
+# groups of keys.
 MODELS: dict[str, tuple[dict[str, Any], float, int]] = {
     "Nemotron-3-Nano-4B": (
         {
@@ -97,14 +110,19 @@ def ratios() -> Iterator[tuple[str, int, float, float]]:
         for batch, measured in zip(BATCHES, published, strict=True):
             rest = other_kernels(shape.num_hidden_layers, batch, weights)
             before, after = (
-                step_time([*cache_kernels(layers, batch, 514, 1.0), *rest], GPUS["h100"], 1, False)[0].us
+                step_time([*cache_kernels(layers, batch, 514, 1.0), *rest], GPUS["h100"], 1, False)[
+                    0
+                ].us
                 for layers in both
             )
             yield model, batch, measured, before / after
 
 
 def _replayed(spec: KVCacheSpec, groups: int) -> KVCacheSpec:
-    """A layer with a buffer of 16 inputs. They are float16, since with bfloat16 ones half of a state would be read."""
+    """A layer with a buffer of 16 inputs.
+
+    They are float16, since with bfloat16 ones half of a state would be read.
+    """
     if not isinstance(spec, MambaSpec):
         return spec
     heads, head_dim, size = spec.parts[1].shape

@@ -55,8 +55,12 @@ def decode(seed: int, mode: str, K: int, num_reqs: int) -> Case:
             *states, attention = (len(ids) for ids in subject.manager.block_ids(request.request_id))
             equal("blocks of attention", attention, logical_blocks)
             # A Mamba row never gives up the logical block that its drafts once needed.
-            if not all(most - 1 - (K if mode == "align" else 0) <= count <= most for count in states):
-                raise WrongResultError(f"Mamba groups hold {states} blocks, mode {mode} has at most {most}")
+            if not all(
+                most - 1 - (K if mode == "align" else 0) <= count <= most for count in states
+            ):
+                raise WrongResultError(
+                    f"Mamba groups hold {states} blocks, mode {mode} has at most {most}"
+                )
         subject.check_integrity()
         return 0.0
 
@@ -81,7 +85,9 @@ def admit(seed: int, mode: str, K: int, num_reqs: int) -> Case:
         equal("admitted", run(), num_reqs)
         for request in subject.running:
             attention = subject.manager.block_ids(request.request_id)[-1]
-            equal("blocks of attention", len(attention), -(-PROMPT // BLOCK_SIZE) - (mode == "align"))
+            equal(
+                "blocks of attention", len(attention), -(-PROMPT // BLOCK_SIZE) - (mode == "align")
+            )
         subject.check_integrity()
         return 0.0
 
@@ -100,5 +106,12 @@ def cells() -> list[Cell]:
             {"mode": modes, "K": (0, 3), "num_reqs": (16, 64)},
             [("none", 0, 16), ("all", 3, 16)],
         ),
-        *grid("scheduler", "admit", "cpu", admit, {"mode": modes, "K": (3,), "num_reqs": (16, 64)}, [("all", 3, 16)]),
+        *grid(
+            "scheduler",
+            "admit",
+            "cpu",
+            admit,
+            {"mode": modes, "K": (3,), "num_reqs": (16, 64)},
+            [("all", 3, 16)],
+        ),
     ]

@@ -27,7 +27,12 @@ def tokens(seed: int, num_tokens: int, cp_size: int) -> Case:
         if column < WIDTH and (cp_size == 1 or run % cp_size == rank):
             own = offset if cp_size == 1 else run // cp_size * interleave + place
             expected[i] = int(table[row, column]) * BLOCK_SIZE + own
-    arguments = (torch.from_numpy(table), torch.from_numpy(rows), torch.from_numpy(positions), BLOCK_SIZE)
+    arguments = (
+        torch.from_numpy(table),
+        torch.from_numpy(rows),
+        torch.from_numpy(positions),
+        BLOCK_SIZE,
+    )
 
     def run() -> torch.Tensor:
         return slot_mapping(*arguments, cp_size, rank, interleave)

@@ -1,6 +1,7 @@
 """The chunked scan of a Mamba-2 prefill: all tokens of a chunk, and the states at its block boundaries.
 
-Quadratic and recurrent arithmetic differ by 2e-5 of the largest value in float32 (tests/kernels/ssd/test_reference.py).
+Quadratic and recurrent arithmetic differ by 2e-5 of the largest value in float32
+(tests/kernels/ssd/test_reference.py).
 """
 
 from __future__ import annotations
@@ -32,15 +33,23 @@ def scan(seed: int, model: str, num_tokens: int) -> Case:
     def normal(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=g)
 
-    x, dt = normal(1, num_tokens, shape.heads, shape.head_dim), torch.rand(1, num_tokens, shape.heads, generator=g) / 8
+    x, dt = (
+        normal(1, num_tokens, shape.heads, shape.head_dim),
+        torch.rand(1, num_tokens, shape.heads, generator=g) / 8,
+    )
     B, C = (normal(1, num_tokens, shape.groups, shape.state_size) for _ in range(2))
     A, D = -torch.rand(shape.heads, generator=g) - 0.5, normal(shape.heads)
     initial = normal(1, shape.heads, shape.head_dim, shape.state_size)
-    rows, offsets = torch.zeros(2, dtype=torch.int64), torch.tensor([num_tokens // 2 + 1, num_tokens])
+    rows, offsets = (
+        torch.zeros(2, dtype=torch.int64),
+        torch.tensor([num_tokens // 2 + 1, num_tokens]),
+    )
 
     @cache
     def expected() -> tuple[Floats, Floats]:
-        y, states = recurrence(*(np.asarray(part.double()) for part in (initial, x, dt, A, B, C, D)))
+        y, states = recurrence(
+            *(np.asarray(part.double()) for part in (initial, x, dt, A, B, C, D))
+        )
         return y, states[0, offsets - 1]
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,7 +62,9 @@ def scan(seed: int, model: str, num_tokens: int) -> Case:
     return Case(run, check)
 
 
-def layer(shape: LayerShape, num_tokens: int, dtype: torch.dtype, g: torch.Generator) -> tuple[torch.Tensor, ...]:
+def layer(
+    shape: LayerShape, num_tokens: int, dtype: torch.dtype, g: torch.Generator
+) -> tuple[torch.Tensor, ...]:
     """x, dt, dt_bias, A_log, B, C, D as the layer projects them."""
     sizes = ((shape.heads, shape.head_dim), (shape.heads,), *[(shape.groups, shape.state_size)] * 2)
     x, dt, B, C = (torch.randn(num_tokens, *size, generator=g) for size in sizes)
@@ -68,16 +79,22 @@ def expected_of(
     """Outputs of equally long rows and the states after every token, or the last, [num_rows, len, …], in float64."""
     x, dt, dt_bias, A_log, B, C, D = (np.asarray(part.double()) for part in inputs)
     x, dt, B, C = (part.reshape(num_rows, -1, *part.shape[1:]) for part in (x, dt, B, C))
-    return recurrence(np.asarray(initial.double()), x, softplus(dt + dt_bias), -np.exp(A_log), B, C, D, last)
+    return recurrence(
+        np.asarray(initial.double()), x, softplus(dt + dt_bias), -np.exp(A_log), B, C, D, last
+    )
 
 
-def prompts(seed: int, model: str, num_tokens: int, num_reqs: int, implementation: Any, device: str) -> Case:
+def prompts(
+    seed: int, model: str, num_tokens: int, num_reqs: int, implementation: Any, device: str
+) -> Case:
     """Bfloat16 activations."""
     shape, g = SHAPES[model], torch.Generator().manual_seed(seed)
     inputs = layer(shape, num_tokens, torch.bfloat16, g)
     size, last_of = min(shape.chunk_size, 128), partial(expected_of, last=True)
     # Products of operands rounded to bfloat16, the states of chunks among them.
-    return prefill(shape.state[:3], inputs, num_reqs, size, implementation, device, g, last_of, 2 * ROUNDED)
+    return prefill(
+        shape.state[:3], inputs, num_reqs, size, implementation, device, g, last_of, 2 * ROUNDED
+    )
 
 
 def chunk_scans(device: str, model: str, num_tokens: int, num_reqs: int) -> Contest:
@@ -85,8 +102,13 @@ def chunk_scans(device: str, model: str, num_tokens: int, num_reqs: int) -> Cont
     params = {"model": model, "num_tokens": num_tokens, "num_reqs": num_reqs}
     shape, build = SHAPES[model], partial(prompts, device=device)
     inner, state = shape.heads * shape.head_dim, shape.heads * shape.head_dim * shape.state_size
-    moved = num_tokens * 2 * (2 * inner + 2 * shape.groups * shape.state_size + shape.heads) + num_reqs * 2 * 4 * state
-    return kernel_and_torch("chunk_scan", params, build, chunk_scan_prefill, chunk_scan_prefill_reference, moved)
+    moved = (
+        num_tokens * 2 * (2 * inner + 2 * shape.groups * shape.state_size + shape.heads)
+        + num_reqs * 2 * 4 * state
+    )
+    return kernel_and_torch(
+        "chunk_scan", params, build, chunk_scan_prefill, chunk_scan_prefill_reference, moved
+    )
 
 
 def gpu_contests(quick: bool, device: str) -> Iterator[Contest]:
@@ -98,7 +120,11 @@ def gpu_contests(quick: bool, device: str) -> Iterator[Contest]:
 def cells() -> list[Cell]:
     """Chunks of a prompt on a CPU, four prompts on a GPU."""
     values = {"model": ("nemotron-3-nano-tp8", "granite-4-h-small-tp8"), "num_tokens": (128, 256)}
-    packed = {"model": ("nemotron-3-nano", "granite-4-h-small"), "num_tokens": (2048, 8192), "num_reqs": (4,)}
+    packed = {
+        "model": ("nemotron-3-nano", "granite-4-h-small"),
+        "num_tokens": (2048, 8192),
+        "num_reqs": (4,),
+    }
     on_gpu = partial(prompts, implementation=chunk_scan_prefill, device="cuda")
     return [
         *grid("ssd", "chunk_scan", "cpu", scan, values, [("nemotron-3-nano-tp8", 128)]),

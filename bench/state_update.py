@@ -1,8 +1,9 @@
 """The state update of a Mamba-2 layer's verify step: 1 + K tokens of each request, in either scheme.
 
 Tolerances: float32 arithmetic errs by 5e-6 of the largest state and 1e-5 of the largest output
-(tests/kernels/ssd/test_slots.py derives them), with a history in another order of sums 2e-5 (as a chunk does);
-bfloat16 outputs are rounded by 2^-8 at most, and again what they are computed from in scheme `recompute`.
+(tests/kernels/ssd/test_slots.py derives them), with a history in another order of sums 2e-5 (as a
+chunk does); bfloat16 outputs are rounded by 2^-8 at most, and again what they are computed from in
+scheme `recompute`.
 """
 
 from __future__ import annotations
@@ -20,26 +21,55 @@ from bench._layers import verify_step
 from bench._reference import Floats, near, recurrence
 from bench._shapes import SHAPES
 from bench.harness.cells import Case, Cell, grid, seed
-from bench.harness.contest import MODELS, VLLM, Contest, Prepare, Rival, bound_update, models, peer_case
+from bench.harness.contest import (
+    MODELS,
+    VLLM,
+    Contest,
+    Prepare,
+    Rival,
+    bound_update,
+    models,
+    peer_case,
+)
 from bench.ssd import expected_of, layer
 from bench.static import state_bytes
 from bench.static.counts import mean_traffic
-from hybrid_kv.kernels.ssd import selective_state_update_slots, selective_state_update_slots_reference
+from hybrid_kv.kernels.ssd import (
+    selective_state_update_slots,
+    selective_state_update_slots_reference,
+)
 
 STATES, OUTPUTS, RECOMPUTEED, ROUNDED = 5e-6, 1e-5, 2e-5, 2.0**-7
 HISTORY = 12  # tokens in the ring, of some 32 at most
 
 
-def slots(seed: int, model: str, num_reqs: int, K: int, implementation: Any, device: str, dtype: torch.dtype) -> Case:
+def slots(
+    seed: int,
+    model: str,
+    num_reqs: int,
+    K: int,
+    implementation: Any,
+    device: str,
+    dtype: torch.dtype,
+) -> Case:
     """See `verify_step`."""
     shape, g = SHAPES[model], torch.Generator().manual_seed(seed)
     inputs = layer(shape, num_reqs * (1 + K), dtype, g)
     tolerances = (OUTPUTS if dtype == torch.float32 else ROUNDED), STATES
-    return verify_step(shape.state[:3], inputs, num_reqs, K, implementation, device, g, expected_of, tolerances)
+    return verify_step(
+        shape.state[:3], inputs, num_reqs, K, implementation, device, g, expected_of, tolerances
+    )
 
 
 def recompute(
-    seed: int, model: str, num_reqs: int, K: int, flush: bool, name: str, device: str, dtype: torch.dtype
+    seed: int,
+    model: str,
+    num_reqs: int,
+    K: int,
+    flush: bool,
+    name: str,
+    device: str,
+    dtype: torch.dtype,
 ) -> Case:
     """Read one state and the history of each request; with `flush` also write the state behind the history."""
     from hybrid_kv.kernels import recompute as kernels
@@ -54,7 +84,10 @@ def recompute(
     heads, groups, size = shape.heads, shape.groups, shape.state_size
     states = normal(num_reqs, heads, shape.head_dim, size)
     A_log, D, dt_bias = (normal(heads) for _ in range(3))
-    x, B = normal(num_reqs, HISTORY + columns, heads, shape.head_dim), normal(num_reqs, HISTORY + columns, groups, size)
+    x, B = (
+        normal(num_reqs, HISTORY + columns, heads, shape.head_dim),
+        normal(num_reqs, HISTORY + columns, groups, size),
+    )
     C, dt = normal(num_reqs, columns, groups, size), normal(num_reqs, HISTORY + columns, heads)
     x, B, C, dt = (part.to(dtype) for part in (x, B, C, dt))
     step_dt = torch.nn.functional.softplus(dt.double() + dt_bias.double())
@@ -66,27 +99,50 @@ def recompute(
     place = (start[:, None] + torch.arange(HISTORY)) % ring_len
     row = torch.arange(num_reqs)
     for target, values in ((ring.x, x), (ring.B, B), (ring.dt, step_dt)):
-        target[row[:, None].to(device), :, place.to(device)] = values[:, :HISTORY].to(device, target.dtype)
+        target[row[:, None].to(device), :, place.to(device)] = values[:, :HISTORY].to(
+            device, target.dtype
+        )
     ids = 1 + torch.randperm(2 * num_reqs, generator=g).view(2, num_reqs)
     pool = torch.zeros(1 + 2 * num_reqs, heads, shape.head_dim, size)
     pool[ids[0]] = states
     pool = kernels.split_state(pool).to(device)
-    # A block of its own for what is flushed, so that a call leaves its input as it was; the inputs that it appends to
-    # the ring are the same each time.
+    # A block of its own for what is flushed, so that a call leaves its input as it was; the inputs
+    # that it appends to the ring are the same each time.
     count = torch.full((num_reqs,), HISTORY)
-    parts = (row, ids[0], ids[1] if flush else ids[0], start, count, count if flush else torch.zeros_like(count))
+    parts = (
+        row,
+        ids[0],
+        ids[1] if flush else ids[0],
+        start,
+        count,
+        count if flush else torch.zeros_like(count),
+    )
     step = kernels.RecomputeStep(*(part.to(device) for part in parts), max_query_len=columns)
     new_x, new_dt, new_B = (part[:, HISTORY:].flatten(0, 1) for part in (x, dt, B))
-    inputs = (new_x, new_dt, dt_bias, A_log, new_B, C.flatten(0, 1), D, torch.arange(num_reqs + 1) * columns)
+    inputs = (
+        new_x,
+        new_dt,
+        dt_bias,
+        A_log,
+        new_B,
+        C.flatten(0, 1),
+        D,
+        torch.arange(num_reqs + 1) * columns,
+    )
     arguments = (pool, ring, step, *(part.to(device) for part in inputs))
     expected: list[Floats] = []
 
     def check() -> float:
         if not expected:
             all_C = torch.cat([torch.zeros(num_reqs, HISTORY, groups, size), C], dim=1)
-            wide = (np.asarray(part.double()) for part in (states, x, step_dt, -A_log.double().exp(), B, all_C, D))
+            wide = (
+                np.asarray(part.double())
+                for part in (states, x, step_dt, -A_log.double().exp(), B, all_C, D)
+            )
             y, passed = recurrence(*wide)
-            expected.extend((y[:, HISTORY:], passed[:, HISTORY - 1] if flush else np.asarray(states.double())))
+            expected.extend(
+                (y[:, HISTORY:], passed[:, HISTORY - 1] if flush else np.asarray(states.double()))
+            )
         if flush:
             pool[ids[1].to(device)] = 0
         y = np.asarray(implementation(*arguments).double().cpu()).reshape(expected[0].shape)
@@ -123,12 +179,17 @@ def vllm_state_update() -> Prepare:
 
 def mamba_ssm_state_update() -> Prepare:
     """One token, in place: in the block that ours only writes."""
-    function = importlib.import_module("mamba_ssm.ops.triton.selective_state_update").selective_state_update
+    function = importlib.import_module(
+        "mamba_ssm.ops.triton.selective_state_update"
+    ).selective_state_update
 
     def prepare(state, x, dt, dt_bias, A_log, B, C, D, cu_seqlens, sources, targets):  # type: ignore[no-untyped-def]
         state[targets[:, 0]] = state[sources]
         outputs: list[torch.Tensor] = []
-        operands, written = (state, x, dt, dt_bias, A_log, B, C, D), targets[:, 0].int().contiguous()
+        operands, written = (
+            (state, x, dt, dt_bias, A_log, B, C, D),
+            targets[:, 0].int().contiguous(),
+        )
         launch = bound_update(function, operands, state_batch_indices=written)
         return lambda: outputs.append(launch()), outputs.pop
 
@@ -153,7 +214,17 @@ def state_updates(device: str, model: str, num_reqs: int, K: int) -> Contest:
 
     def recomputed(flush: bool) -> Rival:
         moved = state_bytes.step_bytes(sizes, torch.float32, tokens, HISTORY, flush)
-        make = partial(recompute, number, model, num_reqs, K, flush, "recompute_update", device=device, dtype=bf16)
+        make = partial(
+            recompute,
+            number,
+            model,
+            num_reqs,
+            K,
+            flush,
+            "recompute_update",
+            device=device,
+            dtype=bf16,
+        )
         return Rival(make, num_reqs * sum(moved.values()))
 
     moved = num_reqs * sum(state_bytes.slots_bytes(sizes, torch.float32, tokens).values())
@@ -167,7 +238,12 @@ def state_updates(device: str, model: str, num_reqs: int, K: int) -> Contest:
     if not K:
         rivals["mamba_ssm"] = Rival(lambda: peer_case(build, mamba_ssm_state_update()), moved)
     rate = flush_rate(K)
-    return Contest("state_update", params, rivals, {"recompute": {"recompute_step": 1 - rate, "recompute_flush": rate}})
+    return Contest(
+        "state_update",
+        params,
+        rivals,
+        {"recompute": {"recompute_step": 1 - rate, "recompute_flush": rate}},
+    )
 
 
 def gpu_contests(quick: bool, device: str) -> Iterator[Contest]:
@@ -180,8 +256,16 @@ def gpu_contests(quick: bool, device: str) -> Iterator[Contest]:
 
 def cells() -> list[Cell]:
     """Both schemes, on a CPU and a GPU."""
-    steps = {"model": ("nemotron-3-nano-tp8", "granite-4-h-small-tp8"), "num_reqs": (2,), "K": (0, 1, 3, 5, 7)}
-    launches = {"model": ("nemotron-3-nano", "granite-4-h-small"), "num_reqs": (16, 128), "K": (0, 1, 3, 5, 7)}
+    steps = {
+        "model": ("nemotron-3-nano-tp8", "granite-4-h-small-tp8"),
+        "num_reqs": (2,),
+        "K": (0, 1, 3, 5, 7),
+    }
+    launches = {
+        "model": ("nemotron-3-nano", "granite-4-h-small"),
+        "num_reqs": (16, 128),
+        "K": (0, 1, 3, 5, 7),
+    }
     quick = [("nemotron-3-nano-tp8", 2, 0), ("nemotron-3-nano-tp8", 2, 3)]
     on_cpu: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
     on_gpu: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
@@ -192,7 +276,14 @@ def cells() -> list[Cell]:
     flushes, quick_gpu = {**launches, "flush": (False, True)}, [("nemotron-3-nano", 128, 3)]
     return [
         *grid("state_update", "slots", "cpu", slots_cpu, steps, quick),
-        *grid("state_update", "recompute", "cpu", recompute_cpu, {**steps, "flush": (False, True)}, quick[1:]),
+        *grid(
+            "state_update",
+            "recompute",
+            "cpu",
+            recompute_cpu,
+            {**steps, "flush": (False, True)},
+            quick[1:],
+        ),
         *grid("state_update", "slots_kernel", "gpu", slots_gpu, launches, quick_gpu),
         *grid("state_update", "recompute_kernel", "gpu", recompute_gpu, flushes, quick_gpu),
     ]

@@ -1,7 +1,8 @@
 """`python -m bench.store [--rows N]`: what the store costs with that many rows, each command in a fresh process.
 
-The rows are the committed ones, repeated night after night on four machines with times that move by a few percent. They
-are written in pieces, as the CSVs of as many machines, and merged into one data set, in a temporary folder.
+The rows are the committed ones, repeated night after night on four machines with times that move by
+a few percent. They are written in pieces, as the CSVs of as many machines, and merged into one data
+set, in a temporary folder.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from hybrid_kv.measure.timing.clock import wall_clock
 ROOT = Path(__file__).parents[1]
 MACHINES = 4
 PIECE = 1_000_000
-_MOVED = "CASE WHEN ci_low IS NULL THEN {0} ELSE {0} * (0.97 + 0.06 * (hash(nth) % 1000) / 1000) END"
-# A night's rows of one machine: later, of another commit and run, what has an interval a few percent off.
+_MOVED = (
+    "CASE WHEN ci_low IS NULL THEN {0} ELSE {0} * (0.97 + 0.06 * (hash(nth) % 1000) / 1000) END"
+)
+# A night's rows of one machine: later, of another commit and run, what has an interval a few
+# percent off.
 MADE = {
     "run_id": "left(md5(concat(run_id, night, box)), 12)",
     "time_utc": "strftime(strptime(time_utc, '%Y-%m-%dT%H:%M:%SZ') + to_days(night::INTEGER), '%Y-%m-%dT%H:%M:%SZ')",
@@ -58,7 +62,9 @@ def cost(arguments: Sequence[object], output: Path) -> Cost:
         child = os.posix_spawn(sys.executable, command, os.environ, file_actions=to_file)
         _, status, used = os.wait4(child, 0)
     if status:
-        raise HybridKVError(f"hybrid-kv {' '.join(map(str, arguments))} failed: {output.read_text()[-300:]}")
+        raise HybridKVError(
+            f"hybrid-kv {' '.join(map(str, arguments))} failed: {output.read_text()[-300:]}"
+        )
     return Cost(wall_clock() - began, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024)
 
 
@@ -87,7 +93,9 @@ def _apart(work: Callable[..., None], *arguments: object) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Make the rows, merge them, ask for the last three, draw the report; print a table of what each costs."""
     parser = ArgumentParser("python -m bench.store", main.__doc__)
-    parser.add_argument("--rows", type=int, default=PIECE, help="how many; 10000000 take 5 GB of disk")
+    parser.add_argument(
+        "--rows", type=int, default=PIECE, help="how many; 10000000 take 5 GB of disk"
+    )
     rows = parser.parse_args(arguments).rows
     with tempfile.TemporaryDirectory(prefix="hybrid-kv.bench.") as made:
         folder = Path(made)
@@ -100,14 +108,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _apart(write_piece, piece, first, min(PIECE, rows - first))
             csv_bytes += piece.stat().st_size
             command = "merge" if number else "export"
-            costs.append((f"{command} of piece {number + 1}", cost(["results", command, piece, "--to", data], said)))
+            costs.append(
+                (
+                    f"{command} of piece {number + 1}",
+                    cost(["results", command, piece, "--to", data], said),
+                )
+            )
             if number == 0:
-                costs.append(("results --last 3 of that CSV", cost(["results", piece, "--last", 3], said)))
+                costs.append(
+                    ("results --last 3 of that CSV", cost(["results", piece, "--last", 3], said))
+                )
             piece.unlink()
-        parquet_bytes = sum(file.stat().st_size for file in data.rglob("*.parquet") if file.is_file())
-        print(f"{rows:,} rows: {csv_bytes / 1e6:,.1f} MB as CSV, {parquet_bytes / 1e6:,.1f} MB as Parquet")
+        parquet_bytes = sum(
+            file.stat().st_size for file in data.rglob("*.parquet") if file.is_file()
+        )
+        print(
+            f"{rows:,} rows: {csv_bytes / 1e6:,.1f} MB as CSV, {parquet_bytes / 1e6:,.1f} MB as Parquet"
+        )
         costs.append(("results --last 3", cost(["results", data, "--last", 3], said)))
-        costs.append(("report", cost(["report", "--results", data.parent, "--out", folder / "site"], said)))
+        costs.append(
+            ("report", cost(["report", "--results", data.parent, "--out", folder / "site"], said))
+        )
         print("\n| command | s | CPU s | MB |\n|---|--:|--:|--:|")
         for name, one in costs:
             print(f"| {name} | {one.wall:.1f} | {one.cpu:.1f} | {one.rss / 1e6:,.0f} |")

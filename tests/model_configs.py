@@ -66,5 +66,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attn_layer_indices": [9, 18, 27],
         "mamba_d_head": "auto",
     },
-    "Qwen/Qwen3-Next-80B-A3B": json.loads((EXAMPLES / "qwen3-next" / "config.json").read_text(encoding="utf-8")),
+    "Qwen/Qwen3-Next-80B-A3B": json.loads(
+        (EXAMPLES / "qwen3-next" / "config.json").read_text(encoding="utf-8")
+    ),
 }

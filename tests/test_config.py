@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from hybrid_kv.cache.modes import MODES
-from hybrid_kv.config import DTYPES, ConfigError, engine_config, parse_dtype, parse_model_dtype, planned_dtype
+from hybrid_kv.config import (
+    DTYPES,
+    ConfigError,
+    engine_config,
+    parse_dtype,
+    parse_model_dtype,
+    planned_dtype,
+)
 
 CACHED: dict[str, Any] = {"enable_prefix_caching": True}
 DRAFTS: dict[str, Any] = {"speculative_method": "ngram", "num_speculative_tokens": 2}
@@ -62,14 +69,21 @@ LIMITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("inside", "outside", "message"), LIMITS, ids=[f"{limit[1]}" for limit in LIMITS])
+@pytest.mark.parametrize(
+    ("inside", "outside", "message"), LIMITS, ids=[f"{limit[1]}" for limit in LIMITS]
+)
 def test_what_is_allowed_is_kept_and_what_is_not_is_rejected(
     inside: dict[str, Any], outside: dict[str, Any], message: str
 ) -> None:
     # Their own limits leave room for each other.
     room = {"max_num_seqs": 1, "prompt_lookup_min": 1}
     config = engine_config(room | inside)
-    parts = {**vars(config), **vars(config.cache), **vars(config.scheduler), **vars(config.speculative)}
+    parts = {
+        **vars(config),
+        **vars(config.cache),
+        **vars(config.scheduler),
+        **vars(config.speculative),
+    }
     assert {name: parts[name] for name in inside} == inside
     with pytest.raises(ConfigError) as caught:
         engine_config(room | outside)
@@ -78,7 +92,9 @@ def test_what_is_allowed_is_kept_and_what_is_not_is_rejected(
 
 @pytest.mark.parametrize("mode", [None, *MODES])
 @pytest.mark.parametrize("caching", [None, False, True])
-def test_mode_and_prefix_caching_follow_from_each_other(mode: str | None, caching: bool | None) -> None:
+def test_mode_and_prefix_caching_follow_from_each_other(
+    mode: str | None, caching: bool | None
+) -> None:
     options = {"mamba_cache_mode": mode, "enable_prefix_caching": caching}
     given = {name: value for name, value in options.items() if value is not None}
     if mode in ("align", "all") and caching is False:
@@ -89,7 +105,9 @@ def test_mode_and_prefix_caching_follow_from_each_other(mode: str | None, cachin
 
 
 @pytest.mark.parametrize(("text", "due"), [(None, False), ("", False), ("0", False), ("1", True)])
-def test_the_environment_turns_the_sanitizer_on(text: str | None, due: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_turns_the_sanitizer_on(
+    text: str | None, due: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("HYBRID_KV_SANITIZE", raising=False)
     if text is not None:
         monkeypatch.setenv("HYBRID_KV_SANITIZE", text)
@@ -98,8 +116,14 @@ def test_the_environment_turns_the_sanitizer_on(text: str | None, due: bool, mon
 
 
 def test_dtypes_by_name() -> None:
-    assert {parse_dtype(name, "dtype") for name in DTYPES} == {getattr(torch, name) for name in DTYPES.values()}
-    assert [name for name in DTYPES if name != "fp8" and parse_model_dtype(name) != getattr(torch, name)] == []
+    assert {parse_dtype(name, "dtype") for name in DTYPES} == {
+        getattr(torch, name) for name in DTYPES.values()
+    }
+    assert [
+        name for name in DTYPES if name != "fp8" and parse_model_dtype(name) != getattr(torch, name)
+    ] == []
     assert parse_dtype("fp8", "kv_cache_dtype") is torch.float8_e4m3fn
     both = [(parse_dtype(name, "", planned_dtype), parse_dtype(name, "")) for name in DTYPES]
-    assert [(str(light), light.itemsize) for light, _ in both] == [(str(dtype), dtype.itemsize) for _, dtype in both]
+    assert [(str(light), light.itemsize) for light, _ in both] == [
+        (str(dtype), dtype.itemsize) for _, dtype in both
+    ]

@@ -19,7 +19,9 @@ from tests.cli import run as cli
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-GENERATED = re.compile(r"<!-- figures:[\w-]+ -->.*?<!-- /figures -->", re.DOTALL)  # tests/measure/dashboard holds these
+GENERATED = re.compile(
+    r"<!-- figures:[\w-]+ -->.*?<!-- /figures -->", re.DOTALL
+)  # tests/measure/dashboard holds these
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
 
 
@@ -38,11 +40,16 @@ BLOCKS = [
 
 def of(*languages: str) -> list[object]:
     chosen = [block for block in BLOCKS if block.language in languages]
-    return [pytest.param(block, id=f"{block.page}: {block.text.strip().splitlines()[0][:60]}") for block in chosen]
+    return [
+        pytest.param(block, id=f"{block.page}: {block.text.strip().splitlines()[0][:60]}")
+        for block in chosen
+    ]
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, encoding="utf-8")
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, encoding="utf-8"
+    )
 
 
 def commands(text: str) -> list[str]:
@@ -62,7 +69,9 @@ def test_a_console_block_is_what_its_command_prints(
         command = command[:-1] + more
     assert command.startswith("$ hybrid-kv "), "a block without its output is `sh`"
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("hybrid_kv.check.guard.workers.MOST_WORKERS", 1)  # Another process would import for seconds.
+    monkeypatch.setattr(
+        "hybrid_kv.check.guard.workers.MOST_WORKERS", 1
+    )  # Another process would import for seconds.
     words = shlex.split(command.split("  #")[0].removeprefix("$ hybrid-kv "))
     code, out, err = cli.run(capsys, *words)
     assert code == 0, err
@@ -74,7 +83,9 @@ def test_a_console_block_is_what_its_command_prints(
 def test_the_python_blocks_run() -> None:
     """In one process, and not in this one: some register what they define."""
     blocks = [(block.text, block.page) for block in BLOCKS if block.language == "python"]
-    found = run(sys.executable, "-c", f"for block in {blocks!r}: exec(compile(*block, 'exec'), {{}})")
+    found = run(
+        sys.executable, "-c", f"for block in {blocks!r}: exec(compile(*block, 'exec'), {{}})"
+    )
     assert blocks and found.returncode == 0, found.stderr
 
 
@@ -90,9 +101,17 @@ def test_the_commands_of_a_shell_block_exist(block: Block) -> None:
         elif words[0] == "hybrid-kv":
             check_options(words[1:], line)
         else:
-            assert words[0] in ("lm_eval", "pip", "cd", "git", "bash", "vllm", "asv", "pytest", "pytest-benchmark"), (
-                f"{line}: nothing here knows {words[0]}"
-            )
+            assert words[0] in (
+                "lm_eval",
+                "pip",
+                "cd",
+                "git",
+                "bash",
+                "vllm",
+                "asv",
+                "pytest",
+                "pytest-benchmark",
+            ), f"{line}: nothing here knows {words[0]}"
 
 
 def check_options(words: list[str], line: str) -> None:
@@ -104,14 +123,22 @@ def check_options(words: list[str], line: str) -> None:
         command = command.commands[words.pop(0)]  # type: ignore[attr-defined]
     command = getattr(command, "default", command)  # `hybrid-kv results` lists
     assert not hasattr(command, "commands") or not words or words[0].startswith("-"), line
-    known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    known = {
+        option
+        for parameter in command.params
+        for option in (*parameter.opts, *parameter.secondary_opts)
+    }
     given = {word.split("=")[0] for word in words if re.match(r"--?[A-Za-z]", word)}
     assert given <= known | {"--help"}, f"{line}: no {sorted(given - known)}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
-    targets = [target for target, _ in LINK.findall(page.read_text(encoding="utf-8")) if "://" not in target]
+    targets = [
+        target
+        for target, _ in LINK.findall(page.read_text(encoding="utf-8"))
+        if "://" not in target
+    ]
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
@@ -133,8 +160,13 @@ def test_the_pages_fetch_nothing_and_have_the_references(site: Path) -> None:
     pages = {page.name: page.read_text(encoding="utf-8") for page in site.rglob("*.html")}
     fetched = re.compile(r'<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="(?:https?:)?//[^"]*')
     assert {name: found for name, text in pages.items() if (found := fetched.findall(text))} == {}
-    assert "--mamba-cache-mode" in pages["reference-cli.html"] and "SamplingParams" in pages["reference-python.html"]
-    assert len(pages) == len([*(ROOT / "docs").rglob("*.md")]) + 3  # both references, and one of what is not found
+    assert (
+        "--mamba-cache-mode" in pages["reference-cli.html"]
+        and "SamplingParams" in pages["reference-python.html"]
+    )
+    assert (
+        len(pages) == len([*(ROOT / "docs").rglob("*.md")]) + 3
+    )  # both references, and one of what is not found
 
 
 def test_the_search_finds_a_section_in_pages_that_are_opened_from_a_disk(site: Path) -> None:
@@ -166,7 +198,9 @@ def test_the_search_finds_a_section_in_pages_that_are_opened_from_a_disk(site: P
         ("docs/bisect.md", "\n", "\n[a link](nowhere.md)\n", "page does not exist"),
     ],
 )
-def test_pages_with_a_fault_are_not_built(tmp_path: Path, file: str, old: str, new: str, message: str) -> None:
+def test_pages_with_a_fault_are_not_built(
+    tmp_path: Path, file: str, old: str, new: str, message: str
+) -> None:
     """A page that the navigation lacks, one that only it has; a link to nowhere."""
     pytest.importorskip("zensical", reason="zensical is not installed: pip install -e '.[docs]'")
     for name in ("docs", ".ci"):

@@ -79,19 +79,28 @@ def strange_names(tree: ast.Module, known: dict[str, ast.ClassDef]) -> Iterator[
             has = set().union(*map(members, family))
             for base in family:
                 for method in base.body:
-                    if isinstance(method, Function) and method.name in ("__init__", "__new__", "__call__"):
+                    if isinstance(method, Function) and method.name in (
+                        "__init__",
+                        "__new__",
+                        "__call__",
+                    ):
                         has |= arguments(method)
             named = section(docstring, "Args") + section(docstring, "Attributes")
         else:
             has = arguments(node)
-            named = section(docstring, "Args") + [match["names"] for match in IN_SENTENCE.finditer(docstring)]
+            named = section(docstring, "Args") + [
+                match["names"] for match in IN_SENTENCE.finditer(docstring)
+            ]
         yield from (f"{node.name}:{node.lineno} has no {name}" for name in named if name not in has)
 
 
 @pytest.fixture(scope="module")
 def trees() -> dict[str, ast.Module]:
     """Every module of the package."""
-    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
+    return {
+        str(path.relative_to(ROOT)): ast.parse(path.read_text())
+        for path in sorted(ROOT.rglob("*.py"))
+    }
 
 
 def test_docstrings_name_arguments_that_are_there(trees: dict[str, ast.Module]) -> None:
@@ -99,7 +108,9 @@ def test_docstrings_name_arguments_that_are_there(trees: dict[str, ast.Module]) 
     for tree in trees.values():
         known |= classes(tree)
     assert not [
-        f"{file}: {line}" for file, tree in trees.items() for line in strange_names(tree, known | classes(tree))
+        f"{file}: {line}"
+        for file, tree in trees.items()
+        for line in strange_names(tree, known | classes(tree))
     ]
 
 

@@ -62,7 +62,9 @@ def test_a_bug_is_not_dressed_up_as_a_users_error(monkeypatch: pytest.MonkeyPatc
         (MemoryError(), "out of memory"),
         (KeyboardInterrupt(), "interrupted"),
         (
-            ModuleNotFoundError("No module named 'prometheus_client'", name="prometheus_client.core"),
+            ModuleNotFoundError(
+                "No module named 'prometheus_client'", name="prometheus_client.core"
+            ),
             "prometheus_client.core is not installed; run: pip install 'hybrid_kv[serve]', in a checkout -e '.[serve]'",
         ),
         (
@@ -72,7 +74,10 @@ def test_a_bug_is_not_dressed_up_as_a_users_error(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_what_the_system_refuses_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, said: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    said: str,
 ) -> None:
     monkeypatch.setattr("hybrid_kv.models.shapes.model_shape", raising(error))
     code = 130 if isinstance(error, KeyboardInterrupt) else 2
@@ -81,8 +86,19 @@ def test_what_the_system_refuses_is_one_line(
 
 def test_each_module_has_its_extra() -> None:
     """By import names, which are not always those of packages."""
-    extras = {"torch": "engine", "lm_eval": "accuracy", "yaml": "accuracy", "scipy": "accuracy", "ray": "cluster"}
-    extras |= {"prometheus_client": "serve", "asv_runner": "bench", "cosmic_ray": "dev", "json": "all"}
+    extras = {
+        "torch": "engine",
+        "lm_eval": "accuracy",
+        "yaml": "accuracy",
+        "scipy": "accuracy",
+        "ray": "cluster",
+    }
+    extras |= {
+        "prometheus_client": "serve",
+        "asv_runner": "bench",
+        "cosmic_ray": "dev",
+        "json": "all",
+    }
     assert {name: _extra(name) for name in extras} == extras
 
 
@@ -116,7 +132,11 @@ def test_every_command_names_the_extra_that_it_lacks_before_it_works(
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, package, None)
-    for work in ("hybrid_kv.check.guard.run._run", "hybrid_kv.measure.dashboard.data.load", "hybrid_kv.LLM"):
+    for work in (
+        "hybrid_kv.check.guard.run._run",
+        "hybrid_kv.measure.dashboard.data.load",
+        "hybrid_kv.LLM",
+    ):
         monkeypatch.setattr(work, raising(AssertionError("it worked before it looked")))
     arguments = [argument.format(folder=tmp_path / "new") for argument in command]
     said = f"error: {package} is not installed; run: pip install 'hybrid_kv[{extra}]', in a checkout -e '.[{extra}]'\n"
@@ -130,7 +150,9 @@ def test_a_sanitizers_report_is_a_failed_check(
     from hybrid_kv.sanitizer import SanitizerError
 
     said = "block 3 has two owners\n  step 1: request 0\n  step 2: request 1"
-    monkeypatch.setattr("hybrid_kv.models.shapes.model_shape", raising(SanitizerError("owner", said)))
+    monkeypatch.setattr(
+        "hybrid_kv.models.shapes.model_shape", raising(SanitizerError("owner", said))
+    )
     assert run(capsys, "plan", "config.json", "--num-blocks", "9") == (1, "", f"{said}\n")
 
 
@@ -151,7 +173,9 @@ def test_what_reads_files_alone_needs_no_torch(tmp_path: Path) -> None:
     code = "import sys; sys.modules |= dict.fromkeys(('torch', 'numba', 'transformers', 'tokenizers', 'safetensors'))\n"
     code += "from hybrid_kv.cli import main\nfor command in sys.argv[1:]:\n    try:\n        main(command.split())\n"
     code += "    except SystemExit as left:\n        print('code', left.code, command)\n"
-    done = subprocess.run([sys.executable, "-c", code, *commands], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *commands], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     parts = re.split(r"^code 0 (.*)\n", done.stdout, flags=re.MULTILINE)
     assert parts[1::2] == commands and all(parts[:-1:2])
@@ -163,7 +187,12 @@ def test_what_reads_files_alone_needs_no_torch(tmp_path: Path) -> None:
 def python(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run code after `from hybrid_kv.cli import main`; no output that a shell could not have redirected."""
     command = [sys.executable, "-c", f"from hybrid_kv.cli import main\n{code}"]
-    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    options = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        **options,
+    }
     return subprocess.run(command, text=True, timeout=60, check=False, **options)
 
 
@@ -181,9 +210,12 @@ def test_a_full_standard_output_is_one_line() -> None:
 def test_closed_streams_are_one_line_and_no_file_takes_their_place(tmp_path: Path) -> None:
     done = python(VERSION, preexec_fn=lambda: os.close(1), stdout=None)
     assert done.returncode == 2
-    assert done.stderr == "error: standard output is closed; redirect it to a file or to /dev/null\n"
+    assert (
+        done.stderr == "error: standard output is closed; redirect it to a file or to /dev/null\n"
+    )
     assert python(VERSION, preexec_fn=lambda: os.close(2), stderr=None).returncode == 0
-    # The descriptor of the first file that is opened would be 2: what a library writes there would be in the file.
+    # The descriptor of the first file that is opened would be 2: what a library writes there would
+    # be in the file.
     code = "from hybrid_kv.errors import run_command\nrun_command(lambda: print(open('file', 'w').fileno()))"
     done = python(code, preexec_fn=lambda: os.close(2), stderr=None, cwd=tmp_path)
     assert int(done.stdout) > 2
@@ -232,7 +264,9 @@ def test_a_process_that_is_interrupted_with_its_workers_says_one_line(tmp_path: 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 @pytest.mark.parametrize("handler", ["SIG_DFL", "SIG_IGN"])  # nohup ignores one
-def test_a_process_that_is_ended_leaves_no_part_of_a_file(tmp_path: Path, name: str, handler: str) -> None:
+def test_a_process_that_is_ended_leaves_no_part_of_a_file(
+    tmp_path: Path, name: str, handler: str
+) -> None:
     code = f"import os, signal\nsignal.signal(signal.{name}, signal.{handler})\n"
     code += "from hybrid_kv.errors import run_command\nfrom hybrid_kv.files import new_folder\n"
     code += f"def work():\n    with new_folder('made'):\n        os.kill(os.getpid(), signal.{name})\nrun_command(work)"
@@ -242,14 +276,20 @@ def test_a_process_that_is_ended_leaves_no_part_of_a_file(tmp_path: Path, name: 
     assert (done.returncode, done.stderr, [one.name for one in tmp_path.iterdir()]) == expected
 
 
-def test_a_long_value_is_cut_and_nothing_obeys_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_value_is_cut_and_nothing_obeys_a_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     err = refused(capsys, "results", "--since", "\x1b[31m" + "x" * 100_000)
     assert len(err) < 1100 and err.startswith("error: --since \\x1b[31mxxx") and " … " in err
     assert err.endswith("is not a moment; write 2026-11-21 or 2026-11-21T06:00:00Z\n")
 
 
 def test_a_command_that_exits_by_itself_keeps_its_code(capsys: pytest.CaptureFixture[str]) -> None:
-    for given, code, said in ((3, 3, ""), (None, 0, ""), ("no such thing", 2, "error: no such thing\n")):
+    for given, code, said in (
+        (3, 3, ""),
+        (None, 0, ""),
+        ("no such thing", 2, "error: no such thing\n"),
+    ):
         with pytest.raises(SystemExit) as left:
             run_command(raising(SystemExit(given)))
         assert (left.value.code, capsys.readouterr().err) == (code, said)

@@ -18,20 +18,32 @@ EXAMPLES = sorted((ROOT / "examples").glob("*/config.json"))
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.parent.name)
 @pytest.mark.parametrize("mode", ["none", "align", "all"])
 def test_every_example_can_be_planned(path, mode, capsys):
-    out = printed(capsys, "plan", path, "--gpu-memory", "60GiB", "--mamba-cache-mode", mode, "--json")
+    out = printed(
+        capsys, "plan", path, "--gpu-memory", "60GiB", "--mamba-cache-mode", mode, "--json"
+    )
     assert json.loads(out)["longest_request"] > 0
 
 
 def test_the_example_and_the_kernels_shapes_of_nemotron_3_nano_agree():
     config = json.loads((ROOT / "examples" / "nemotron-3-nano" / "config.json").read_text())
-    names = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "num_attention_heads")
+    names = (
+        "mamba_num_heads",
+        "mamba_head_dim",
+        "ssm_state_size",
+        "n_groups",
+        "num_attention_heads",
+    )
     names += ("num_key_value_heads", "chunk_size", "conv_kernel", "head_dim")
     assert MODELS[NANO] == LayerShape(*(config[name] for name in names))
 
 
 def test_a_config_that_the_documentation_names_is_there():
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    named = {name for page in pages for name in re.findall(r"[\w./-]+/config\.json", page.read_text(encoding="utf-8"))}
+    named = {
+        name
+        for page in pages
+        for name in re.findall(r"[\w./-]+/config\.json", page.read_text(encoding="utf-8"))
+    }
     assert named
     assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
 
@@ -47,7 +59,9 @@ def test_a_reproducer_is_named_where_it_is_explained_and_needs_nothing_of_ours(p
     assert f"`{path.name}`" in (ROOT / "docs" / "found.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples" / "found").glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "examples" / "found").glob("*.json")), ids=lambda path: path.stem
+)
 def test_a_case_is_named_where_it_is_explained_and_becomes_a_script(path):
     compile(script_of(from_json(path.read_text(encoding="utf-8"), path.name)), path.name, "exec")
     assert f"`{path.name}`" in (ROOT / "docs" / "found.md").read_text(encoding="utf-8")

@@ -27,7 +27,10 @@ def test_a_file_is_written_whole_with_its_folders(tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for name, said in (
-        ("file/x.json", r"file/x.json: .*/file cannot be written: Not a directory; choose another folder"),
+        (
+            "file/x.json",
+            r"file/x.json: .*/file cannot be written: Not a directory; choose another folder",
+        ),
         (".", "is a folder; name a file in it"),
     ):
         with pytest.raises(ConfigError, match=said):
@@ -92,14 +95,23 @@ def test_a_folder_gets_its_name_when_it_is_full(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with new_folder(tmp_path / "empty") as folder:
         (folder / "file").touch()
-    assert [path.name for path in sorted(tmp_path.rglob("*"))] == ["deep", "made", "file", "empty", "file"]
+    assert [path.name for path in sorted(tmp_path.rglob("*"))] == [
+        "deep",
+        "made",
+        "file",
+        "empty",
+        "file",
+    ]
 
 
 def test_a_folder_that_is_not_filled_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no"), new_folder(tmp_path / "made") as folder:
         (folder / "file").touch()
         raise ValueError("no")
-    with pytest.raises(HybridKVError, match="made cannot be written: No such"), new_folder(tmp_path / "made"):
+    with (
+        pytest.raises(HybridKVError, match="made cannot be written: No such"),
+        new_folder(tmp_path / "made"),
+    ):
         raise FileNotFoundError(2, "No such file")
     with pytest.raises(HybridKVError, match="file/made cannot be written: File exists"):
         (tmp_path / "file").touch()

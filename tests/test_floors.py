@@ -11,11 +11,12 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "hybrid_kv"
 
-# The wings, bottom up: the cache, which lies directly in `hybrid_kv/`; what checks an engine; what measures, keeps and
-# draws; the commands. Each imports only from those before it.
+# The wings, bottom up: the cache, which lies directly in `hybrid_kv/`; what checks an engine; what
+# measures, keeps and draws; the commands. Each imports only from those before it.
 WINGS = ["", "check", "measure", "cli"]
-# The layers of each wing, bottom up. A module belongs to the longest name that it begins with; packages of one line are
-# on one layer, and may not import each other. `cache.modes` imports nothing, so that the configuration can use it, too.
+# The layers of each wing, bottom up. A module belongs to the longest name that it begins with;
+# packages of one line are on one layer, and may not import each other. `cache.modes` imports
+# nothing, so that the configuration can use it, too.
 LAYERS = {
     "": [
         ["cache.modes", "environment", "errors", "threads"],
@@ -42,7 +43,8 @@ LAYERS = {
     ],
     "cli": [["cli"]],
 }
-# `hybrid_kv/__init__.py` names the classes that a user imports; it imports them when they are first used.
+# `hybrid_kv/__init__.py` names the classes that a user imports; it imports them when they are first
+# used.
 DOOR = ""
 
 
@@ -66,11 +68,15 @@ def imports(path: Path) -> Iterator[str]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            package = (ROOT.name, *path.relative_to(ROOT).parts)[: -node.level] if node.level else ()
+            package = (
+                (ROOT.name, *path.relative_to(ROOT).parts)[: -node.level] if node.level else ()
+            )
             names = [".".join((*package, node.module or "", alias.name)) for alias in node.names]
         else:
             continue
-        yield from (name.removeprefix("hybrid_kv.") for name in names if name.startswith("hybrid_kv."))
+        yield from (
+            name.removeprefix("hybrid_kv.") for name in names if name.startswith("hybrid_kv.")
+        )
 
 
 @cache
@@ -83,7 +89,10 @@ def graph() -> dict[str, set[str]]:
             name = name.rpartition(".")[0]
         return name
 
-    return {name: {module_of(target) for target in imports(path)} - {name, DOOR} for name, path in known.items()}
+    return {
+        name: {module_of(target) for target in imports(path)} - {name, DOOR}
+        for name, path in known.items()
+    }
 
 
 def wing_of(module: str) -> str:
@@ -95,7 +104,10 @@ def package_of(module: str) -> str:
     wing = wing_of(module)
     inner = module.removeprefix(f"{wing}.") if wing in ("check", "measure") else module
     packages = [
-        package for layer in LAYERS[wing] for package in layer if inner == package or inner.startswith(f"{package}.")
+        package
+        for layer in LAYERS[wing]
+        for package in layer
+        if inner == package or inner.startswith(f"{package}.")
     ]
     assert packages, f"{module} is on no layer: add its package to LAYERS"
     return max(packages, key=len)
@@ -110,7 +122,8 @@ EDGES = [
     (module, target)
     for module, targets in graph().items()
     for target in targets
-    if module not in (DOOR, "check", "measure") and target not in ("check", "measure")  # those two are empty
+    if module not in (DOOR, "check", "measure")
+    and target not in ("check", "measure")  # those two are empty
 ]
 
 
@@ -118,7 +131,9 @@ EDGES = [
 def test_no_wing_imports_from_a_wing_above(wing: str) -> None:
     above = WINGS[WINGS.index(wing) + 1 :]
     inside = [edge for edge in EDGES if wing_of(edge[0]) == wing]
-    assert not [f"{module} imports {target}" for module, target in inside if wing_of(target) in above]
+    assert not [
+        f"{module} imports {target}" for module, target in inside if wing_of(target) in above
+    ]
 
 
 @pytest.mark.parametrize("wing", WINGS)
@@ -133,7 +148,9 @@ def test_no_package_imports_from_a_layer_above(wing: str) -> None:
 
 
 def test_each_module_is_on_a_layer() -> None:
-    assert all(package_of(module) for module in modules() if module not in (DOOR, "check", "measure"))
+    assert all(
+        package_of(module) for module in modules() if module not in (DOOR, "check", "measure")
+    )
 
 
 def test_the_folder_lists_the_cache_and_three_names() -> None:
@@ -158,7 +175,8 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         visit(module, ())
 
 
-# The guard's observer repeats the rules of the cache in its own words: it must not use the code that it checks.
+# The guard's observer repeats the rules of the cache in its own words: it must not use the code
+# that it checks.
 OBSERVER = {f"check.guard.{name}" for name in ("observer", "published", "waiting")}
 CONCEPTS = {
     "mode": ({"mamba_cache_mode", "mode", "cache_mode"}, {"cache.modes"}),
@@ -174,7 +192,9 @@ def branches(path: Path, names: set[str], values: set[str]) -> list[str]:
             return node.slice.value in names
         if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             return node.args[0].value in names
-        return (node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", None)) in names
+        return (
+            node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", None)
+        ) in names
 
     def valued(node: ast.expr) -> bool:
         parts = node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else [node]
@@ -186,7 +206,11 @@ def branches(path: Path, names: set[str], values: set[str]) -> list[str]:
             sides = [node.left, *node.comparators]
             if any(map(named, sides)) and any(map(valued, sides)):
                 found.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
-        elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.Dict) and named(node.slice):
+        elif (
+            isinstance(node, ast.Subscript)
+            and isinstance(node.value, ast.Dict)
+            and named(node.slice)
+        ):
             found.append(f"{path.name}:{node.lineno}: {ast.unparse(node)[:80]}")
     return found
 
@@ -217,5 +241,9 @@ def test_the_count_of_branches_sees_each_way_to_write_one(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("package", ["hybrid_kv", "bench", "mutants"])
 def test_no_console_reads_markup(package: str) -> None:
-    lines = [line for file in (ROOT.parent / package).rglob("*.py") for line in file.read_text().splitlines()]
+    lines = [
+        line
+        for file in (ROOT.parent / package).rglob("*.py")
+        for line in file.read_text().splitlines()
+    ]
     assert not [line for line in lines if " Console(" in line and "markup=False" not in line]

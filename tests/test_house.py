@@ -1,8 +1,9 @@
 """Everything that has a package here can be added as one file and one line, and the quick guard then runs it.
 
-Each toy is a module of its own in an empty folder. Its line is its import, in a script that is the command line of this
-project otherwise: what an import adds is there in the guard's processes, too. One process runs all of it: that of the
-imports and of the traffic's design would be most of the time of several.
+Each toy is a module of its own in an empty folder. Its line is its import, in a script that is the
+command line of this project otherwise: what an import adds is there in the guard's processes, too.
+One process runs all of it: that of the imports and of the traffic's design would be most of the
+time of several.
 """
 
 from __future__ import annotations
@@ -46,9 +47,11 @@ BENCH = ("bench", "--quick", "--suite")
 RUNS = {
     # The rows of the design that have both.
     "mode and scheme": (*GUARD, "1", "--only", "mode=prompts only", "--only", "scheme=eager"),
-    # Every eighth row of the design has the sanitizer on, none of those above: the scheme's own rules run here.
+    # Every eighth row of the design has the sanitizer on, none of those above: the scheme's own
+    # rules run here.
     "scheme": (*GUARD, "1", "--only", "scheme=eager"),
-    # The one row with an offload tier has a large pool: of this seed it loses a block, and loads it.
+    # The one row with an offload tier has a large pool: of this seed it loses a block, and loads
+    # it.
     "layout": (*GUARD, "1", "--seed", "2", "--only", "layers=Q*"),
     "family": (*GUARD, "1", "--only", "family=tiny_mamba"),
     # Two sections, so that each runs in a process of its own.
@@ -75,7 +78,9 @@ class Ran(NamedTuple):
 
 def example(page: str) -> str:
     """The first module of Python in a page of the documentation."""
-    return (ROOT / "docs" / page).read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    return (
+        (ROOT / "docs" / page).read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    )
 
 
 def drawn(checks: list[dict[str, Any]]) -> dict[str, int]:
@@ -109,7 +114,15 @@ SCHEME = """
     SCHEMES["eager"], RULES["eager"] = Eager, RecomputeRules
 """
 
-SIZES = {"heads": 2, "head_dim": 4, "state": 3, "groups": 1, "taps": 4, "hidden_size": 8, "vocab_size": 101}
+SIZES = {
+    "heads": 2,
+    "head_dim": 4,
+    "state": 3,
+    "groups": 1,
+    "taps": 4,
+    "hidden_size": 8,
+    "vocab_size": 101,
+}
 TINY = {**SIZES, "num_hidden_layers": 2}
 WRITER = """
     from types import SimpleNamespace
@@ -170,22 +183,38 @@ LAYOUT = """
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the toys lie, `RUNS` have run and `ran.json` says how they ended."""
     folder = tmp_path_factory.mktemp("toys")
-    family = example("adding-a-family.md").replace("build=Tiny,", f"build=Tiny, sizes={{'tiny': {TINY}}},")
+    family = example("adding-a-family.md").replace(
+        "build=Tiny,", f"build=Tiny, sizes={{'tiny': {TINY}}},"
+    )
     benchmark = example("adding-a-benchmark.md")
     toys = {
         "mode": example("adding-a-mode.md"), "scheme": dedent(SCHEME), "layout": dedent(LAYOUT),
         "family": family + dedent(WRITER), "check": example("adding-a-check.md"),
     }  # fmt: skip
-    lines = ["import bench as package; package.__path__.append('.')", *(f"import toy_{name}" for name in toys)]
-    lines[-2] = f"if __name__ == '__main__': {lines[-2]}"  # of transformers, which no process of the guard needs here
+    lines = [
+        "import bench as package; package.__path__.append('.')",
+        *(f"import toy_{name}" for name in toys),
+    ]
+    lines[-2] = (
+        # of transformers, which no process of the guard needs here
+        f"if __name__ == '__main__': {lines[-2]}"
+    )
     files = {f"toy_{name}": text for name, text in toys.items()}
-    files |= {"sums": benchmark, "wrong_sums": benchmark.replace("// 2", "// 3").replace('"sums"', '"wrong_sums"')}
+    files |= {
+        "sums": benchmark,
+        "wrong_sums": benchmark.replace("// 2", "// 3").replace('"sums"', '"wrong_sums"'),
+    }
     for name, text in (files | {"script": SCRIPT.replace("LINES", "\n".join(lines))}).items():
         (folder / f"{name}.py").write_text(text)
     (folder / "runs.json").write_text(json.dumps(RUNS))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     done = subprocess.run(
-        [sys.executable, "script.py"], cwd=folder, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "script.py"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return folder
@@ -194,7 +223,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def ran(folder: Path) -> dict[str, Ran]:
     """How each of `RUNS` ended."""
-    return {name: Ran(*values) for name, values in json.loads((folder / "ran.json").read_text()).items()}
+    return {
+        name: Ran(*values) for name, values in json.loads((folder / "ran.json").read_text()).items()
+    }
 
 
 def test_a_mode_and_a_rollback_scheme_are_one_file_and_one_line_each(ran: dict[str, Ran]) -> None:
@@ -213,7 +244,10 @@ def test_a_family_is_one_file_and_one_line(ran: dict[str, Ran]) -> None:
     """The family of the documentation, which transformers must know too before it can write a checkpoint."""
     result, distance, narrow = ran["family"].checks
     assert narrow["name"] == "states in float32 beside bfloat16, tiny_mamba" and narrow["n"] == 4
-    assert distance["name"] == "distance from transformers, tiny_mamba" and 0 < distance["value"] < 2e-5
+    assert (
+        distance["name"] == "distance from transformers, tiny_mamba"
+        and 0 < distance["value"] < 2e-5
+    )
     assert result["name"] == "largest logit difference, tiny_mamba" and result["n"] > 1000
     assert all(result["metrics"][what] for what in ("cached_tokens", "accepted", "preemptions"))
 
@@ -227,7 +261,9 @@ def test_a_benchmark_is_one_file_and_one_line(ran: dict[str, Ran], folder: Path)
     """Its guard is the check of each case, before and after it is timed: a wrong result has no time."""
     assert ran["benchmark"].code == 0, ran["benchmark"].err
     (row,) = read_rows(folder / "rows.csv").to_dict("records")
-    assert (row["suite"], row["benchmark"]) == ("sums", "total") and "checked_after" in row["params"]
+    assert (row["suite"], row["benchmark"]) == ("sums", "total") and "checked_after" in row[
+        "params"
+    ]
     wrong = ran["wrong benchmark"]
     said = "error: wrong_sums/total[count=10]: another total; nothing was timed\n"
     assert (wrong.code, wrong.err) == (1, said)

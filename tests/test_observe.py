@@ -22,14 +22,20 @@ class Recorder(EngineObserver):
     def __getattribute__(self, name: str) -> Any:
         if not name.startswith("on_"):
             return super().__getattribute__(name)
-        return lambda *arguments, **options: self.calls.append((name, (*arguments, *options.values())))
+        return lambda *arguments, **options: self.calls.append(
+            (name, (*arguments, *options.values()))
+        )
 
     def names(self) -> list[str]:
         return [name for name, _ in self.calls]
 
 
 def engine(**options: Any) -> LLM:
-    options = {"mamba_cache_mode": "align", "enable_prefix_caching": True, "num_blocks": 60} | options
+    options = {
+        "mamba_cache_mode": "align",
+        "enable_prefix_caching": True,
+        "num_blocks": 60,
+    } | options
     return LLM(
         ExactModel(ExactConfig(pattern="M*")), attention_backend="TORCH", block_size=8, max_num_seqs=2,
         max_num_batched_tokens=32, max_model_len=64, device="cpu", **options,
@@ -41,8 +47,9 @@ def test_a_request_is_reported_from_its_first_block_to_its_last() -> None:
     llm.observers += [recorder, EngineObserver()]  # one that does nothing by default
     llm.generate([list(range(9))], SamplingParams(max_tokens=2), progress=False)
     step = ["on_schedule", "on_prepare", "on_step", "on_hidden", "on_commit"]
-    # Eight tokens, up to the boundary that a hit could use, which both groups publish; the ninth one, in a block of K/V
-    # and a state of its own; the first answered one, before which the state at the boundary is freed.
+    # Eight tokens, up to the boundary that a hit could use, which both groups publish; the ninth
+    # one, in a block of K/V and a state of its own; the first answered one, before which the state
+    # at the boundary is freed.
     assert recorder.names() == [
         "on_allocate", *step, "on_publish", "on_publish", "on_allocate", *step, "on_free", *step, "on_free"
     ]  # fmt: skip
@@ -58,7 +65,10 @@ def test_a_second_request_is_a_hit_and_a_reset_forgets_it() -> None:
     llm.reset_prefix_cache()
     assert recorder.names()[:2] == ["on_hit", "on_allocate"] and recorder.names()[-1] == "on_reset"
     name, logical_blocks = recorder.calls[0][1]
-    assert name == "1" and [(block_idx > 0).tolist() for block_idx in logical_blocks] == [[True], [True]]
+    assert name == "1" and [(block_idx > 0).tolist() for block_idx in logical_blocks] == [
+        [True],
+        [True],
+    ]
 
 
 def test_a_load_is_reported_with_its_keys() -> None:
@@ -67,7 +77,9 @@ def test_a_load_is_reported_with_its_keys() -> None:
     llm.reset_prefix_cache()
     llm.observers += [recorder, EngineObserver()]  # one that does nothing by default
     llm.generate([list(range(9))], SamplingParams(max_tokens=1), progress=False)
-    (load,) = [arguments for name, arguments in recorder.calls if name == "on_load" and len(arguments[2])]
+    (load,) = [
+        arguments for name, arguments in recorder.calls if name == "on_load" and len(arguments[2])
+    ]
     assert [group for (group, _), _ in load[1]] == [0, 1] and len(load[2]) == 2
 
 

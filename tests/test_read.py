@@ -22,11 +22,18 @@ def lines_of_code(file: str) -> list[int]:
     text = (PACKAGE / file).read_text(encoding="utf-8")
     prose: set[int] = set()
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+        if (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+            and ast.get_docstring(node) is not None
+        ):
             first = node.body[0]
             prose |= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
     lines = enumerate(text.splitlines(), 1)
-    return [n for n, line in lines if n not in prose and line.strip() != "" and not line.lstrip().startswith("#")]
+    return [
+        n
+        for n, line in lines
+        if n not in prose and line.strip() != "" and not line.lstrip().startswith("#")
+    ]
 
 
 def definitions_in(file: str) -> dict[str, range]:
@@ -37,7 +44,10 @@ def definitions_in(file: str) -> dict[str, range]:
             places[node.name] = range(node.lineno, (node.end_lineno or node.lineno) + 1)
         if isinstance(node, ast.ClassDef):
             methods = [child for child in node.body if isinstance(child, ast.FunctionDef)]
-            places |= {f"{node.name}.{m.name}": range(m.lineno, (m.end_lineno or m.lineno) + 1) for m in methods}
+            places |= {
+                f"{node.name}.{m.name}": range(m.lineno, (m.end_lineno or m.lineno) + 1)
+                for m in methods
+            }
     return places
 
 
@@ -49,7 +59,9 @@ def test_a_file_is_as_long_as_the_page_says(file: str) -> None:
 
 
 def test_the_sum_is_that_of_the_files() -> None:
-    stated = re.search(r"files of ([\d,]+) lines of code: at 250 lines an hour ([\d.]+) hours", PAGE)
+    stated = re.search(
+        r"files of ([\d,]+) lines of code: at 250 lines an hour ([\d.]+) hours", PAGE
+    )
     assert stated is not None
     total = sum(lines for lines, _ in FILES.values())
     assert int(stated[1].replace(",", "")) == total
@@ -64,7 +76,11 @@ def test_the_first_reading_is_as_long_as_the_page_says() -> None:
     for file, names in WHERE.findall(section):
         assert file in FILES
         places = definitions_in(file)
-        total += sum(line in places[name] for name in re.findall(r"[\w.]+", names) for line in lines_of_code(file))
+        total += sum(
+            line in places[name]
+            for name in re.findall(r"[\w.]+", names)
+            for line in lines_of_code(file)
+        )
     assert abs(int(stated[1].replace(",", "")) - total) <= total // 20
     assert float(stated[2]) == pytest.approx(total / LINES_AN_HOUR, abs=0.2)
 

@@ -13,13 +13,17 @@ ROOT = Path(__file__).resolve().parents[1]
 NIGHTLY = (ROOT / ".github/workflows/nightly-gpu.yml").read_text()
 pytestmark = [
     pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is not a git checkout"),
-    pytest.mark.skipif(torch.version.cuda is not None, reason="the pretend device needs a build for the CPU"),
+    pytest.mark.skipif(
+        torch.version.cuda is not None, reason="the pretend device needs a build for the CPU"
+    ),
 ]
 
 
 def rehearse(out, *arguments):
     command = [sys.executable, ROOT / ".ci/rehearse", "--out", out, *arguments]
-    return subprocess.run(command, cwd=out.parent, env={**os.environ, "N": "7"}, capture_output=True, text=True)
+    return subprocess.run(
+        command, cwd=out.parent, env={**os.environ, "N": "7"}, capture_output=True, text=True
+    )
 
 
 def test_a_promise_that_is_not_kept_is_named(tmp_path):
@@ -62,7 +66,10 @@ def rehearsal(monkeypatch):
         ("steps.gpu-test.outputs.base", ""),
         ("toJSON(needs.gpu.outputs)", '{"gpu-test": "failure"}'),
         ("!cancelled() && needs.gpu.result == 'success'", "False"),
-        ("!cancelled() && (needs.gpu.result != 'success' || needs.rows.result == 'failure')", "True"),
+        (
+            "!cancelled() && (needs.gpu.result != 'success' || needs.rows.result == 'failure')",
+            "True",
+        ),
     ],
 )
 @pytest.mark.usefixtures("rehearsal")

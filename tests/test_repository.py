@@ -22,7 +22,9 @@ def files():
     """Tracked and new files, or, without git, everything outside hidden folders."""
     try:
         command = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
-        names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+        names = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.split("\0")
     except (OSError, subprocess.CalledProcessError):
         names = [str(path.relative_to(ROOT)) for path in ROOT.rglob("*")]
     return [ROOT / name for name in names if name and (ROOT / name).is_file()]
@@ -48,7 +50,9 @@ def test_what_moves_a_number_is_pinned():
 
 def test_ruff_is_the_same_everywhere():
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
-    assert [repo["rev"] for repo in config["repos"] if "ruff" in repo["repo"]] == [f"v{PINS['ruff']}"]
+    assert [repo["rev"] for repo in config["repos"] if "ruff" in repo["repo"]] == [
+        f"v{PINS['ruff']}"
+    ]
 
 
 def test_asv_has_no_versions_of_its_own():
@@ -58,12 +62,16 @@ def test_asv_has_no_versions_of_its_own():
 
 
 def test_a_citation_names_the_version_that_is_built():
-    version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+    version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[
+        1
+    ]
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
 
 
 @pytest.mark.parametrize(
-    "hook", yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text()), ids=lambda hook: hook["id"]
+    "hook",
+    yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text()),
+    ids=lambda hook: hook["id"],
 )
 def test_a_hook_is_a_command_with_options_that_it_has(hook):
 
@@ -89,6 +97,9 @@ def test_spelling_is_not_checked_in_what_a_build_leaves(tmp_path):
         if folder == "site/docs":
             subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
         done = subprocess.run(
-            ["bash", ROOT / ".ci/words", "0", codespell], cwd=tmp_path, capture_output=True, text=True
+            ["bash", ROOT / ".ci/words", "0", codespell],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
         )
         assert (done.returncode, wrong in done.stdout) == (code, bool(code)), folder

@@ -1,7 +1,8 @@
 """The pins agree with what packages publish: a dry run, which reads metadata and installs nothing.
 
 Metadata of a pinned version never changes, so what uv has in its cache is not fetched again.
-On every machine the newest requirements of torch's CUDA build count, also where a CPU build is installed or configured.
+On every machine the newest requirements of torch's CUDA build count, also where a CPU build is
+installed or configured.
 """
 
 import os
@@ -19,22 +20,36 @@ UV = Path(sys.executable).parent / "uv"
 NO_INDEX = re.compile(r"error sending request|dns error|\(Connect\)|timed out", re.IGNORECASE)
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"  # a folder of wheels has one Python's
 INSTALLED = f"hybrid_kv[all] @ {ROOT.as_uri()}"
-ASV = f"hybrid_kv[engine,models,kernels,bench] @ {ROOT.as_uri()}"  # as .ci/asv-environment installs it
+# as .ci/asv-environment installs it
+ASV = f"hybrid_kv[engine,models,kernels,bench] @ {ROOT.as_uri()}"
 
 
 def resolve(requirements, python="3.13", cpu=False, constraints=ROOT / "constraints.txt"):
     """Versions by package for x86-64 Linux, or what stands in their way; skips where no index answers."""
     if not UV.exists():
         pytest.skip("uv is not installed")
-    command = [UV, "pip", "compile", "-", "--quiet", "--no-header", "--no-annotate", "--constraints", constraints]
+    command = [
+        UV,
+        "pip",
+        "compile",
+        "-",
+        "--quiet",
+        "--no-header",
+        "--no-annotate",
+        "--constraints",
+        constraints,
+    ]
     command += ["--python-version", python, "--python-platform", "x86_64-unknown-linux-gnu"]
     if cpu:
         requirements = [*requirements, f"torch=={PINS['torch']}+cpu"]
-        # Where a folder of wheels is configured, as .ci/install tries first; else where torch publishes CPU builds.
+        # Where a folder of wheels is configured, as .ci/install tries first; else where torch
+        # publishes CPU builds.
         folder = os.environ.get("PIP_FIND_LINKS")
         command += ["--find-links", folder] if folder else ["--torch-backend", "cpu"]
     for more in (["--offline"], []):
-        done = subprocess.run(command + more, input="\n".join(requirements), capture_output=True, text=True, cwd=ROOT)
+        done = subprocess.run(
+            command + more, input="\n".join(requirements), capture_output=True, text=True, cwd=ROOT
+        )
         if done.returncode == 0:
             return dict(re.findall(r"^([\w.-]+)==([^\s;]+)", done.stdout, re.MULTILINE))
         if "network was disabled" not in done.stderr:  # what the cache has is enough to say no
@@ -44,7 +59,12 @@ def resolve(requirements, python="3.13", cpu=False, constraints=ROOT / "constrai
     return done.stderr
 
 
-CASES = [([INSTALLED], "3.10", False), ([INSTALLED], "3.13", False), ([INSTALLED], HERE, True), ([ASV], HERE, True)]
+CASES = [
+    ([INSTALLED], "3.10", False),
+    ([INSTALLED], "3.13", False),
+    ([INSTALLED], HERE, True),
+    ([ASV], HERE, True),
+]
 
 
 def test_the_pins_can_be_installed_together():

@@ -48,7 +48,9 @@ def test_one_stop_string_is_not_its_letters():
 def test_greedy_takes_the_first_of_equal_logits_also_beside_random_rows():
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0]] * 2)
     assert sampled(logits, [SamplingParams()] * 2, [1, 2], [5, 6]) == [1, 1]
-    assert sampled(logits, [SamplingParams(), SamplingParams(temperature=9.0)], [1, 2], [5, 6])[0] == 1
+    assert (
+        sampled(logits, [SamplingParams(), SamplingParams(temperature=9.0)], [1, 2], [5, 6])[0] == 1
+    )
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.7), (4, 0.8)])
@@ -57,7 +59,10 @@ def test_draws_follow_the_softmax(top_k, top_p):
     logits, temperature, n = torch.tensor([1.2, 0.3, -0.5, 2.0, 0.9, -1.0]), 0.8, 20_000
     order = logits.argsort(descending=True).tolist()
     kept = order[:top_k] if top_k else order
-    probabilities = {t: float(p) for t, p in zip(kept, (logits[kept].double() / temperature).softmax(0), strict=True)}
+    probabilities = {
+        t: float(p)
+        for t, p in zip(kept, (logits[kept].double() / temperature).softmax(0), strict=True)
+    }
     nucleus, mass = {}, 0.0
     for token, p in probabilities.items():
         if mass < top_p:
@@ -96,7 +101,9 @@ class Softened(ExactModel):
 def run(prompts, seeds, **options):
     options = {"max_num_seqs": 8, "max_model_len": 64, "block_size": 4, "num_blocks": 200} | options
     llm = LLM(Softened(), device="cpu", **options)
-    params = [SamplingParams(max_tokens=12, temperature=0.8, top_p=0.95, seed=seed) for seed in seeds]
+    params = [
+        SamplingParams(max_tokens=12, temperature=0.8, top_p=0.95, seed=seed) for seed in seeds
+    ]
     return llm.generate(prompts, params, progress=False)
 
 

@@ -47,9 +47,13 @@ def smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_every_target_is_listed_and_every_rule_is_used() -> None:
-    done = subprocess.run([sys.executable, SCRIPT, "--list"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--list"], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)) - {"clean"}
+    targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)) - {
+        "clean"
+    }
     assert len(re.findall(r"^Makefile: ", done.stdout, re.MULTILINE)) == len(targets)
 
 
@@ -66,7 +70,9 @@ def test_what_is_left_to_a_workflow_is_run_by_it() -> None:
     for place, patterns in rules["elsewhere"].items():
         workflow = ROOT / ".github/workflows" / ("nightly-smoke.yml" if place == "peers" else place)
         text = workflow.read_text()
-        assert f"--only={place}" in text or any(re.search(f"run: {pattern}", text) for pattern in patterns), place
+        assert f"--only={place}" in text or any(
+            re.search(f"run: {pattern}", text) for pattern in patterns
+        ), place
 
 
 def commands(smoke: ModuleType, *lines: str) -> list[Any]:
@@ -76,18 +82,25 @@ def commands(smoke: ModuleType, *lines: str) -> list[Any]:
 def test_each_command_has_a_row_and_one_that_fails_is_named(
     smoke: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    written = commands(smoke, "false", "make gpu-test", "make test", "sleep 9", "sleep 77", "exit 3")
+    written = commands(
+        smoke, "false", "make gpu-test", "make test", "sleep 9", "sleep 77", "exit 3"
+    )
     table = smoke.Table(tmp_path / "table.md")
     failed = smoke.run_all(written, smoke.Rules(RULES), table)
     assert failed == ["exit 3: exit code 3, 005.log"]
-    rows = [line.strip("| ").split(" | ") for line in (tmp_path / "table.md").read_text().splitlines()[2:]]
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in (tmp_path / "table.md").read_text().splitlines()[2:]
+    ]
     assert rows[0] == ["page", "`false`", "", "1", "0", "0"]
     assert [row[2] for row in rows] == ["", "needs a GPU", "run by ci.yml", "`echo slept`", "", ""]
     assert rows[1][3:] == ["–", "–", "–"] and rows[4][3] in ("130", "-2")
     assert capsys.readouterr().out.count("\n") == 9
 
 
-def test_a_page_begins_without_the_files_of_the_one_before(smoke: ModuleType, tmp_path: Path) -> None:
+def test_a_page_begins_without_the_files_of_the_one_before(
+    smoke: ModuleType, tmp_path: Path
+) -> None:
     written = [smoke.Command(page, 0, "mkdir made") for page in ("first", "second")]
     assert not smoke.run_all(written, smoke.Rules(RULES), smoke.Table(tmp_path / "table.md"))
 

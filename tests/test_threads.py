@@ -27,7 +27,9 @@ def test_one_thread_until_the_end_even_of_an_error() -> None:
 
 
 @pytest.mark.parametrize(("num_bytes", "num_threads"), [(SMALL_BYTES - 1, 1), (SMALL_BYTES, 3)])
-def test_the_shards_of_a_checkpoint_are_counted_together(tmp_path: Path, num_bytes: int, num_threads: int) -> None:
+def test_the_shards_of_a_checkpoint_are_counted_together(
+    tmp_path: Path, num_bytes: int, num_threads: int
+) -> None:
     for name, size in (("a.safetensors", 1000), ("b.safetensors", num_bytes - 1000)):
         with open(tmp_path / name, "wb") as file:
             file.truncate(size)

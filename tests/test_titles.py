@@ -25,6 +25,8 @@ def test_a_title_has_a_scope_and_fits_a_line(tmp_path: Path, title: str, fault: 
     git(tmp_path, "init", "-q", "-b", "main")
     for message in ("Whatever came before", title):
         git(tmp_path, "commit", "-q", "--allow-empty", "-m", message)
-    found = subprocess.run(["bash", str(SCRIPT), "HEAD~1"], cwd=tmp_path, capture_output=True, text=True)
+    found = subprocess.run(
+        ["bash", str(SCRIPT), "HEAD~1"], cwd=tmp_path, capture_output=True, text=True
+    )
     assert found.returncode == bool(fault)
     assert fault in found.stdout

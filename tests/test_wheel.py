@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# Runs them in one process, since importing torch takes longer than most of them, and prints what they import.
+# Runs them in one process, since importing torch takes longer than most of them, and prints what
+# they import.
 COMMANDS = """
 import json, sys
 from pathlib import Path
@@ -44,12 +45,30 @@ Path("found.json").write_text(json.dumps({"codes": codes, "files": files}))
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy, because setuptools writes beside what it builds."""
     source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "CHANGELOG.md", "constraints.txt"):
+    for name in (
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "MANIFEST.in",
+        "CHANGELOG.md",
+        "constraints.txt",
+    ):
         shutil.copy(ROOT / name, source)
     for name in ("hybrid_kv", "bench", "accuracy", "tests"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     out = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", out, source]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        out,
+        source,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (made,) = out.glob("*.whl")
@@ -64,7 +83,9 @@ def test_the_wheel_installs_one_name_with_all_that_it_reads(wheel: Path) -> None
     data = {
         str(file.relative_to(ROOT))
         for file in (ROOT / "hybrid_kv").rglob("*")
-        if file.is_file() and not file.name.endswith((".py", "ruff.toml")) and file.parent.name != "__pycache__"
+        if file.is_file()
+        and not file.name.endswith((".py", "ruff.toml"))
+        and file.parent.name != "__pycache__"
     }
     assert data <= names
     assert "hybrid_kv/check/guard_model/model.safetensors" in data
@@ -75,7 +96,9 @@ def test_its_commands_work_outside_a_checkout(wheel: Path, tmp_path: Path) -> No
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(packages)
     work.mkdir()
-    path = os.pathsep.join([str(packages), *sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})])
+    path = os.pathsep.join(
+        [str(packages), *sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})]
+    )
     # -S: the environment's packages without its .pth files, one of which leads to this checkout.
     done = subprocess.run(
         [sys.executable, "-S", "-c", COMMANDS],
@@ -88,6 +111,8 @@ def test_its_commands_work_outside_a_checkout(wheel: Path, tmp_path: Path) -> No
     found = json.loads((work / "found.json").read_text())
     assert found["codes"] == [0, 0, 0, 0, 0, 2], done.stdout + done.stderr
     assert "`hybrid-kv compare` needs a checkout of hybrid-kv: run it inside one" in done.stderr
-    assert not [file for file in found["files"] if Path(file).is_relative_to(ROOT) and ".venv" not in file]
+    assert not [
+        file for file in found["files"] if Path(file).is_relative_to(ROOT) and ".venv" not in file
+    ]
     assert sorted(file.name for file in work.iterdir()) == ["found.json", "out", "site"]
     assert "✓ HEAD is right\nright? ✓ yes: 1 of 1 check passed\n" in done.stdout

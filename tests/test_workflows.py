@@ -66,7 +66,14 @@ def test_every_command_is_a_make_target(file, name, job):
     for step in job["steps"]:
         if "run" in step:
             assert re.fullmatch(r"make [\w-]+( [A-Z]+=[\w./-]+)*", step["run"])
-            command = ["make", "-n", "-o", ".venv/.installed", f"BIN={BIN}", *step["run"].split()[1:]]
+            command = [
+                "make",
+                "-n",
+                "-o",
+                ".venv/.installed",
+                f"BIN={BIN}",
+                *step["run"].split()[1:],
+            ]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr
 
@@ -75,7 +82,9 @@ def recipe(arguments):
     """What a make target runs when nothing is installed yet, with the text of the scripts that it calls."""
     command = ["make", "-n", "--always-make", *arguments]
     text = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    return text + "".join((ROOT / name).read_text() for name in re.findall(r"bash (\.ci/[\w-]+)", text))
+    return text + "".join(
+        (ROOT / name).read_text() for name in re.findall(r"bash (\.ci/[\w-]+)", text)
+    )
 
 
 INSTALLS = re.compile(r"\.ci/install|\bpip\b|\bnpx\b|\buv\b")
@@ -98,8 +107,15 @@ def test_what_may_write_installs_nothing(file, name, job):
 
 def test_two_scripts_write_what_later_steps_read_as_lines():
     """A line break in a value would be a second output: see the tests of both."""
-    writers = {path.name for path in SCRIPTS if re.search("GITHUB_(OUTPUT|ENV|PATH|STATE)", path.read_text())}
-    assert writers - {"rehearse"} == {"gpu-compare", "may-bench"}  # it plays GitHub's part and reads them
+    writers = {
+        path.name
+        for path in SCRIPTS
+        if re.search("GITHUB_(OUTPUT|ENV|PATH|STATE)", path.read_text())
+    }
+    assert writers - {"rehearse"} == {
+        "gpu-compare",
+        "may-bench",
+    }  # it plays GitHub's part and reads them
     for path in WORKFLOWS:
         assert "GITHUB_" not in path.read_text()  # a step runs a make target and nothing else
 
@@ -107,16 +123,27 @@ def test_two_scripts_write_what_later_steps_read_as_lines():
 @pytest.mark.parametrize("base", ["abc\nhistory=success", "abc\rx", "abc\x1b[2J"])
 @pytest.mark.parametrize("source", ["input", "branch"])
 def test_a_line_break_is_no_second_output(tmp_path, base, source):
-    variables = {"RESULTS": "nightly", "BASE": base if source == "input" else "", "GITHUB_OUTPUT": "output"}
+    variables = {
+        "RESULTS": "nightly",
+        "BASE": base if source == "input" else "",
+        "GITHUB_OUTPUT": "output",
+    }
     if source == "branch":
         (tmp_path / "baseline").mkdir()
         (tmp_path / "baseline/gpu-passed").write_text(base)
     command = ["bash", ROOT / ".ci/gpu-compare", "false"]
-    done = subprocess.run(command, cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not (tmp_path / "output").exists()
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True
+    )
+    assert (
+        done.returncode == 2 and done.stderr.count("\n") == 1 and not (tmp_path / "output").exists()
+    )
 
 
-SCRIPTS = [ROOT / "Makefile", *(path for path in sorted((ROOT / ".ci").iterdir()) if path.is_file())]
+SCRIPTS = [
+    ROOT / "Makefile",
+    *(path for path in sorted((ROOT / ".ci").iterdir()) if path.is_file()),
+]
 COMMANDS = {
     (name, option)
     for path in SCRIPTS
@@ -137,7 +164,8 @@ def test_ci_runs_what_a_developer_runs():
 
 # ---- the scripts ----
 
-# In place of gh and hybrid-kv: notes its arguments, and the text of a file among them, and prints what it is given.
+# In place of gh and hybrid-kv: notes its arguments, and the text of a file among them, and prints
+# what it is given.
 FAKE = """#!/bin/sh
 echo "$@" >>"$CALLS"
 case "$*" in *body*) cat "$(echo "$*" | sed 's/.*body\\(=@\\|-file \\)\\([^ ]*\\).*/\\2/')" >>"$CALLS";; esac
@@ -156,8 +184,19 @@ def script(tmp_path):
     def run(name, *arguments, **environment):
         (tmp_path / "calls").unlink(missing_ok=True)
         path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-        where = {"REPOSITORY": "owner/name", "RUN_URL": "run/1", "RESULTS": "nightly", "GITHUB_OUTPUT": "output"}
-        variables = {**os.environ, "PATH": path, "CALLS": str(tmp_path / "calls"), **where, **environment}
+        where = {
+            "REPOSITORY": "owner/name",
+            "RUN_URL": "run/1",
+            "RESULTS": "nightly",
+            "GITHUB_OUTPUT": "output",
+        }
+        variables = {
+            **os.environ,
+            "PATH": path,
+            "CALLS": str(tmp_path / "calls"),
+            **where,
+            **environment,
+        }
         command = ["bash", ROOT / ".ci" / name, *arguments]
         done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
         return (tmp_path / "calls").read_text() if done.returncode == 0 else done.stderr
@@ -172,7 +211,9 @@ def test_a_pull_request_gets_one_comment(script, tmp_path):
     assert "POST repos/owner/name/issues/7/comments" in first and first.endswith(body)
     later = script("comment", "summary.md", PULL_REQUEST="7", OPEN="41\n43")
     assert "PATCH repos/owner/name/issues/comments/41" in later and later.endswith(body)
-    assert script("comment", "none.md", PULL_REQUEST="7").endswith("The comparison could not run: run/1\n")
+    assert script("comment", "none.md", PULL_REQUEST="7").endswith(
+        "The comparison could not run: run/1\n"
+    )
 
 
 def test_only_who_may_write_has_a_request_measured(script, tmp_path):
@@ -180,7 +221,12 @@ def test_only_who_may_write_has_a_request_measured(script, tmp_path):
     right = {"PULL_REQUEST": "7", "ASKED_BY": "one", "PERMISSION": "write", **commits}
     assert "collaborators/one/permission" in script("may-bench", **right)
     assert (tmp_path / "output").read_text() == f"head={commits['HEAD']}\nbase={commits['BASE']}\n"
-    for changed in ({"PERMISSION": "read"}, {"PERMISSION": ""}, {"HEAD": "main"}, {"BASE": f"{'b' * 40}\nhead=x"}):
+    for changed in (
+        {"PERMISSION": "read"},
+        {"PERMISSION": ""},
+        {"HEAD": "main"},
+        {"BASE": f"{'b' * 40}\nhead=x"},
+    ):
         assert script("may-bench", **{**right, **changed}).startswith("error: ")
 
 
@@ -188,10 +234,20 @@ def test_an_alarm_says_what_to_run(script, tmp_path):
     (tmp_path / "red.md").write_text("| red |\n")
     outcomes = json.dumps({"gpu-test": "success", "gpu-guard": "failure", "gpu-compare": "failure"})
     made = script("alarm", "red.md", OUTCOMES=outcomes, COMMIT="abc", BASE="def", RED="failure")
-    assert "issue create" in made and "Nightly run failed: gpu-guard, gpu-compare, something became red" in made
-    assert "git checkout abc\nmake gpu-guard\nmake gpu-compare BASE=def\n" in made and "| red |\n" in made
+    assert (
+        "issue create" in made
+        and "Nightly run failed: gpu-guard, gpu-compare, something became red" in made
+    )
+    assert (
+        "git checkout abc\nmake gpu-guard\nmake gpu-compare BASE=def\n" in made
+        and "| red |\n" in made
+    )
     made = script("alarm", "red.md", OUTCOMES="", COMMIT="abc", OPEN="12")
-    assert "issue comment 12" in made and "make gpu-test\nmake gpu-guard\n" in made and "| red |" not in made
+    assert (
+        "issue comment 12" in made
+        and "make gpu-test\nmake gpu-guard\n" in made
+        and "| red |" not in made
+    )
 
 
 def test_a_night_is_compared_with_the_last_that_passed(script, tmp_path):
@@ -199,7 +255,10 @@ def test_a_night_is_compared_with_the_last_that_passed(script, tmp_path):
     git(tmp_path, "commit", "-q", "--allow-empty", "-m", "x")
     (tmp_path / "baseline").mkdir()
     (tmp_path / "baseline/gpu-passed").write_text("def\n")
-    assert script("gpu-compare", "hybrid-kv", BASE="slow") == "" and not (tmp_path / "nightly/gpu-passed").exists()
+    assert (
+        script("gpu-compare", "hybrid-kv", BASE="slow") == ""
+        and not (tmp_path / "nightly/gpu-passed").exists()
+    )
     assert script("gpu-compare", "hybrid-kv") == "compare --tier gpu --results nightly -- def .\n"
     assert len((tmp_path / "nightly/gpu-passed").read_text()) == 41
 
@@ -224,7 +283,9 @@ def test_a_day_without_a_changed_line_takes_a_sample_or_is_void(script, tmp_path
     (tmp_path / "hybrid-kv").write_text(VOID)
     first, second = script("mutants", "hybrid-kv", N="100", SAMPLE="20").splitlines()
     assert "--generated 100 --changed-since" in first and "--generated 20 --seed" in second
-    done = subprocess.run(["bash", ROOT / ".ci/titles", "HEAD"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", ROOT / ".ci/titles", "HEAD"], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 3 and done.stdout.startswith("void: ")
     assert script("mutants", "hybrid-kv", N="100") == ""
 
@@ -244,11 +305,17 @@ def test_rows_are_appended_to_their_branch(script, tmp_path):
 def test_bench_runs_foreign_code_without_token_secret_or_cache():
     """What it put into a cache would be the default branch's; no job that may write or builds a release reads one."""
     jobs = yaml.safe_load((ROOT / ".github/workflows/bench-comment.yml").read_text())["jobs"]
-    foreign = [name for name, job in jobs.items() if "needs.allow.outputs.head" in json.dumps(job["steps"][0])]
+    foreign = [
+        name
+        for name, job in jobs.items()
+        if "needs.allow.outputs.head" in json.dumps(job["steps"][0])
+    ]
     assert foreign == ["compare"] and "permissions" not in jobs["compare"]
     assert not re.search(r"token|secrets\.|cache", json.dumps(jobs["compare"]))
     assert jobs["compare"]["needs"] == "allow" and "'/bench'" in jobs["allow"]["if"]
-    cached = {path.name for path in WORKFLOWS if re.search(r"^ +cache:", path.read_text(), re.MULTILINE)}
+    cached = {
+        path.name for path in WORKFLOWS if re.search(r"^ +cache:", path.read_text(), re.MULTILINE)
+    }
     assert cached == {"ci.yml", "bench-pr.yml", "rehearsal.yml"}
 
 
@@ -256,7 +323,9 @@ def test_every_step_of_a_night_that_can_fail_reaches_the_alarm():
     jobs = yaml.safe_load((ROOT / ".github/workflows/nightly-gpu.yml").read_text())["jobs"]
     ran = {step["id"]: step for step in jobs["gpu"]["steps"] if "run" in step}
     outputs = jobs["gpu"]["outputs"]
-    assert {name: f"${{{{ steps.{name}.outcome }}}}" for name in ran} == {n: o for n, o in outputs.items() if n in ran}
+    assert {name: f"${{{{ steps.{name}.outcome }}}}" for name in ran} == {
+        n: o for n, o in outputs.items() if n in ran
+    }
     assert all(step["run"].split()[:2] == ["make", name] for name, step in ran.items())
     assert set(outputs) - set(ran) == {"base"}
     assert sum(step["timeout-minutes"] for step in ran.values()) < jobs["gpu"]["timeout-minutes"]
@@ -271,7 +340,9 @@ def test_every_step_of_a_night_that_can_fail_reaches_the_alarm():
 
 def test_the_night_publishes_asvs_pages():
     """From the whole history, behind the merge that makes the branch, before the report that links them."""
-    steps = yaml.safe_load((ROOT / ".github/workflows/nightly-gpu.yml").read_text())["jobs"]["rows"]["steps"]
+    steps = yaml.safe_load((ROOT / ".github/workflows/nightly-gpu.yml").read_text())["jobs"][
+        "rows"
+    ]["steps"]
     checkouts = [step for step in steps if step.get("uses", "").startswith("actions/checkout@")]
     (checkout,) = [step for step in checkouts if "ref" not in step["with"]]
     assert checkout["with"]["fetch-depth"] == 0
@@ -297,13 +368,20 @@ ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
 
 def test_the_action_has_no_expression_in_its_commands_and_its_token_in_one_step():
     steps = ACTION["runs"]["steps"]
-    assert all(re.fullmatch(r'bash "\$GITHUB_ACTION_PATH/\.ci/[\w-]+"( [\w./]+)?', step["run"]) for step in steps)
-    assert [step["if"] for step in steps if "token" in json.dumps(step)] == ["inputs.run == 'comment'"]
+    assert all(
+        re.fullmatch(r'bash "\$GITHUB_ACTION_PATH/\.ci/[\w-]+"( [\w./]+)?', step["run"])
+        for step in steps
+    )
+    assert [step["if"] for step in steps if "token" in json.dumps(step)] == [
+        "inputs.run == 'comment'"
+    ]
     given = re.findall(r"inputs\.([\w-]+)", json.dumps(steps))
     assert set(given) == set(ACTION["inputs"])
 
 
-@pytest.mark.parametrize(("job", "runs"), [("guard", ["guard", "accuracy"]), ("comment", ["comment"])])
+@pytest.mark.parametrize(
+    ("job", "runs"), [("guard", ["guard", "accuracy"]), ("comment", ["comment"])]
+)
 def test_the_job_for_another_repository_gives_the_action_what_it_takes(job, runs):
     steps = yaml.safe_load((ROOT / "examples/ci/cache.yml").read_text())["jobs"][job]["steps"]
     given = [step["with"] for step in steps if step.get("uses", "").startswith("OWNER/hybrid-kv@")]
@@ -315,32 +393,63 @@ def test_the_action_guards_and_keeps_its_verdict(script, tmp_path):
     page = tmp_path / "page.md"
     where = {"HYBRID_KV": "hybrid-kv", "GITHUB_STEP_SUMMARY": str(page)}
     ran = script("action", RUN="guard", TARGET="vllm", MODEL="a b", AGAINST="old/python", **where)
-    assert ran.startswith("guard --target=vllm --model=a b --against=old/python --junit-xml out/guard.xml ")
-    assert script("action", RUN="compare", BASE="main", **where).endswith(" -- main .\n") and not page.exists()
+    assert ran.startswith(
+        "guard --target=vllm --model=a b --against=old/python --junit-xml out/guard.xml "
+    )
+    assert (
+        script("action", RUN="compare", BASE="main", **where).endswith(" -- main .\n")
+        and not page.exists()
+    )
     (tmp_path / "out/summary.md").write_text("### 1 of 2\n")
-    assert script("action", RUN="guard", TARGET="slow", MODEL="m", **where) == "" and page.read_text() == "### 1 of 2\n"
-    assert script("action", RUN="all", **where) == "error: run=all: use guard, accuracy, compare or comment\n"
+    assert (
+        script("action", RUN="guard", TARGET="slow", MODEL="m", **where) == ""
+        and page.read_text() == "### 1 of 2\n"
+    )
+    assert (
+        script("action", RUN="all", **where)
+        == "error: run=all: use guard, accuracy, compare or comment\n"
+    )
 
 
 def test_the_action_runs_all_gates_of_accuracy(script, tmp_path):
-    given = {"HYBRID_KV": "hybrid-kv", "RUN": "accuracy", "TARGET": "http://x", "MODEL": "m", "TASK": "gsm8k"}
-    first, second = script("action", **given, MIN_ACCEPTANCE_LENGTH="2.6", MAX_KL="0.0025").splitlines()
+    given = {
+        "HYBRID_KV": "hybrid-kv",
+        "RUN": "accuracy",
+        "TARGET": "http://x",
+        "MODEL": "m",
+        "TASK": "gsm8k",
+    }
+    first, second = script(
+        "action", **given, MIN_ACCEPTANCE_LENGTH="2.6", MAX_KL="0.0025"
+    ).splitlines()
     assert first.startswith(
         "accuracy --target=http://x --model=m --results out --task=gsm8k --min-acceptance-length=2.6 "
     )
-    assert second.startswith("accuracy divergence --target=http://x --model=m --results out --max-kl=0.0025 ")
+    assert second.startswith(
+        "accuracy divergence --target=http://x --model=m --results out --max-kl=0.0025 "
+    )
     first, _ = script("action", **given, BASELINE="a b.jsonl").splitlines()
     assert "--against=a b.jsonl " in first and "--task" not in first
 
 
 @pytest.mark.parametrize(
-    ("codes", "expected"), [("00", 0), ("10", 1), ("01", 1), ("21", 1), ("12", 1), ("30", 3), ("03", 3), ("20", 2)]
+    ("codes", "expected"),
+    [("00", 0), ("10", 1), ("01", 1), ("21", 1), ("12", 1), ("30", 3), ("03", 3), ("20", 2)],
 )
 def test_the_action_ends_with_the_worst_of_the_gates(codes, expected, tmp_path):
     command = tmp_path / "hybrid-kv"
-    command.write_text(f'#!/bin/sh\nif [ "$2" = divergence ]; then exit {codes[1]}; fi\nexit {codes[0]}\n')
+    command.write_text(
+        f'#!/bin/sh\nif [ "$2" = divergence ]; then exit {codes[1]}; fi\nexit {codes[0]}\n'
+    )
     command.chmod(0o755)
-    given = {**os.environ, "HYBRID_KV": str(command), "RUN": "accuracy", "TARGET": "t", "MODEL": "m", "TASK": "gsm8k"}
+    given = {
+        **os.environ,
+        "HYBRID_KV": str(command),
+        "RUN": "accuracy",
+        "TARGET": "t",
+        "MODEL": "m",
+        "TASK": "gsm8k",
+    }
     done = subprocess.run(["bash", ROOT / ".ci/action"], cwd=tmp_path, env=given, check=False)
     assert done.returncode == expected
 
@@ -355,10 +464,17 @@ def test_the_action_runs_all_gates_for_real(tmp_path):
             "PYTHONPATH": str(ROOT),
             "HYBRID_KV": str(Path(sys.executable).with_name("hybrid-kv")),
             "GITHUB_STEP_SUMMARY": str(tmp_path / "page.md"),
-            **{"RUN": "accuracy", "TARGET": server.url, "MODEL": "guard_model", "TASK": "gsm8k_synth"},
+            **{
+                "RUN": "accuracy",
+                "TARGET": server.url,
+                "MODEL": "guard_model",
+                "TASK": "gsm8k_synth",
+            },
             **{"QUESTIONS": "8", "MIN_ACCEPTANCE_LENGTH": "2"},
         }
-        done = subprocess.run(["bash", ROOT / ".ci/action"], cwd=tmp_path, env=given, capture_output=True, text=True)
+        done = subprocess.run(
+            ["bash", ROOT / ".ci/action"], cwd=tmp_path, env=given, capture_output=True, text=True
+        )
     assert done.returncode == 0, done.stderr
     rows = read_rows(tmp_path / "out/accuracy.csv").set_index("metric")["verdict"]
     assert {name: rows[name] for name in ("acceptance_length", "cached_kl", "unlikely_tokens")} == {
@@ -367,7 +483,14 @@ def test_the_action_runs_all_gates_for_real(tmp_path):
         "unlikely_tokens": "pass",
     }
     assert "exact_match_strict" in rows
-    kept = {"accuracy.xml", "accuracy.json", "divergence.xml", "divergence.json", "samples.jsonl.gz", "summary.md"}
+    kept = {
+        "accuracy.xml",
+        "accuracy.json",
+        "divergence.xml",
+        "divergence.json",
+        "samples.jsonl.gz",
+        "summary.md",
+    }
     assert kept <= {file.name for file in (tmp_path / "out").iterdir()}
 
 
@@ -378,5 +501,7 @@ def test_an_engine_without_an_image_and_an_unknown_one_are_refused(tmp_path):
         ("vllm", 2, "error: no image of vllm is named; IMAGE=NAME names one"),
         ("tgi", 2, "error: ENGINE=tgi: use vllm or sglang"),
     ):
-        done = subprocess.run(command, env={**given, "ENGINE": engine}, capture_output=True, text=True)
+        done = subprocess.run(
+            command, env={**given, "ENGINE": engine}, capture_output=True, text=True
+        )
         assert done.returncode == code and text in done.stdout + done.stderr

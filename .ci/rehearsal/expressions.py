@@ -36,7 +36,13 @@ def evaluate(expression: str, values: Mapping[str, Any], success: bool) -> Any:
     text = re.sub(r"!(?!=)", " not ", text)
     text = re.sub(r"(?<=\w)-(?=\w)", "_", text)
     compiled = _JINJA.compile_expression(text, undefined_to_none=False)
-    return compiled(**values, success=lambda: success, cancelled=lambda: False, toJSON=json.dumps, fromJSON=json.loads)
+    return compiled(
+        **values,
+        success=lambda: success,
+        cancelled=lambda: False,
+        toJSON=json.dumps,
+        fromJSON=json.loads,
+    )
 
 
 def filled(texts: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, str]:

@@ -38,9 +38,15 @@ PROMISES = {
         ("failed: gpu-test, gpu-guard, gpu-bench --", "\nmake gpu-test\n"),
         True,
     ),
-    "disk": Promise(("gpu: make gpu-bench",), ("failed: gpu-bench --",), True, "gpu-4", "File too large"),
-    "token": Promise(("push: make push-results",), ("failed: a job died --",), False, "push-2", "no right"),
-    "force-push": Promise(("push: make push-results",), ("failed: a job died --",), False, "push-2", "the beginning"),
+    "disk": Promise(
+        ("gpu: make gpu-bench",), ("failed: gpu-bench --",), True, "gpu-4", "File too large"
+    ),
+    "token": Promise(
+        ("push: make push-results",), ("failed: a job died --",), False, "push-2", "no right"
+    ),
+    "force-push": Promise(
+        ("push: make push-results",), ("failed: a job died --",), False, "push-2", "the beginning"
+    ),
 }
 
 
@@ -54,7 +60,10 @@ def differences(night: Night) -> Iterator[str]:
     for text in promise.alarm:
         if text not in alarm:
             yield f"the alarm lacks {text!r}"
-    if promise.log and (github.folder / f"{promise.log}.log").read_text().count(promise.message) != 1:
+    if (
+        promise.log
+        and (github.folder / f"{promise.log}.log").read_text().count(promise.message) != 1
+    ):
         yield f"{promise.log} must say {promise.message!r} once"
     yield from published_differences(night, promise)
 

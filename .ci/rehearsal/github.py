@@ -10,7 +10,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
-AUTHOR = ("-c", "user.name=rehearsal", "-c", "user.email=rehearsal@example.com", "-c", "commit.gpgsign=false")
+AUTHOR = (
+    "-c",
+    "user.name=rehearsal",
+    "-c",
+    "user.email=rehearsal@example.com",
+    "-c",
+    "commit.gpgsign=false",
+)
 # What the actions may be given.
 ACTIONS = {
     "actions/checkout": {"ref", "path", "fetch-depth", "persist-credentials"},
@@ -29,7 +36,9 @@ NO_RIGHT = "#!/bin/sh\necho no right to write >&2\nexit 1\n"
 
 def git(*arguments: str, at: Path = ROOT) -> str:
     """Return what a command of git prints."""
-    return subprocess.run(["git", *arguments], cwd=at, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", *arguments], cwd=at, check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def guard_rows() -> list[str]:
@@ -68,7 +77,12 @@ class GitHub:
         self._artifacts.mkdir(parents=True)
         write_script(self.folder / "bin/gh", GH.format(calls=self.calls))
         git("init", "-q", "--bare", "-b", "results", str(self.remote))
-        self.rewrite({"results/guard.csv": "".join(guard_rows()[:100]), "gpu-passed": git("rev-parse", "HEAD") + "\n"})
+        self.rewrite(
+            {
+                "results/guard.csv": "".join(guard_rows()[:100]),
+                "gpu-passed": git("rev-parse", "HEAD") + "\n",
+            }
+        )
         if not may_write:
             write_script(self.remote / "hooks/pre-receive", NO_RIGHT)
 
@@ -88,7 +102,11 @@ class GitHub:
     def branch(self) -> dict[str, list[str]]:
         """Return the lines of each CSV on the branch `results`."""
         names = git("ls-tree", "-r", "--name-only", "results", at=self.remote).splitlines()
-        return {name: git("show", f"results:{name}", at=self.remote).splitlines() for name in names if "csv" in name}
+        return {
+            name: git("show", f"results:{name}", at=self.remote).splitlines()
+            for name in names
+            if "csv" in name
+        }
 
     def act(self, action: str, given: Mapping[str, str], workspace: Path) -> bool:
         """Do what an action does; return whether it succeeds."""
@@ -121,7 +139,9 @@ class GitHub:
 
     def _download(self, path: Path, given: Mapping[str, str]) -> bool:
         pattern = given.get("pattern", given.get("name", ""))
-        chosen = [artifact for artifact in self._artifacts.iterdir() if fnmatch(artifact.name, pattern)]
+        chosen = [
+            artifact for artifact in self._artifacts.iterdir() if fnmatch(artifact.name, pattern)
+        ]
         for artifact in chosen:
             copy(artifact, path)
         return bool(chosen) or "name" not in given

@@ -22,7 +22,17 @@ from rehearsal.github import ACTIONS, ROOT, GitHub, git, guard_rows, write_scrip
 
 ENTRY = ROOT / ".ci/rehearse"
 ASV_ENVIRONMENTS = ROOT / "out/rehearsal-asv"
-JOB = {"needs", "if", "runs-on", "timeout-minutes", "env", "outputs", "steps", "permissions", "environment"}
+JOB = {
+    "needs",
+    "if",
+    "runs-on",
+    "timeout-minutes",
+    "env",
+    "outputs",
+    "steps",
+    "permissions",
+    "environment",
+}
 STEP = {"id", "if", "uses", "with", "run", "env", "timeout-minutes", "continue-on-error"}
 # What a step must not get from the make that called this.
 OURS = re.compile("GITHUB_|MAKE|MFLAGS|RESULTS$|N$|BASE$|BIN$|PYTHON|TRITON_INTERPRET")
@@ -53,7 +63,12 @@ class Night:
         self.failed: list[str] = []
         self._jobs: dict[str, Any] = yaml.safe_load(workflow.read_text())["jobs"]
         self._needs = Names()
-        github = {"server_url": "https://example.com", "repository": "owner/name", "run_id": "1", "token": "token"}
+        github = {
+            "server_url": "https://example.com",
+            "repository": "owner/name",
+            "run_id": "1",
+            "token": "token",
+        }
         self._values: dict[str, Any] = {
             "github": github | {"sha": git("rev-parse", "HEAD")},
             "vars": {"GPU_RUNNER": "", "NIGHTLY_MODELS": "guard_model"},
@@ -102,7 +117,9 @@ class Night:
         job, steps, result = self._jobs[name], Names(), "skipped"
         if evaluate(condition(job), self._values, success):
             if name == "push" and self.fault == "force-push":
-                self.github.rewrite({"results/guard.csv": "".join(guard_rows()[:1] + guard_rows()[2:50])})
+                self.github.rewrite(
+                    {"results/guard.csv": "".join(guard_rows()[:1] + guard_rows()[2:50])}
+                )
             workspace = self.github.folder / name
             workspace.mkdir()
             result = "success"
@@ -128,7 +145,9 @@ class Night:
                 env["GITHUB_OUTPUT"] = str(output)
                 fine = self._make(f"{job}-{number}", step["run"].split()[1:], env)
             else:
-                fine = self.github.act(called, filled(step.get("with", {}), values), self.github.folder / job)
+                fine = self.github.act(
+                    called, filled(step.get("with", {}), values), self.github.folder / job
+                )
             outcome = "success" if fine else "failure"
         if "id" in step:
             lines = output.read_text().splitlines()
@@ -145,7 +164,11 @@ class Night:
         bin_folder = self.github.folder / "bin"
         workspace = self.github.folder / name.rpartition("-")[0]
         env = {key: value for key, value in os.environ.items() if not OURS.match(key)}
-        env |= {**given, "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}", "REHEARSED_FAULT": self.fault}
+        env |= {
+            **given,
+            "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}",
+            "REHEARSED_FAULT": self.fault,
+        }
         if "REMOTE" in env:
             env["REMOTE"] = self.github.remote.as_uri()
         limit = resource.RLIM_INFINITY

@@ -34,11 +34,15 @@ def pretend_device(kernels: str) -> Iterator[None]:
         sys.modules["triton"] = None  # type: ignore[assignment]
     else:
         start_interpreter()
-    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda _: 1.0)
+    event = SimpleNamespace(
+        record=lambda: None, synchronize=lambda: None, elapsed_time=lambda _: 1.0
+    )
     properties = SimpleNamespace(name="pretend GPU", L2_cache_size=4096)
     with ExitStack() as stack:
         stack.enter_context(patch.object(torch.cuda, "Event", lambda **_: event))
-        stack.enter_context(patch.object(torch.cuda, "get_device_properties", lambda *_: properties))
+        stack.enter_context(
+            patch.object(torch.cuda, "get_device_properties", lambda *_: properties)
+        )
         stack.enter_context(pretend_gpu())
         yield
 
@@ -75,7 +79,10 @@ def write_questions() -> None:
     folder = Path("gsm8k")
     folder.mkdir(exist_ok=True)
     for name, documents in (("train", made.shots), ("test", made.docs)):
-        lines = (json.dumps({key: document[key] for key in ("question", "answer")}) for document in documents)
+        lines = (
+            json.dumps({key: document[key] for key in ("question", "answer")})
+            for document in documents
+        )
         (folder / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
 
@@ -180,7 +187,9 @@ def run_smaller(smaller: Smaller, name: str, arguments: list[str]) -> None:
     arguments = [smaller.swap.get(argument, argument) for argument in arguments]
     position = 2  # behind the module
     if name != "python":
-        position = next(index for index, argument in enumerate(arguments) if argument.startswith("-"))
+        position = next(
+            index for index, argument in enumerate(arguments) if argument.startswith("-")
+        )
     arguments[position:position] = shlex.split(smaller.add)
     with ExitStack() as stack:
         if smaller.kernels:

@@ -1,7 +1,8 @@
 """The benchmarks that asv lists, a file for each suite of `bench/`.
 
-asv puts this folder's parent on `sys.path` and nothing else of the checkout. `bench` is loaded from where it lies:
-with the whole checkout on the path, its `hybrid_kv` would hide the one of the commit that asv has installed.
+asv puts this folder's parent on `sys.path` and nothing else of the checkout. `bench` is loaded from
+where it lies: with the whole checkout on the path, its `hybrid_kv` would hide the one of the commit
+that asv has installed.
 """
 
 from __future__ import annotations

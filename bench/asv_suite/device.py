@@ -41,22 +41,30 @@ class Steps(Counted):
 
     track_allocations.unit = "allocations"
 
-    def track_launches_per_mamba_layer(self, kernels: str, mode: str, scheme: str, K: int, step: str) -> float:
+    def track_launches_per_mamba_layer(
+        self, kernels: str, mode: str, scheme: str, K: int, step: str
+    ) -> float:
         return self.counts["launches_per_mamba_layer"].value
 
     track_launches_per_mamba_layer.unit = "launches"
 
-    def track_launches_per_attention_layer(self, kernels: str, mode: str, scheme: str, K: int, step: str) -> float:
+    def track_launches_per_attention_layer(
+        self, kernels: str, mode: str, scheme: str, K: int, step: str
+    ) -> float:
         return self.counts["launches_per_attention_layer"].value
 
     track_launches_per_attention_layer.unit = "launches"
 
-    def track_launches_of_tables(self, kernels: str, mode: str, scheme: str, K: int, step: str) -> float:
+    def track_launches_of_tables(
+        self, kernels: str, mode: str, scheme: str, K: int, step: str
+    ) -> float:
         return self.counts["launches_of_tables"].value
 
     track_launches_of_tables.unit = "launches"
 
-    def track_launches_of_sampling(self, kernels: str, mode: str, scheme: str, K: int, step: str) -> float:
+    def track_launches_of_sampling(
+        self, kernels: str, mode: str, scheme: str, K: int, step: str
+    ) -> float:
         return self.counts["launches_of_sampling"].value
 
     track_launches_of_sampling.unit = "launches"
@@ -100,22 +108,30 @@ class Cached(Counted):
 
     track_allocations.unit = "allocations"
 
-    def track_launches_per_mamba_layer(self, kernels: str, mode: str, scheme: str, K: int, step: str) -> float:
+    def track_launches_per_mamba_layer(
+        self, kernels: str, mode: str, scheme: str, K: int, step: str
+    ) -> float:
         return self.counts["launches_per_mamba_layer"].value
 
     track_launches_per_mamba_layer.unit = "launches"
 
-    def track_launches_per_attention_layer(self, kernels: str, mode: str, scheme: str, K: int, step: str) -> float:
+    def track_launches_per_attention_layer(
+        self, kernels: str, mode: str, scheme: str, K: int, step: str
+    ) -> float:
         return self.counts["launches_per_attention_layer"].value
 
     track_launches_per_attention_layer.unit = "launches"
 
-    def track_launches_of_tables(self, kernels: str, mode: str, scheme: str, K: int, step: str) -> float:
+    def track_launches_of_tables(
+        self, kernels: str, mode: str, scheme: str, K: int, step: str
+    ) -> float:
         return self.counts["launches_of_tables"].value
 
     track_launches_of_tables.unit = "launches"
 
-    def track_launches_of_sampling(self, kernels: str, mode: str, scheme: str, K: int, step: str) -> float:
+    def track_launches_of_sampling(
+        self, kernels: str, mode: str, scheme: str, K: int, step: str
+    ) -> float:
         return self.counts["launches_of_sampling"].value
 
     track_launches_of_sampling.unit = "launches"
@@ -159,22 +175,30 @@ class OnTorch(Counted):
 
     track_allocations.unit = "allocations"
 
-    def track_launches_per_mamba_layer(self, kernels: str, mode: str, scheme: str, K: int, step: str) -> float:
+    def track_launches_per_mamba_layer(
+        self, kernels: str, mode: str, scheme: str, K: int, step: str
+    ) -> float:
         return self.counts["launches_per_mamba_layer"].value
 
     track_launches_per_mamba_layer.unit = "launches"
 
-    def track_launches_per_attention_layer(self, kernels: str, mode: str, scheme: str, K: int, step: str) -> float:
+    def track_launches_per_attention_layer(
+        self, kernels: str, mode: str, scheme: str, K: int, step: str
+    ) -> float:
         return self.counts["launches_per_attention_layer"].value
 
     track_launches_per_attention_layer.unit = "launches"
 
-    def track_launches_of_tables(self, kernels: str, mode: str, scheme: str, K: int, step: str) -> float:
+    def track_launches_of_tables(
+        self, kernels: str, mode: str, scheme: str, K: int, step: str
+    ) -> float:
         return self.counts["launches_of_tables"].value
 
     track_launches_of_tables.unit = "launches"
 
-    def track_launches_of_sampling(self, kernels: str, mode: str, scheme: str, K: int, step: str) -> float:
+    def track_launches_of_sampling(
+        self, kernels: str, mode: str, scheme: str, K: int, step: str
+    ) -> float:
         return self.counts["launches_of_sampling"].value
 
     track_launches_of_sampling.unit = "launches"

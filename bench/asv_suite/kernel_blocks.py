@@ -1,6 +1,7 @@
 """Block ids to kernel blocks: from a Python list on the host to int32 ids that a kernel can read.
 
-`expand_counts` is not here: it counts in a process that it starts, which cannot import `bench` under asv.
+`expand_counts` is not here: it counts in a process that it starts, which cannot import `bench`
+under asv.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class ExpandDevice(TimedOnDevice):
     param_names = grid.param_names
     version = grid.version
 
-    def time_launch_expand_device(self, num_ids: int, blocks_per_kv_block: int, subject: str) -> None:
+    def time_launch_expand_device(
+        self, num_ids: int, blocks_per_kv_block: int, subject: str
+    ) -> None:
         self.run()
 
     def time_expand_device_sync(self, num_ids: int, blocks_per_kv_block: int, subject: str) -> None:

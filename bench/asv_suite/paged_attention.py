@@ -52,7 +52,9 @@ class DecodeKernel(TimedOnDevice):
     param_names = grid.param_names
     version = grid.version
 
-    def time_launch_decode_kernel(self, model: str, num_reqs: int, length: int, context: int) -> None:
+    def time_launch_decode_kernel(
+        self, model: str, num_reqs: int, length: int, context: int
+    ) -> None:
         self.run()
 
     def time_decode_kernel_sync(self, model: str, num_reqs: int, length: int, context: int) -> None:
@@ -67,7 +69,9 @@ class ChunkKernel(TimedOnDevice):
     param_names = grid.param_names
     version = grid.version
 
-    def time_launch_chunk_kernel(self, model: str, num_reqs: int, length: int, context: int) -> None:
+    def time_launch_chunk_kernel(
+        self, model: str, num_reqs: int, length: int, context: int
+    ) -> None:
         self.run()
 
     def time_chunk_kernel_sync(self, model: str, num_reqs: int, length: int, context: int) -> None:

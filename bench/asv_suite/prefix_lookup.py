@@ -9,7 +9,10 @@ CELLS = prefix_lookup.cells()
 
 
 class Hit(Timed):
-    """A prompt whose first tokens ran before; `shared` is how much of it. Its hashes are known, as when it waits."""
+    """A prompt whose first tokens ran before; `shared` is how much of it.
+
+    Its hashes are known, as when it waits.
+    """
 
     grid = Grid.of(CELLS, "hit")
     params = grid.params

@@ -1,9 +1,9 @@
 """Answers lost: the same questions at each commit, paired with those of both ends by McNemar's exact test.
 
-A commit is bad if it is worse than GOOD, good if it is better than BAD, each at `ALPHA`; one that is both or neither
-lies between them and is skipped. The engine is greedy: a commit gives the same answers twice, and only the choice of
-questions is left to chance. So the first bad commit and the one before it are confirmed with the questions of the next
-seed.
+A commit is bad if it is worse than GOOD, good if it is better than BAD, each at `ALPHA`; one that
+is both or neither lies between them and is skipped. The engine is greedy: a commit gives the same
+answers twice, and only the choice of questions is left to chance. So the first bad commit and the
+one before it are confirmed with the questions of the next seed.
 """
 
 from __future__ import annotations
@@ -59,11 +59,17 @@ class Answers:
     def ends(self, good: str, bad: str) -> Outcome:
         first, last = self.answers(good, self.seed), self.answers(bad, self.seed)
         if first.questions != last.questions:
-            raise HybridKVError("GOOD and BAD have different questions; give ends with the same ones")
+            raise HybridKVError(
+                "GOOD and BAD have different questions; give ends with the same ones"
+            )
         is_worse = mcnemar_p(*flips(first.right, last.right)) <= ALPHA
         detail = in_words(first.right, last.right)
         metrics = {"good": first.right, "bad": last.right, "questions": first.questions}
-        return Outcome("bad" if is_worse else "good", detail if is_worse else f"no loss shown: {detail}", metrics)
+        return Outcome(
+            "bad" if is_worse else "good",
+            detail if is_worse else f"no loss shown: {detail}",
+            metrics,
+        )
 
     def test(self, commit: str, known: Mapping[str, Outcome]) -> Outcome:
         ends = known[ENDS].metrics
@@ -77,9 +83,14 @@ class Answers:
 
     def confirm(self, before: str, first_bad: str, known: Mapping[str, Outcome]) -> Outcome:
         first, last = self.answers(before, self.seed + 1), self.answers(first_bad, self.seed + 1)
-        is_worse = first.questions == last.questions and mcnemar_p(*flips(first.right, last.right)) <= ALPHA
+        is_worse = (
+            first.questions == last.questions
+            and mcnemar_p(*flips(first.right, last.right)) <= ALPHA
+        )
         detail = f"of other questions: {in_words(first.right, last.right)}"
-        return Outcome("bad" if is_worse else "skip", detail, {"before": first.right, "first_bad": last.right})
+        return Outcome(
+            "bad" if is_worse else "skip", detail, {"before": first.right, "first_bad": last.right}
+        )
 
 
 def answers_of(trees: Trees, options: Sequence[str]) -> AnswersOf:
@@ -88,7 +99,16 @@ def answers_of(trees: Trees, options: Sequence[str]) -> AnswersOf:
     def run(commit: str, seed: int) -> Answered:
         with tempfile.TemporaryDirectory(prefix="hybrid-kv-bisect-") as folder:
             file = Path(folder) / "samples.jsonl"
-            words = ("accuracy", "--seed", str(seed), "--samples", str(file), "--results", folder, *options)
+            words = (
+                "accuracy",
+                "--seed",
+                str(seed),
+                "--samples",
+                str(file),
+                "--results",
+                folder,
+                *options,
+            )
             ran = trees.run(commit, *words)
             if not file.exists():
                 raise NotMeasurableError(cannot_run(ran))

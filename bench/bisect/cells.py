@@ -20,7 +20,9 @@ from bench.harness.versions import Revision, place
 from hybrid_kv.config import ConfigError
 
 AT_ONCE = 4  # worker pairs of a start; most commits have answered after one or two starts
-CLOSER = Design().closer  # of a repeat: with fewer samples the spread between pairs is twice as large
+CLOSER = (
+    Design().closer
+)  # of a repeat: with fewer samples the spread between pairs is twice as large
 
 
 def find_cell(name: str) -> CellInfo:
@@ -30,12 +32,18 @@ def find_cell(name: str) -> CellInfo:
         ConfigError: no benchmark or several.
     """
     cells = [cell for cell in registry.cells() if cell.promise is None]
-    found = [cell for cell in cells if cell.key == name] or [cell for cell in cells if name.lower() in cell.key.lower()]
+    found = [cell for cell in cells if cell.key == name] or [
+        cell for cell in cells if name.lower() in cell.key.lower()
+    ]
     if not found:
-        raise ConfigError(f"no benchmark's name contains {name!r}; hybrid-kv compare HEAD --all lists them")
+        raise ConfigError(
+            f"no benchmark's name contains {name!r}; hybrid-kv compare HEAD --all lists them"
+        )
     if len(found) > 1:
         some = ", ".join(cell.key for cell in found[:3])
-        raise ConfigError(f"-k {name} names {len(found)} benchmarks, such as {some}; give one whole name")
+        raise ConfigError(
+            f"-k {name} names {len(found)} benchmarks, such as {some}; give one whole name"
+        )
     return found[0]
 
 
@@ -85,7 +93,9 @@ class Runs:
             made = _answered(pair.ask_both("make", key=self.cell.key))
             calls = max(1, round(TURN_SECONDS / max(one["seconds"] for one in made)))
             for _ in range(TURNS):
-                for side, answer in zip(turns, _answered(pair.ask_both("profile", calls=calls)), strict=True):
+                for side, answer in zip(
+                    turns, _answered(pair.ask_both("profile", calls=calls)), strict=True
+                ):
                     side.append(answer["functions"])
         return turns
 

@@ -18,10 +18,16 @@ class Counts(Question):
 
     def ends(self, good: str, bad: str) -> Outcome:
         first, last = self.count(good), self.count(bad)
-        changed = {name: (first[name], last[name]) for name in first.keys() & last.keys() if first[name] != last[name]}
+        changed = {
+            name: (first[name], last[name])
+            for name in first.keys() & last.keys()
+            if first[name] != last[name]
+        }
         if not changed:
             return Outcome("good", "GOOD and BAD count the same: " + _in_words(last))
-        detail = ", ".join(f"{name} {before} -> {after}" for name, (before, after) in sorted(changed.items()))
+        detail = ", ".join(
+            f"{name} {before} -> {after}" for name, (before, after) in sorted(changed.items())
+        )
         return Outcome("bad", detail, {"changed": changed})
 
     def test(self, commit: str, known: Mapping[str, Outcome]) -> Outcome:
@@ -29,8 +35,13 @@ class Counts(Question):
         counts = self.count(commit)
         own = {name: counts[name] for name in sorted(changed) if name in counts}
         if len(own) < len(changed):
-            return Outcome("skip", f"it does not count {', '.join(sorted(changed.keys() - own.keys()))}")
-        is_bad = any(abs(own[name] - before) >= abs(own[name] - after) for name, (before, after) in changed.items())
+            return Outcome(
+                "skip", f"it does not count {', '.join(sorted(changed.keys() - own.keys()))}"
+            )
+        is_bad = any(
+            abs(own[name] - before) >= abs(own[name] - after)
+            for name, (before, after) in changed.items()
+        )
         return Outcome("bad" if is_bad else "good", _in_words(own), {"counts": own})
 
 

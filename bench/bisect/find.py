@@ -14,7 +14,9 @@ from hybrid_kv.files import write_whole
 from hybrid_kv.measure.timing.clock import wall_clock
 
 Verdict = Literal["found", "nothing", "undecided"]
-Report = Callable[[str, Outcome, float], None]  # a commit or `ENDS` or `CONFIRMED`, its outcome, seconds
+Report = Callable[
+    [str, Outcome, float], None
+]  # a commit or `ENDS` or `CONFIRMED`, its outcome, seconds
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,8 @@ class Finding:
     """The result of a bisect.
 
     Attributes:
-        verdict: `found`; `nothing`: the ends do not differ; `undecided`: the last test did not confirm the result.
+        verdict: `found`; `nothing`: the ends do not differ; `undecided`: the last test did not
+            confirm the result.
         evidence: the last outcome.
         before, first_bad: the last good commit and the first bad one.
         between: commits between these two, which could not be tested.
@@ -49,7 +52,9 @@ class Memory:
                 found = json.loads(file.read_text(encoding="utf-8"))
                 self.outcomes = {key: Outcome(**one) for key, one in found.items()}
             except (ValueError, TypeError, AttributeError):
-                raise ConfigError(f"{file} is not the state of a bisect; delete it to start anew") from None
+                raise ConfigError(
+                    f"{file} is not the state of a bisect; delete it to start anew"
+                ) from None
 
     def recall(self, key: str, test: Callable[[], Outcome], report: Report) -> Outcome:
         """The known outcome, or that of `test`, which is reported and kept."""
@@ -58,7 +63,10 @@ class Memory:
             self.outcomes[key] = test()
             report(key, self.outcomes[key], wall_clock() - begin)
             if self._file is not None:
-                write_whole(self._file, json.dumps({name: asdict(one) for name, one in self.outcomes.items()}))
+                write_whole(
+                    self._file,
+                    json.dumps({name: asdict(one) for name, one in self.outcomes.items()}),
+                )
         return self.outcomes[key]
 
 
@@ -67,7 +75,11 @@ def _nothing(*_: object) -> None:
 
 
 def find(
-    good: str, commits: tuple[str, ...], question: Question, memory: Memory | None = None, report: Report = _nothing
+    good: str,
+    commits: tuple[str, ...],
+    question: Question,
+    memory: Memory | None = None,
+    report: Report = _nothing,
 ) -> Finding:
     """
     Args:
@@ -101,15 +113,17 @@ def find(
     evidence = recall(CONFIRMED, lambda: question.confirm(before, first_bad, known))
     verdict: Verdict = "found" if evidence.answer == "bad" else "undecided"
     between = commits[last + 1 : first]
-    return Finding(verdict, evidence, before, first_bad, between, len(answers), answers.count("skip"))
+    return Finding(
+        verdict, evidence, before, first_bad, between, len(answers), answers.count("skip")
+    )
 
 
 def search(num: int, test: Callable[[int], Answer]) -> tuple[int, int]:
     """Halve a row of `num` commits, the last of which is bad, until nothing between good and bad can be tested.
 
     Returns:
-        Positions of the last good commit (-1: the one before the row) and of the first bad one. All commits between
-        them were skipped.
+        Positions of the last good commit (-1: the one before the row) and of the first bad one. All
+        commits between them were skipped.
     """
     good, bad, skipped = -1, num - 1, set[int]()
     while (position := _next(good, bad, skipped)) is not None:

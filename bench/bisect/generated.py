@@ -1,7 +1,7 @@
 """Histories with a known first bad commit: this checkout's package, and commits on top of it in a clone.
 
-Most commits add a comment line to some module. One applies the given edits. Some cannot be imported, two or three in
-a row, as when a change is split badly.
+Most commits add a comment line to some module. One applies the given edits. Some cannot be
+imported, two or three in a row, as when a change is split badly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ EPOCH = 1_700_000_000  # seconds; a commit a minute, so that a seed is a history
 
 
 def generate(
-    root: Path, good: str, folder: Path, edits: Mapping[str, Edit], *, num: int, first_bad: int, rng: random.Random
+    root: Path,
+    good: str,
+    folder: Path,
+    edits: Mapping[str, Edit],
+    *,
+    num: int,
+    first_bad: int,
+    rng: random.Random,
 ) -> tuple[str, ...]:
     """Clone `root` into `folder` and add `num` commits to commit `good`; number `first_bad` applies `edits`, by file.
 
@@ -32,14 +39,22 @@ def generate(
         ConfigError: git refuses, or a file of the edits does not exist.
     """
     try:
-        subprocess.run(("git", "clone", "-q", "--shared", str(root), str(folder)), check=True, capture_output=True)
+        subprocess.run(
+            ("git", "clone", "-q", "--shared", str(root), str(folder)),
+            check=True,
+            capture_output=True,
+        )
     except subprocess.CalledProcessError as error:
-        raise ConfigError(f"{root} cannot be cloned: {error.stderr.decode(errors='replace').strip()}") from None
+        raise ConfigError(
+            f"{root} cannot be cloned: {error.stderr.decode(errors='replace').strip()}"
+        ) from None
     git(folder, "checkout", "-q", "--detach", good)
     names = [name for name in git(folder, "ls-files", "hybrid_kv/*.py").split("\n") if name != DOOR]
     texts = {name: (folder / name).read_text(encoding="utf-8") for name in (*names, DOOR)}
     stream = b"".join(_stream(good, texts, names, edits, num, first_bad, rng))
-    subprocess.run(("git", "fast-import", "--quiet", "--force"), cwd=folder, input=stream, check=True)
+    subprocess.run(
+        ("git", "fast-import", "--quiet", "--force"), cwd=folder, input=stream, check=True
+    )
     git(folder, "checkout", "-q", "--detach", "generated")
     return tuple(git(folder, "rev-list", "--reverse", f"{good}..generated").split())
 

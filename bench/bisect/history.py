@@ -1,7 +1,8 @@
 """The commits between two revisions, a folder for each one that is tested, and commands run by a commit's own code.
 
-A commit is taken out of git by `git archive`, not as a git worktree: the checkout, its index and its list of worktrees
-stay as they are, whatever happens. The package is Python, so that its folder is all that a wheel of it would have.
+A commit is taken out of git by `git archive`, not as a git worktree: the checkout, its index and
+its list of worktrees stay as they are, whatever happens. The package is Python, so that its folder
+is all that a wheel of it would have.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from bench.bisect.question import NotMeasurableError
 from bench.harness.versions import WORKING_TREE, Revision, extract, find_revision
 from hybrid_kv.config import ConfigError
 
-LIMIT = 1800.0  # seconds; a reduced scenario takes ten with its imports, 250 questions of a guard model a minute
+# seconds; a reduced scenario takes ten with its imports, 250 questions of a guard model a minute
+LIMIT = 1800.0
 
 
 def git(root: Path, *words: str) -> str:
@@ -40,12 +42,12 @@ class History:
 
 def read_history(root: Path, good: str, bad: str) -> History:
     """
-    A merge is one commit: its branch is not searched. A commit that leaves `hybrid_kv/` as it was cannot have changed
-    an answer, and is left out.
+    A merge is one commit: its branch is not searched. A commit that leaves `hybrid_kv/` as it was
+    cannot have changed an answer, and is left out.
 
     Raises:
-        ConfigError: the working tree or an unknown revision; `good` is not an ancestor of `bad`; or nothing lies
-            between them.
+        ConfigError: the working tree or an unknown revision; `good` is not an ancestor of `bad`; or
+            nothing lies between them.
     """
     if WORKING_TREE in (good, bad):
         raise ConfigError("bisect tests commits, not the working tree; commit it and give HEAD")
@@ -55,7 +57,11 @@ def read_history(root: Path, good: str, bad: str) -> History:
     except subprocess.CalledProcessError:
         base = ""
     if base != first.commit:
-        common = f"they part at {base[:9]}: try that one as GOOD" if base else "they have no commit in common"
+        common = (
+            f"they part at {base[:9]}: try that one as GOOD"
+            if base
+            else "they have no commit in common"
+        )
         if base == last.commit:
             common = "it is the other way round; swap them"
         raise ConfigError(f"GOOD {first} is not an ancestor of BAD {last}; {common}")
@@ -63,7 +69,9 @@ def read_history(root: Path, good: str, bad: str) -> History:
         root, "rev-list", "--reverse", "--first-parent", f"{first.commit}..{last.commit}", "--", "hybrid_kv"
     ).split()  # fmt: skip
     if not listed:
-        raise ConfigError(f"no commit after {first} and up to {last} changes hybrid_kv/; give others")
+        raise ConfigError(
+            f"no commit after {first} and up to {last} changes hybrid_kv/; give others"
+        )
     return History(root, first, last, tuple(listed))
 
 

@@ -1,8 +1,8 @@
 """Where a commit takes longer than the one before it: what each function takes by itself, on both sides.
 
-Both run the same benchmark in turns, in two processes that share a core, under pyinstrument, which samples 1,000 times
-a second. What a profiler costs, it costs both. A function is reported if its mean differs by more than `CERTAIN`
-standard errors of that difference over the turns.
+Both run the same benchmark in turns, in two processes that share a core, under pyinstrument, which
+samples 1,000 times a second. What a profiler costs, it costs both. A function is reported if its
+mean differs by more than `CERTAIN` standard errors of that difference over the turns.
 """
 
 from __future__ import annotations

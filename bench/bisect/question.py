@@ -46,4 +46,8 @@ class Question(Protocol):
         """`bad` if a new test confirms that `first_bad` is bad and the commit before it is good: the evidence."""
         first, last = self.test(before, known), self.test(first_bad, known)
         is_so = (first.answer, last.answer) == ("good", "bad")
-        return Outcome("bad" if is_so else "skip", f"before: {first.detail}; with it: {last.detail}", last.metrics)
+        return Outcome(
+            "bad" if is_so else "skip",
+            f"before: {first.detail}; with it: {last.detail}",
+            last.metrics,
+        )

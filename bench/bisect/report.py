@@ -14,9 +14,16 @@ def document(history: History, finding: Finding) -> dict[str, Any]:
     """All of it, ready for JSON; `first_bad` and `between` as git describes them."""
     here = provenance()
     parts = asdict(finding)
-    parts["first_bad"] = asdict(describe(history.root, finding.first_bad)) if finding.first_bad else None
+    parts["first_bad"] = (
+        asdict(describe(history.root, finding.first_bad)) if finding.first_bad else None
+    )
     parts["between"] = [asdict(describe(history.root, commit)) for commit in finding.between]
-    parts["measured_on"] = {"machine": here.machine, "python": here.python, "torch": here.torch, "triton": here.triton}
+    parts["measured_on"] = {
+        "machine": here.machine,
+        "python": here.python,
+        "torch": here.torch,
+        "triton": here.triton,
+    }
     return {
         "good": history.good.commit, "bad": history.bad.commit, "commits": len(history.commits), **parts
     }  # fmt: skip
@@ -34,7 +41,9 @@ def print_finding(history: History, finding: Finding) -> None:
         print(f"evidence  {finding.evidence.detail}")
         return
     if finding.between:
-        print(f"the first bad commit is one of {len(finding.between) + 1}, of which the last is bad ({row})")
+        print(
+            f"the first bad commit is one of {len(finding.between) + 1}, of which the last is bad ({row})"
+        )
         for commit in finding.between:
             print(f"  or {describe(history.root, commit).line}, which was skipped")
     else:
@@ -47,6 +56,10 @@ def print_finding(history: History, finding: Finding) -> None:
     print(f"evidence  {finding.evidence.detail}")
     for line in finding.evidence.metrics.get("story", ()):
         print(f"          {line}")
-    print(f"packages  {', '.join(found.packages) or 'constraints.txt is the same before and after'}")
+    print(
+        f"packages  {', '.join(found.packages) or 'constraints.txt is the same before and after'}"
+    )
     here = provenance()
-    print(f"tested on {here.machine}, Python {here.python}, torch {here.torch}, the same for every commit")
+    print(
+        f"tested on {here.machine}, Python {here.python}, torch {here.torch}, the same for every commit"
+    )

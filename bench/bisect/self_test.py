@@ -1,14 +1,16 @@
 """How often `hybrid-kv bisect` is right: `--self-test` bisects 200 commits of which the first bad one is known.
 
-There are two kinds of history. *Drawn*: the answers of commits come from a model; the search, the tests and the last
-check are those of the command. Tokens and counts are exact. A time is a pair of equal code that was measured on this
-machine, by `measure_noise`, sampled with replacement and shifted by the injected 5 %; each trial keeps to one
-benchmark. Answers are 500 questions, nine in ten right; one commit in fifty changes one in a hundred, as often to right
-as to wrong, and the first bad commit loses one in twenty. One commit in twenty cannot run. In equal code any commit
-that is found is a good one.
+There are two kinds of history. *Drawn*: the answers of commits come from a model; the search, the
+tests and the last check are those of the command. Tokens and counts are exact. A time is a pair of
+equal code that was measured on this machine, by `measure_noise`, sampled with replacement and
+shifted by the injected 5 %; each trial keeps to one benchmark. Answers are 500 questions, nine in
+ten right; one commit in fifty changes one in a hundred, as often to right as to wrong, and the
+first bad commit loses one in twenty. One commit in twenty cannot run. In equal code any commit that
+is found is a good one.
 
-*Injected*: a clone of this checkout with 200 commits (`generated`), bisected by the command's own code. Each test of a
-commit is a process of its own; CPU seconds and seconds are those of the whole bisect.
+*Injected*: a clone of this checkout with 200 commits (`generated`), bisected by the command's own
+code. Each test of a commit is a process of its own; CPU seconds and seconds are those of the whole
+bisect.
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ class Trial:
         outcome: `right`, `wrong` (a good commit was found) or `open` (no single commit was found).
         questions: commits that were tested between the ends.
         pairs: worker pairs that were measured.
-        seconds, cpu_seconds: of the whole bisect; of a drawn time the latter, its pairs times what one took.
+        seconds, cpu_seconds: of the whole bisect; of a drawn time the latter, its pairs times what
+            one took.
     """
 
     kind: str
@@ -185,7 +188,11 @@ def measure_noise(root: Path, commit: str, file: Path, folder: Path) -> list[Noi
     for key in NOISY:
         if key in found:
             continue
-        runs = Runs(Trees(folder / key.partition("/")[0], fill_benchmarks(root)), find_cell(key), random.Random(key))
+        runs = Runs(
+            Trees(folder / key.partition("/")[0], fill_benchmarks(root)),
+            find_cell(key),
+            random.Random(key),
+        )
         begin = _cpu_seconds()
         pairs = [*itertools.islice(runs.measure(commit, commit), NOISE_PAIRS)]
         seconds = (_cpu_seconds() - begin) / NOISE_PAIRS
@@ -201,9 +208,14 @@ def measure_noise(root: Path, commit: str, file: Path, folder: Path) -> list[Noi
             value=ratio.ratio, unit="time ratio", ci_low=ratio.low, ci_high=ratio.high, n=ratio.n, params=params,
         )  # fmt: skip
         append_rows(file, [row], commit=commit)
-        print(f"equal code, {key}: spread {params['spread']:.2%}, {seconds:.1f} CPU s a pair", flush=True)
+        print(
+            f"equal code, {key}: spread {params['spread']:.2%}, {seconds:.1f} CPU s a pair",
+            flush=True,
+        )
         found[key] = params
-    return [Noise(tuple(found[key]["log_ratios"]), found[key]["cpu_seconds_per_pair"]) for key in NOISY]
+    return [
+        Noise(tuple(found[key]["log_ratios"]), found[key]["cpu_seconds_per_pair"]) for key in NOISY
+    ]
 
 
 # ---- injected ----
@@ -233,13 +245,17 @@ def _more_operations() -> dict[str, Edit]:
 def _slower_steps(loops: int) -> dict[str, Edit]:
     """A loop that does nothing in each step of the scheduler."""
     line = "budget = self.config.max_num_batched_tokens"
-    return _edits("loop", Change("engine/scheduler.py", line, f"for _ in range({loops}):\n    pass\n{line}"))
+    return _edits(
+        "loop", Change("engine/scheduler.py", line, f"for _ in range({loops}):\n    pass\n{line}")
+    )
 
 
 def _loops(root: Path, commit: str, folder: Path) -> int:
     """How many loops are `SLOWER` of a call of `TIMED`, measured once."""
     loops, clone = 4000, folder / "clone"
-    (slower,) = generate(root, commit, clone, _slower_steps(loops), num=1, first_bad=0, rng=random.Random(0))
+    (slower,) = generate(
+        root, commit, clone, _slower_steps(loops), num=1, first_bad=0, rng=random.Random(0)
+    )
     runs = Runs(Trees(folder / "trees", fill_benchmarks(clone)), find_cell(TIMED), random.Random(0))
     pairs = [*itertools.islice(runs.measure(commit, slower), 12)]
     return round(loops * math.log1p(SLOWER) / center(pairs))
@@ -258,7 +274,9 @@ def inject(kind: str, number: int, root: Path, commit: str, folder: Path, loops:
         "tokens": lambda: _bug(bug), "counts": _more_operations, "time": lambda: _slower_steps(loops)
     }  # fmt: skip
     clone = folder / "clone"
-    commits = generate(root, commit, clone, injects[kind](), num=COMMITS, first_bad=first_bad, rng=rng)
+    commits = generate(
+        root, commit, clone, injects[kind](), num=COMMITS, first_bad=first_bad, rng=rng
+    )
     package = Trees(folder / "trees", fill_package(clone))
     benchmarks = Trees(folder / "benchmarks", fill_benchmarks(clone))
     if kind == "tokens":
@@ -273,7 +291,9 @@ def inject(kind: str, number: int, root: Path, commit: str, folder: Path, loops:
     seconds, cpu = wall_clock() - begin, _cpu_seconds() - cpu
     pairs = sum(len(one.metrics.get("log_ratios", ())) for one in memory.outcomes.values())
     outcome = judge(finding, commits[first_bad])
-    return Trial(kind, "injected", number, outcome, finding.tested, pairs, round(seconds, 1), round(cpu, 1))
+    return Trial(
+        kind, "injected", number, outcome, finding.tested, pairs, round(seconds, 1), round(cpu, 1)
+    )
 
 
 def _scenarios(trees: Trees, commit: str, folder: Path) -> list[Path]:
@@ -313,9 +333,17 @@ def self_test(root: Path, commit: str, file: Path, repetitions: int, trials: int
                     loops = _loops(root, commit, place / "loops")
                 with tempfile.TemporaryDirectory(dir=place) as folder:
                     trial = inject(kind, number, root, commit, Path(folder), loops)
-                row = Row(SUITE, trial.kind, "trial", float(trial.outcome == "right"), params=asdict(trial))
+                row = Row(
+                    SUITE,
+                    trial.kind,
+                    "trial",
+                    float(trial.outcome == "right"),
+                    params=asdict(trial),
+                )
                 append_rows(file, [row], commit=commit)
-                print(f"injected {kind} {number}: {trial.outcome}, {trial.seconds:.0f} s", flush=True)
+                print(
+                    f"injected {kind} {number}: {trial.outcome}, {trial.seconds:.0f} s", flush=True
+                )
                 known.append(trial)
     summary = list(rates([*done, *known]))
     append_rows(file, summary, commit=commit)
@@ -339,7 +367,18 @@ def rates(trials: Sequence[Trial]) -> Iterator[Row]:
         for outcome, better in (("right", "higher"), ("wrong", "lower")):
             hits = sum(trial.outcome == outcome for trial in own)
             low, high = clopper_pearson(hits, len(own))
-            yield Row(SUITE, kind, f"{outcome}_rate", hits / len(own), "", params, low, high, len(own), better)
+            yield Row(
+                SUITE,
+                kind,
+                f"{outcome}_rate",
+                hits / len(own),
+                "",
+                params,
+                low,
+                high,
+                len(own),
+                better,
+            )
 
 
 def print_rates(summary: Sequence[Row]) -> None:

@@ -1,17 +1,21 @@
 """A time: how many times as long a commit takes as GOOD, measured in pairs of fresh processes until it is clear.
 
-One number is one worker pair of `hybrid-kv compare`: the log-ratio of two processes that run side by side on a core.
+One number is one worker pair of `hybrid-kv compare`: the log-ratio of two processes that run side
+by side on a core.
 
-The ends. BAD must be slower than GOOD by Yuen's test over pairs, in at most three looks that share `ALPHA`. Their pairs
-also say how large the change is (`shift`) and how far pairs of equal code lie apart (`spread`).
+The ends. BAD must be slower than GOOD by Yuen's test over pairs, in at most three looks that share
+`ALPHA`. Their pairs also say how large the change is (`shift`) and how far pairs of equal code lie
+apart (`spread`).
 
-A commit. It is as fast as GOOD or as slow as BAD: Wald's sequential test (1945) adds the logarithm of how much likelier
-each pair is under one than under the other, and stops at odds of 1 to `ERROR`. A pair says at most `CLIP` (Huber 1965):
-now and then one is off by a factor for all of its samples, and must not decide alone. What stays open after
-`MOST_PAIRS` is skipped: such a commit lies between the two.
+A commit. It is as fast as GOOD or as slow as BAD: Wald's sequential test (1945) adds the logarithm
+of how much likelier each pair is under one than under the other, and stops at odds of 1 to `ERROR`.
+A pair says at most `CLIP` (Huber 1965): now and then one is off by a factor for all of its samples,
+and must not decide alone. What stays open after `MOST_PAIRS` is skipped: such a commit lies between
+the two.
 
-The first bad commit. It is measured again, in fresh pairs against the commit before it, by the test of the ends. So a
-commit that changed nothing is named with a chance of at most `ALPHA`, whatever the search did.
+The first bad commit. It is measured again, in fresh pairs against the commit before it, by the test
+of the ends. So a commit that changed nothing is named with a chance of at most `ALPHA`, whatever
+the search did.
 """
 
 from __future__ import annotations
@@ -32,7 +36,8 @@ ALPHA = 0.01
 LOOKS = (24, 48, 96)
 MIN_EFFECT = 0.01  # a smaller change does not matter: that of `compare`
 ERROR = 0.001  # of one commit's answer; a search over 200 commits needs 8
-CLIP = 2.0  # of 1.5, 2 and 3, at a spread of 1.2 to 5 % and 5 % slower, 2 errs least for its number of pairs
+# of 1.5, 2 and 3, at a spread of 1.2 to 5 % and 5 % slower, 2 errs least for its number of pairs
+CLIP = 2.0
 MOST_PAIRS = 100
 MIN_SPREAD = 0.002
 CAUTION = 1.2  # times the spread that was seen: 24 pairs may show too little of it
@@ -79,12 +84,16 @@ class Times:
         detail = in_words(log_ratios)
         if answer != "bad":
             detail = f"BAD is not shown to be slower than GOOD: it takes {detail}"
-        return Outcome(answer, detail, {"log_ratios": log_ratios, "shift": center(log_ratios), "good": good})
+        return Outcome(
+            answer, detail, {"log_ratios": log_ratios, "shift": center(log_ratios), "good": good}
+        )
 
     def test(self, commit: str, known: Mapping[str, Outcome]) -> Outcome:
         ends = known[ENDS].metrics
         others = [
-            one.metrics["log_ratios"] for key, one in known.items() if key != CONFIRMED and "log_ratios" in one.metrics
+            one.metrics["log_ratios"]
+            for key, one in known.items()
+            if key != CONFIRMED and "log_ratios" in one.metrics
         ]
         log_ratios: list[float] = []
         answer: Answer | None = None

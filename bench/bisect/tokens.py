@@ -13,7 +13,8 @@ from hybrid_kv.config import HybridKVError
 BROKEN, FINE = "broken rule: ", "no rule is broken"
 
 
-# Of a commit: `good`, or `bad` with metrics that name the `rule` that is broken. NotMeasurableError: it cannot run.
+# Of a commit: `good`, or `bad` with metrics that name the `rule` that is broken.
+# NotMeasurableError: it cannot run.
 Play = Callable[[str], Outcome]
 
 
@@ -27,7 +28,9 @@ class Tokens(Question):
     def ends(self, good: str, bad: str) -> Outcome:
         first, last = self._end("GOOD", good), self._end("BAD", bad)
         if first.answer == "bad":
-            return Outcome("good", f"{self.name} fails at GOOD as well: {first.detail}; give an earlier GOOD")
+            return Outcome(
+                "good", f"{self.name} fails at GOOD as well: {first.detail}; give an earlier GOOD"
+            )
         if last.answer == "good":
             return Outcome("good", f"{self.name} breaks no rule at BAD")
         return last

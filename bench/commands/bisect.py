@@ -12,37 +12,71 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hybrid_kv.cli.options import AsJson, OutFile, Record, ResultsFolder, require_at_least_one, rows_file, show
+from hybrid_kv.cli.options import (
+    AsJson,
+    OutFile,
+    Record,
+    ResultsFolder,
+    require_at_least_one,
+    rows_file,
+    show,
+)
 
 if TYPE_CHECKING:
     from bench.bisect.question import Outcome, Question
 
-# Options of `hybrid-kv accuracy` that the bisect sets itself, and those without which no samples are written.
-TAKEN = ("--seed", "--samples", "--results", "--record", "--against", "--check-floor", "--json", "--out", "--help")
+# Options of `hybrid-kv accuracy` that the bisect sets itself, and those without which no samples
+# are written.
+TAKEN = (
+    "--seed",
+    "--samples",
+    "--results",
+    "--record",
+    "--against",
+    "--check-floor",
+    "--json",
+    "--out",
+    "--help",
+)
 
 
 def bisect(
     good: Annotated[str, typer.Argument(help="A git revision at which it was right, or fast.")],
     bad: Annotated[str, typer.Argument(help="A later one at which it is not.")] = "HEAD",
     options: Annotated[
-        list[str] | None, typer.Argument(metavar="-- OPTIONS", help="With --accuracy: of hybrid-kv accuracy.")
+        list[str] | None,
+        typer.Argument(metavar="-- OPTIONS", help="With --accuracy: of hybrid-kv accuracy."),
     ] = None,
     replay: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Failing scenario to bisect, a file written by the guard.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Failing scenario to bisect, a file written by the guard."
+        ),
     ] = None,
     benchmark: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Benchmark that became slower, or whose counts changed.")
+        str | None,
+        typer.Option(metavar="NAME", help="Benchmark that became slower, or whose counts changed."),
     ] = None,
     accuracy: Annotated[bool, typer.Option("--accuracy", help="Bisect lost answers.")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the questions, or of the order of measurements.")] = 0,
-    cache: Annotated[Path, typer.Option(metavar="FOLDER", help="Cache folder; rerun the command to resume.")] = Path(
-        "out/bisect"
-    ),
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of the questions, or of the order of measurements.")
+    ] = 0,
+    cache: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Cache folder; rerun the command to resume.")
+    ] = Path("out/bisect"),
     self_test: Annotated[
-        bool, typer.Option("--self-test", help="Measure error rates on histories with a known first bad commit. Hours.")
+        bool,
+        typer.Option(
+            "--self-test",
+            help="Measure error rates on histories with a known first bad commit. Hours.",
+        ),
     ] = False,
-    repetitions: Annotated[int, typer.Option(help="With --self-test: random histories of each kind.")] = 100,
-    trials: Annotated[int, typer.Option(help="With --self-test: histories of each kind made in git.")] = 5,
+    repetitions: Annotated[
+        int, typer.Option(help="With --self-test: random histories of each kind.")
+    ] = 100,
+    trials: Annotated[
+        int, typer.Option(help="With --self-test: histories of each kind made in git.")
+    ] = 5,
     as_json: AsJson = False,
     out: OutFile = None,
     results: ResultsFolder = None,
@@ -65,15 +99,23 @@ def bisect(
         require_at_least_one(repetitions=repetitions)
         rows = rows_file("bisect.csv", results, record)
         tests.print_rates(
-            tests.self_test(ROOT, find_revision(ROOT, good, by="bisect").commit, rows, repetitions, trials)
+            tests.self_test(
+                ROOT, find_revision(ROOT, good, by="bisect").commit, rows, repetitions, trials
+            )
         )
         return
     if [replay is not None, benchmark is not None, accuracy].count(True) != 1:
-        raise ConfigError("name what failed with one of: --replay FILE, --benchmark NAME, --accuracy")
+        raise ConfigError(
+            "name what failed with one of: --replay FILE, --benchmark NAME, --accuracy"
+        )
     if options and not accuracy:
-        raise ConfigError(f"{options[0]!r} is a third revision; options after -- are for --accuracy")
+        raise ConfigError(
+            f"{options[0]!r} is a third revision; options after -- are for --accuracy"
+        )
     if taken := [word for word in options or () if word.split("=")[0] in TAKEN]:
-        raise ConfigError(f"{taken[0]} after --: bisect sets it itself or does not use it; leave it out")
+        raise ConfigError(
+            f"{taken[0]} after --: bisect sets it itself or does not use it; leave it out"
+        )
     check_outputs(out, cache / "any.json")
     text = read_text(replay) if replay is not None else ""
     with tempfile.TemporaryDirectory(prefix="hybrid-kv-bisect-") as trees:
@@ -87,17 +129,31 @@ def bisect(
 
         def tell(key: str, outcome: Outcome, seconds: float) -> None:
             name = describe(ROOT, key).line if key in history.commits else key
-            print(f"{name}: {outcome.answer}, {outcome.detail} ({seconds:.1f} s)", file=sys.stderr, flush=True)
+            print(
+                f"{name}: {outcome.answer}, {outcome.detail} ({seconds:.1f} s)",
+                file=sys.stderr,
+                flush=True,
+            )
 
         finding = find(history.good.commit, history.commits, question, memory, tell)
     state.unlink(missing_ok=True)
-    show(report.document(history, finding), as_json, out, lambda: report.print_finding(history, finding))
+    show(
+        report.document(history, finding),
+        as_json,
+        out,
+        lambda: report.print_finding(history, finding),
+    )
     if finding.verdict != "found":
         raise typer.Exit(1)
 
 
 def _question(
-    root: Path, folder: Path, replay: Path | None, benchmark: str | None, options: list[str] | None, seed: int
+    root: Path,
+    folder: Path,
+    replay: Path | None,
+    benchmark: str | None,
+    options: list[str] | None,
+    seed: int,
 ) -> Question:
     """The test of a commit, whose files go to `folder`; checks the user's input first."""
     from bench.bisect.history import Trees, fill_package

@@ -11,19 +11,29 @@ from hybrid_kv.cli.options import AsJson, OutFile, Select, show
 
 
 def kernels(
-    targets: Annotated[str, typer.Option(help="Of sm_80, sm_90, sm_100 and gfx942.")] = "sm_80,sm_90,sm_100,gfx942",
+    targets: Annotated[
+        str, typer.Option(help="Of sm_80, sm_90, sm_100 and gfx942.")
+    ] = "sm_80,sm_90,sm_100,gfx942",
     baseline: Annotated[
-        Path | None, typer.Option(help="CSV to compare with; default: results/kernels.csv if there is one.")
+        Path | None,
+        typer.Option(help="CSV to compare with; default: results/kernels.csv if there is one."),
     ] = None,
-    update: Annotated[bool, typer.Option("--update", help="Accept what changed: append it to the baseline.")] = False,
+    update: Annotated[
+        bool, typer.Option("--update", help="Accept what changed: append it to the baseline.")
+    ] = False,
     select: Select = None,
     with_peers: Annotated[
-        bool, typer.Option("--peers", help="Also compile the Triton kernels of vLLM and mamba_ssm, for comparison.")
+        bool,
+        typer.Option(
+            "--peers", help="Also compile the Triton kernels of vLLM and mamba_ssm, for comparison."
+        ),
     ] = False,
     as_json: AsJson = False,
     out: OutFile = None,
 ) -> None:
-    """Compile every kernel ahead of time and compare registers, spills, access and instructions. Needs no GPU.
+    """Compile every kernel ahead of time and compare registers, spills, access and instructions.
+
+    Needs no GPU.
 
     Also count, in Triton's interpreter, the bytes of both state schemes.
     """
@@ -36,7 +46,9 @@ def kernels(
     require("triton")
     names = compile.parse_targets(targets)
     if baseline is not None and not update and not baseline.exists():
-        raise ConfigError(f"{baseline} does not exist, so nothing would be compared; --update makes it")
+        raise ConfigError(
+            f"{baseline} does not exist, so nothing would be compared; --update makes it"
+        )
     baseline = baseline or Path("results/kernels.csv")
     if update:
         check_writable(baseline)
@@ -47,7 +59,11 @@ def kernels(
 
         absent = peers.find()[1]
     verdicts = gate.run(compile.MODULES, names, baseline, accept=update, select=select)
-    counted = [one for one in counts.count_all() if not select or any(part.lower() in one.kernel for part in select)]
+    counted = [
+        one
+        for one in counts.count_all()
+        if not select or any(part.lower() in one.kernel for part in select)
+    ]
     known = {} if update else gate.read_baseline(baseline, provenance().triton)
     wrong = [counts.failures(one, known) for one in counted]
     others = gate.run_peers(names) if with_peers else []

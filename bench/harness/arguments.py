@@ -13,4 +13,6 @@ class ArgumentParser(argparse.ArgumentParser):
         super().__init__(prog=prog, description=description, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        raise SystemExit(f"{message}; see {self.prog} --help")  # `errors.run_command` prints it, and exits with 2
+        raise SystemExit(
+            f"{message}; see {self.prog} --help"
+        )  # `errors.run_command` prints it, and exits with 2

@@ -1,9 +1,9 @@
 """What the classes in `bench/asv_suite/` share: a case of the registry, built once and reset before each sample.
 
-asv (asv_runner >= 0.3) calls `setup` before every sample and `teardown` after it. The first `setup` of a process
-builds the case and checks its result, the later ones only reset it; each `teardown` checks again. A sample is `calls`
-calls in a row: a single one of a microsecond would be mostly the reading of the clock. The other class attributes are
-asv's own.
+asv (asv_runner >= 0.3) calls `setup` before every sample and `teardown` after it. The first `setup`
+of a process builds the case and checks its result, the later ones only reset it; each `teardown`
+checks again. A sample is `calls` calls in a row: a single one of a microsecond would be mostly the
+reading of the clock. The other class attributes are asv's own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from bench.harness.cells import Case, Cell, Counts, Scalar
 from hybrid_kv.measure.timing.case import ENGINE, checked
 from hybrid_kv.measure.timing.clock import clock, ratio, wall_clock
 
-torch.set_num_threads(1)  # A second thread makes the times of small tensors bimodal: 0.25 or 8 ms were seen.
+torch.set_num_threads(
+    1
+)  # A second thread makes the times of small tensors bimodal: 0.25 or 8 ms were seen.
 RATIO_ROUNDS = 25
 
 
@@ -47,7 +49,10 @@ class Grid:
     @property
     def params(self) -> list[list[Scalar]]:
         """The values of each parameter."""
-        return [list(dict.fromkeys(cell.params[name] for cell in self.cells)) for name in self.param_names]
+        return [
+            list(dict.fromkeys(cell.params[name] for cell in self.cells))
+            for name in self.param_names
+        ]
 
     @property
     def version(self) -> str:
@@ -66,7 +71,8 @@ def made(cell: Cell) -> Any:
     """Return the cell's case or counts.
 
     Raises:
-        NotImplementedError: the machine has no GPU, or this `hybrid_kv` lacks an interface. asv takes it for a skip.
+        NotImplementedError: the machine has no GPU, or this `hybrid_kv` lacks an interface. asv
+            takes it for a skip.
     """
     if cell.tier == "gpu" and not torch.cuda.is_available():
         raise NotImplementedError("no GPU")

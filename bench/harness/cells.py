@@ -3,7 +3,8 @@
 A cell is cheap to list and builds its data in `make()`:
 
 - tier `cpu` or `gpu`: a `Case`. Its result is checked before and after it is timed.
-- tier `count`: `Counts`, exact numbers (bytes, blocks, launches …) that no clock enters: equal code, equal numbers.
+- tier `count`: `Counts`, exact numbers (bytes, blocks, launches …) that no clock enters: equal
+  code, equal numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class Count(NamedTuple):
 
     value: int
     unit: str
-    better: str = "lower"  # or `higher`, or `equal` where a change in either direction is only a change
+    better: str = (
+        "lower"  # or `higher`, or `equal` where a change in either direction is only a change
+    )
 
 
 Counts = dict[str, Count]  # by metric
@@ -58,9 +61,9 @@ class Cell(CellInfo):
     Attributes:
         make: a `Case`, or `Counts` in tier `count`.
         quick: part of a quick run; such cells are few and small, and touch every suite.
-        promise: set if the cell is a rival, there to be compared with the subject `engine` of the same parameters: how
-            many times as long as that it must take; 0: it may take less, as it does less. No history or comparison of
-            versions needs rivals.
+        promise: set if the cell is a rival, there to be compared with the subject `engine` of the
+            same parameters: how many times as long as that it must take; 0: it may take less, as it
+            does less. No history or comparison of versions needs rivals.
         units: of every metric, in tier `count`; a cell may lack one of them.
     """
 
@@ -72,7 +75,9 @@ class Cell(CellInfo):
 
 def seed(benchmark: str, params: Mapping[str, Scalar]) -> int:
     """What the data of a cell are drawn from: the same in every process and version, and for rivals of one cell."""
-    return zlib.crc32(repr((benchmark, sorted(item for item in params.items() if item[0] != "subject"))).encode())
+    return zlib.crc32(
+        repr((benchmark, sorted(item for item in params.items() if item[0] != "subject"))).encode()
+    )
 
 
 def grid(

@@ -35,9 +35,15 @@ def _columns(results: Results) -> dict[str, str]:
     shown: dict[str, str] = {}
     for one in results:
         if isinstance(one, Counted):
-            shown |= {f"{name}, {count.unit}": f"{count.value:,}" for name, count in one.counts.items()}
+            shown |= {
+                f"{name}, {count.unit}": f"{count.value:,}" for name, count in one.counts.items()
+            }
         elif "subject" in one.cell.params:
-            ratio = f" ({one.ratio.value:.2f}; {one.ratio.low:.2f} to {one.ratio.high:.2f})" if one.ratio else ""
+            ratio = (
+                f" ({one.ratio.value:.2f}; {one.ratio.low:.2f} to {one.ratio.high:.2f})"
+                if one.ratio
+                else ""
+            )
             shown[str(one.cell.params["subject"])] = duration(1e9 * one.time.value) + ratio
         else:
             half = (one.time.high - one.time.low) / 2 / one.time.value
@@ -58,11 +64,16 @@ def _print_table(rows: Sequence[Results]) -> None:
     if "subject" in first.params:
         title += f" (how many times that of {ENGINE})"
     where = [name for name in first.params if name != "subject"]
-    lines = [{name: str(results[0].cell.params[name]) for name in where} | _columns(results) for results in rows]
+    lines = [
+        {name: str(results[0].cell.params[name]) for name in where} | _columns(results)
+        for results in rows
+    ]
     print(title, pd.DataFrame(lines).fillna("").to_string(index=False), "", sep="\n")
 
 
-def _chosen(quick: bool, chosen: Sequence[str], tiers: Sequence[str], select: Sequence[str] = ()) -> list[Cell]:
+def _chosen(
+    quick: bool, chosen: Sequence[str], tiers: Sequence[str], select: Sequence[str] = ()
+) -> list[Cell]:
     """Cells to measure; what is left out is said.
 
     Raises:
@@ -82,12 +93,16 @@ def _chosen(quick: bool, chosen: Sequence[str], tiers: Sequence[str], select: Se
     if len(here) < len(found):
         print(f"{len(found) - len(here)} cells need a GPU and are left out", file=sys.stderr)
     if not here:
-        raise HybridKVError(f"no cell of {', '.join([*chosen, *tiers, *select]) or 'any suite'} runs on this machine")
+        raise HybridKVError(
+            f"no cell of {', '.join([*chosen, *tiers, *select]) or 'any suite'} runs on this machine"
+        )
     return here
 
 
 def measure(chosen: Sequence[Cell], rounds: int, out: str | None, as_json: bool = False) -> int:
-    """Measure, append, and print a table as soon as its benchmark is done. Returns 1 if a promise is broken, else 0.
+    """Measure, append, and print a table as soon as its benchmark is done.
+
+    Returns 1 if a promise is broken, else 0.
 
     Raises:
         CheckFailedError: a wrong result.
@@ -108,7 +123,9 @@ def measure(chosen: Sequence[Cell], rounds: int, out: str | None, as_json: bool 
             if out:
                 append_rows(out, rows)
             documents += [asdict(row) for row in rows]
-            failed += [one for one in table[-1] if isinstance(one, Measurement) and one.verdict == "fail"]
+            failed += [
+                one for one in table[-1] if isinstance(one, Measurement) and one.verdict == "fail"
+            ]
         if not as_json:
             _print_table(table)
     if as_json:
@@ -124,14 +141,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """See `measure`."""
     parser = ArgumentParser("python -m bench")
     parser.add_argument("--quick", action="store_true", help="a few cells of every suite")
-    parser.add_argument("--suite", action="append", default=[], choices=suites(), help="only this one; may be repeated")
-    parser.add_argument("--tier", action="append", default=[], choices=TIERS, help="only this one; may be repeated")
     parser.add_argument(
-        "-k", dest="select", action="append", default=[], help="only what has this in its name; may be repeated"
+        "--suite",
+        action="append",
+        default=[],
+        choices=suites(),
+        help="only this one; may be repeated",
+    )
+    parser.add_argument(
+        "--tier", action="append", default=[], choices=TIERS, help="only this one; may be repeated"
+    )
+    parser.add_argument(
+        "-k",
+        dest="select",
+        action="append",
+        default=[],
+        help="only what has this in its name; may be repeated",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--out", metavar="CSV", help="append one row per measurement")
-    parser.add_argument("--peers", nargs="+", default=[], metavar="FOLDER", help="unpacked wheels to compare with")
+    parser.add_argument(
+        "--peers", nargs="+", default=[], metavar="FOLDER", help="unpacked wheels to compare with"
+    )
     options = parser.parse_args(arguments)
     peers.use(options.peers)
     chosen = _chosen(options.quick, options.suite, options.tier, options.select)

@@ -1,22 +1,27 @@
-"""`hybrid-kv compare`: is HEAD slower than BASE? Both versions run side by side, now, on this machine.
+"""`hybrid-kv compare`: is HEAD slower than BASE?
 
-Only `hybrid_kv/` differs between the sides: the benchmarks are those of the working tree, for both. Where an older
-version lacks what one of them needs, it runs the benchmark of the same name that it came with, and the table says so;
-a benchmark that times something else than before therefore gets another name.
+Both versions run side by side, now, on this machine.
 
-How a time is compared. A *start* is a process that imports torch and forks *worker pairs*, one process per version,
-on one core, fed alternately in random order (`worker`). One pair gives one log-ratio per cell, and pairs are the
-unit of inference (`inference`): two processes of equal code differ by what memory they got, by 1 to 5 %, and no
-number of samples inside one pair averages that away. Forking from one start shares most of the layout: the spread
-between pairs of equal code fell from 2.2 to 1.6 % on average over 14 benchmarks, from 5.2 to 1.5 % for the worst. Over
-6 starts of 6 pairs no benchmark varied more between starts than its pairs do (F test, 5 %), so all pairs of a look come
-from one start.
+Only `hybrid_kv/` differs between the sides: the benchmarks are those of the working tree, for both.
+Where an older version lacks what one of them needs, it runs the benchmark of the same name that it
+came with, and the table says so; a benchmark that times something else than before therefore gets
+another name.
+
+How a time is compared. A *start* is a process that imports torch and forks *worker pairs*, one
+process per version, on one core, fed alternately in random order (`worker`). One pair gives one
+log-ratio per cell, and pairs are the unit of inference (`inference`): two processes of equal code
+differ by what memory they got, by 1 to 5 %, and no number of samples inside one pair averages that
+away. Forking from one start shares most of the layout: the spread between pairs of equal code fell
+from 2.2 to 1.6 % on average over 14 benchmarks, from 5.2 to 1.5 % for the worst. Over 6 starts of 6
+pairs no benchmark varied more between starts than its pairs do (F test, 5 %), so all pairs of a
+look come from one start.
 
 When it is an alarm: see `judgement`.
 
-Launches on a GPU are compared in the same way, by the device's events; nights do that with the last commit that passed
-(`make gpu-compare`). It has never run on a GPU: its error rates there are unknown until nights without a new commit,
-which compare equal code, have counted them. Creeping by less than `min_effect` a night is left to the history's steps.
+Launches on a GPU are compared in the same way, by the device's events; nights do that with the last
+commit that passed (`make gpu-compare`). It has never run on a GPU: its error rates there are
+unknown until nights without a new commit, which compare equal code, have counted them. Creeping by
+less than `min_effect` a night is left to the history's steps.
 """
 
 from __future__ import annotations
@@ -62,7 +67,10 @@ class Measured:
 
 
 def _failure(answers: Sequence[Mapping[str, Any]]) -> Failure | None:
-    """A wrong result before an absent one. BASE's wrong result is not HEAD's fault, but its time means nothing."""
+    """A wrong result before an absent one.
+
+    BASE's wrong result is not HEAD's fault, but its time means nothing.
+    """
     base, head = answers
     if "wrong" in head:
         return Failure("wrong result", f"HEAD: {head['wrong']}")
@@ -76,10 +84,14 @@ def _failure(answers: Sequence[Mapping[str, Any]]) -> Failure | None:
 
 def own_benchmarks(answers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Which side ran the benchmark that its version came with, and why today's failed there."""
-    return {side: answer["own"] for side, answer in zip(SIDES, answers, strict=True) if "own" in answer}
+    return {
+        side: answer["own"] for side, answer in zip(SIDES, answers, strict=True) if "own" in answer
+    }
 
 
-def measure_cell(pair: Pair, cell: CellInfo, design: Design, times: Times, inject: float = 0.0) -> Failure | None:
+def measure_cell(
+    pair: Pair, cell: CellInfo, design: Design, times: Times, inject: float = 0.0
+) -> Failure | None:
     """Add what one worker pair says about one cell to `times`, unless it fails; `inject` slows HEAD down."""
     made = pair.ask_both("make", key=cell.key, only_head={"inject": inject})
     if failure := _failure(made):
@@ -92,7 +104,9 @@ def measure_cell(pair: Pair, cell: CellInfo, design: Design, times: Times, injec
         calls = max(1, round(design.sample_seconds / max(slower, 1e-9)))
         repeats = min(calls, made[0]["max_repeats"])
         blocks = max(1, round(calls / repeats))
-        samples = max(2, min(design.samples, int(design.cell_seconds / (slower * repeats * blocks))))
+        samples = max(
+            2, min(design.samples, int(design.cell_seconds / (slower * repeats * blocks)))
+        )
     taken: tuple[list[float], list[float]] = ([], [])
     for _ in range(samples):
         answers = pair.ask_both("sample", repeats=repeats, blocks=blocks)
@@ -117,10 +131,15 @@ def _common_cells(pair: Pair, quick: bool, select: Sequence[str]) -> Measured:
     for side, answer in zip(SIDES, answers, strict=True):
         if "failed" in answer:
             raise HybridKVError(f"{side}'s benchmarks cannot be loaded: {answer['failed']}")
-    listed = [{cell.key: cell for cell in (CellInfo(*one) for one in answer["cells"])} for answer in answers]
+    listed = [
+        {cell.key: cell for cell in (CellInfo(*one) for one in answer["cells"])}
+        for answer in answers
+    ]
     listed_once = {**listed[0], **listed[1]}
     parts = [part.lower() for part in select]
-    measured = Measured([cell for key, cell in listed_once.items() if any(part in key.lower() for part in parts)])
+    measured = Measured(
+        [cell for key, cell in listed_once.items() if any(part in key.lower() for part in parts)]
+    )
     for cell in measured.cells:
         if cell.tier == "gpu" and not answers[0]["cuda"]:
             measured.failures[cell.key] = Failure("not comparable", "it needs a CUDA device")
@@ -134,12 +153,18 @@ def _common_cells(pair: Pair, quick: bool, select: Sequence[str]) -> Measured:
         if failure := _failure(absent):
             measured.failures[cell.key] = failure
     if not measured.cells:
-        raise ConfigError(f"no benchmark's name contains {' or '.join(select)!r}; hybrid-kv compare HEAD lists them")
+        raise ConfigError(
+            f"no benchmark's name contains {' or '.join(select)!r}; hybrid-kv compare HEAD lists them"
+        )
     return measured
 
 
 def _count(folders: Sequence[Path], measured: Measured, rng: random.Random) -> None:
-    todo = [cell for cell in measured.cells if cell.tier == "count" and cell.key not in measured.failures]
+    todo = [
+        cell
+        for cell in measured.cells
+        if cell.tier == "count" and cell.key not in measured.failures
+    ]
     while todo:  # once, but for workers that die
         with start(folders, 1, rng) as (pair,):
             while todo and pair.alive:
@@ -160,10 +185,16 @@ class Looks:
     failures: dict[str, Failure]
     rng: random.Random
 
-    def take(self, title: str, cells: Sequence[CellInfo], design: Design, found: dict[str, Times]) -> None:
+    def take(
+        self, title: str, cells: Sequence[CellInfo], design: Design, found: dict[str, Times]
+    ) -> None:
         """Add what `design.pairs` pairs say to `found`; a cell that fails loses what it has there."""
-        todo = [self.rng.sample(cells, len(cells)) for _ in range(design.pairs) if cells]  # of each pair
-        with progress_bar(total=design.pairs * len(cells), desc=title, unit="cell", leave=False) as progress:
+        todo = [
+            self.rng.sample(cells, len(cells)) for _ in range(design.pairs) if cells
+        ]  # of each pair
+        with progress_bar(
+            total=design.pairs * len(cells), desc=title, unit="cell", leave=False
+        ) as progress:
             while todo:  # once, but for the rest of pairs that die
                 with start(self.folders, len(todo), self.rng) as started:
                     for pair, rest in zip(started, todo, strict=True):
@@ -203,7 +234,9 @@ def take_times(measured: Measured, timed: Sequence[CellInfo], design: Design, ta
     suspects = [cell for cell in timed if cell.key in first and first[cell.key].suspicious(design)]
     take("repeat", suspects, design.closer, repeat)
     alarms = confirmed(first, repeat, design)
-    open_still = {key for key, times in repeat.items() if not alarms[key][0] and not times.settled(design)}
+    open_still = {
+        key for key, times in repeat.items() if not alarms[key][0] and not times.settled(design)
+    }
     take("more pairs", [cell for cell in suspects if cell.key in open_still], design.closer, repeat)
 
 
@@ -266,6 +299,8 @@ def compare(
             for cell in measured.cells
             if cell.tier in tiers and cell.tier != "count" and cell.key not in measured.failures
         ]
-        take_times(measured, timed, design, Looks(folders, injects or {}, measured.failures, rng).take)
+        take_times(
+            measured, timed, design, Looks(folders, injects or {}, measured.failures, rng).take
+        )
         measured.cells = [cell for cell in measured.cells if cell.tier in tiers]
     return Comparison(*revisions, seed, design, measured)

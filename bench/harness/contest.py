@@ -44,7 +44,8 @@ class Contest:
 
     Attributes:
         means: rivals that take turns, by name the weight of each.
-        end_to_end: the `reset` of a case is the host's part of the task, and is timed with its `run`, too.
+        end_to_end: the `reset` of a case is the host's part of the task, and is timed with its
+            `run`, too.
     """
 
     benchmark: str
@@ -73,7 +74,10 @@ def kernel_and_torch(
     def made(implementation: Callable[..., Any]) -> Case:
         return build(seed(benchmark, params), **params, implementation=implementation)
 
-    ours, other = Rival(lambda: made(kernel), num_bytes), Rival(lambda: made(plain), num_bytes, graph)
+    ours, other = (
+        Rival(lambda: made(kernel), num_bytes),
+        Rival(lambda: made(plain), num_bytes, graph),
+    )
     return Contest(benchmark, params, {"triton": ours, "torch": other})
 
 
@@ -94,7 +98,9 @@ def peer_case(build: Callable[[Any], Case], prepare: Prepare) -> Case:
     return Case(lambda: launch(), build(implementation).check)
 
 
-def bound_update(function: Callable[..., Any], operands: Sequence[torch.Tensor], **more: Any) -> partial[Any]:
+def bound_update(
+    function: Callable[..., Any], operands: Sequence[torch.Tensor], **more: Any
+) -> partial[Any]:
     """The `selective_state_update` of mamba_ssm or vLLM, whose values of a head are tensors without strides.
 
     Args:

@@ -1,8 +1,9 @@
 """`python -m bench.harness.history [N] [--range A..B] [--steps n]`: asv's quick benchmarks over commits, as rows.
 
-asv builds each commit, from a clone that it makes: what is not committed is not measured. The benchmarks are those of
-this folder. A commit that lacks an interface loses the benchmarks that need it and no others. What asv has measured
-already is not measured again, so an interrupted run goes on where it was.
+asv builds each commit, from a clone that it makes: what is not committed is not measured. The
+benchmarks are those of this folder. A commit that lacks an interface loses the benchmarks that need
+it and no others. What asv has measured already is not measured again, so an interrupted run goes on
+where it was.
 """
 
 from __future__ import annotations
@@ -68,9 +69,15 @@ def pattern() -> str:
 
 def parsed(arguments: Sequence[str] | None) -> Namespace:
     """Return the options."""
-    parser = ArgumentParser(prog="python -m bench.harness.history", description="asv's quick benchmarks over commits")
-    parser.add_argument("number", nargs="?", default="5", help="of the last commits; default: %(default)s")
-    parser.add_argument("--range", dest="commits", default="", help="commits A..B instead, of the first parents")
+    parser = ArgumentParser(
+        prog="python -m bench.harness.history", description="asv's quick benchmarks over commits"
+    )
+    parser.add_argument(
+        "number", nargs="?", default="5", help="of the last commits; default: %(default)s"
+    )
+    parser.add_argument(
+        "--range", dest="commits", default="", help="commits A..B instead, of the first parents"
+    )
     parser.add_argument("--steps", default="", help="measure so many of them, at equal distances")
     options = parser.parse_args(arguments)
     for name in ("number", "steps"):
@@ -92,7 +99,9 @@ def commits_of(options: Namespace) -> list[str]:
     commits = done.stdout.split()
     if done.returncode or not commits:
         what = options.commits or "HEAD"
-        raise HybridKVError(f"git has no commits {what} in {ROOT}; clone hybrid-kv whole, and give A..B or a number")
+        raise HybridKVError(
+            f"git has no commits {what} in {ROOT}; clone hybrid-kv whole, and give A..B or a number"
+        )
     return picked(commits, int(options.steps or len(commits)))
 
 
@@ -107,9 +116,14 @@ def picked(commits: Sequence[str], steps: int) -> list[str]:
 
 
 def run_asv(*arguments: str, given: str = "") -> int:
-    """Return asv's exit code. Ctrl-C ends it with the processes that it started, which would otherwise go on."""
+    """Return asv's exit code.
+
+    Ctrl-C ends it with the processes that it started, which would otherwise go on.
+    """
     command = (sys.executable, "-m", "asv", *arguments)
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, text=True, start_new_session=True) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         try:
             process.communicate(given)
         except BaseException:
@@ -129,7 +143,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if run_asv("machine", "--yes", "--machine", machine):
         return 2
     options = ("--machine", machine, "--skip-existing", "--bench", pattern())
-    if run_asv("run", *options, "HASHFILE:-", given="\n".join(commits) + "\n") not in (0, BENCHMARK_FAILED):
+    if run_asv("run", *options, "HASHFILE:-", given="\n".join(commits) + "\n") not in (
+        0,
+        BENCHMARK_FAILED,
+    ):
         return 2
     count = keep_rows(machine, commits)
     if not count:

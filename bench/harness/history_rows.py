@@ -1,7 +1,7 @@
 """asv's results of a machine as rows of the data set `results/history.parquet`, which git keeps.
 
-A case is the same as that of `python -m bench` but for `by: asv`, so that no line is drawn through both: asv resets
-before each sample. A time is that of one call.
+A case is the same as that of `python -m bench` but for `by: asv`, so that no line is drawn through
+both: asv resets before each sample. A time is that of one call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from hybrid_kv.measure.timing.case import ENGINE
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 ASV_RESULTS = RESULTS / "asv"
 DATA_SET = RESULTS / "history.parquet"
-CHECKED = Receipt(checked_before=True, checked_after=True, max_error=None)  # or asv would have no result
+CHECKED = Receipt(
+    checked_before=True, checked_after=True, max_error=None
+)  # or asv would have no result
 
 
 def keep_rows(machine: str, commits: Collection[str]) -> int:
@@ -76,14 +78,22 @@ def cells_of(benchmark: Any) -> list[Cell]:
 
 def row_of(benchmark: Any, method: str, cell: Cell, value: float) -> Row:
     """Return the row of one value that asv has."""
-    names = {"suite": cell.suite, "benchmark": cell.benchmark, "params": {**cell.params, "by": "asv"}}
+    names = {
+        "suite": cell.suite,
+        "benchmark": cell.benchmark,
+        "params": {**cell.params, "by": "asv"},
+    }
     if issubclass(benchmark, Timed):
         metric = "gpu_time" if method.endswith("_sync") else "cpu_time"
         call = 1e9 * value / benchmark.calls
-        return timing_row(receipt=CHECKED, metric=metric, value=call, unit="ns", better="lower", **names)
+        return timing_row(
+            receipt=CHECKED, metric=metric, value=call, unit="ns", better="lower", **names
+        )
     if issubclass(benchmark, Compared):
         metric = f"ratio_to_{ENGINE}"
-        return timing_row(receipt=CHECKED, metric=metric, value=value, unit="time ratio", better="higher", **names)
+        return timing_row(
+            receipt=CHECKED, metric=metric, value=value, unit="time ratio", better="higher", **names
+        )
     metric = method.removeprefix("track_")
     count = cell.make()[metric]
     return Row(metric=metric, value=value, unit=count.unit, better=count.better, **names)

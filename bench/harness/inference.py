@@ -1,8 +1,9 @@
 """What `compare` may conclude from its samples, and how sure it is. Pure functions of numbers.
 
-The unit of inference is one *worker pair*: two processes, one per version. Samples of one pair are not independent of
-each other: both processes keep the memory layout that they got, and that alone moves a benchmark by 1 to 5 %. Each pair
-therefore gives one number, its `log_ratio`, and only the spread between pairs enters an interval or a p-value.
+The unit of inference is one *worker pair*: two processes, one per version. Samples of one pair are
+not independent of each other: both processes keep the memory layout that they got, and that alone
+moves a benchmark by 1 to 5 %. Each pair therefore gives one number, its `log_ratio`, and only the
+spread between pairs enters an interval or a p-value.
 """
 
 from __future__ import annotations
@@ -23,16 +24,19 @@ RESAMPLES = 4000
 def typical(seconds: Sequence[float]) -> float:
     """Mean of the faster half of the samples.
 
-    Interruptions only ever add time. With 8 samples a side, the ratio of these varied least of six estimators over 40
-    pairs of equal code and 14 benchmarks: by 1.7 % on average, against 2.0 % for the median of the ratios of the
-    samples taken together and 2.3 % for the ratio of medians.
+    Interruptions only ever add time. With 8 samples a side, the ratio of these varied least of six
+    estimators over 40 pairs of equal code and 14 benchmarks: by 1.7 % on average, against 2.0 % for
+    the median of the ratios of the samples taken together and 2.3 % for the ratio of medians.
     """
     fast = sorted(seconds)[: (len(seconds) + 1) // 2]
     return math.fsum(fast) / len(fast)
 
 
 def log_ratio(base: Sequence[float], head: Sequence[float]) -> float:
-    """What one worker pair says: the logarithm of how many times as long HEAD takes. 0: as long as BASE."""
+    """What one worker pair says: the logarithm of how many times as long HEAD takes.
+
+    0: as long as BASE.
+    """
     return math.log(typical(head) / typical(base))
 
 
@@ -51,10 +55,13 @@ def _num_dropped(n: int) -> int:
     return n // 6
 
 
-def _trimmed(values: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], int]:
+def _trimmed(
+    values: npt.NDArray[np.float64],
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], int]:
     """Mean without the lowest and highest sixth along the last axis, its standard error, degrees of freedom.
 
-    Yuen (1974): the spread is that of the values with the dropped ones replaced by the nearest kept one.
+    Yuen (1974): the spread is that of the values with the dropped ones replaced by the nearest kept
+    one.
     """
     n = values.shape[-1]
     dropped = _num_dropped(n)
@@ -81,7 +88,8 @@ def kept(log_ratios: Sequence[float]) -> npt.NDArray[np.intp]:
 def estimate(log_ratios: Sequence[float], seed: int = 0) -> Estimate:
     """Trimmed mean over worker pairs with its studentised bootstrap interval (bootstrap-t).
 
-    A percentile interval of 6 pairs covers 86 % instead of 95 %: it forgets that the spread is estimated as well.
+    A percentile interval of 6 pairs covers 86 % instead of 95 %: it forgets that the spread is
+    estimated as well.
 
     Raises:
         ValueError: fewer than 3 pairs have no interval.
@@ -96,14 +104,16 @@ def estimate(log_ratios: Sequence[float], seed: int = 0) -> Estimate:
     usable = errors > 1e-12
     t = (means[usable] - mean) / errors[usable]
     low_t, high_t = np.quantile(t, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]) if len(t) else (0.0, 0.0)
-    return Estimate(*(math.exp(value) for value in (mean, mean - high_t * error, mean - low_t * error)), n)
+    return Estimate(
+        *(math.exp(value) for value in (mean, mean - high_t * error, mean - low_t * error)), n
+    )
 
 
 def p_slower(log_ratios: Sequence[float], min_effect: float) -> float:
     """One-sided p-value of "HEAD takes at most `1 + min_effect` times as long", by Yuen's t test over worker pairs.
 
-    With 12 normal pairs it holds its rate (1.2 % at 1 %); with one pair in ten off tenfold it still finds four standard
-    deviations in 99 %, where Student's test finds them in 76 %.
+    With 12 normal pairs it holds its rate (1.2 % at 1 %); with one pair in ten off tenfold it still
+    finds four standard deviations in 99 %, where Student's test finds them in 76 %.
     """
     from scipy.special import stdtr
 

@@ -1,7 +1,8 @@
 """Cells to numbers with receipts: what `python -m bench` prints and `results/` keeps.
 
-Rivals, cells that differ in the parameter `subject` alone, are timed interleaved and compared with the engine, round by
-round. Every case is checked before and after it is timed; what is wrong has no time.
+Rivals, cells that differ in the parameter `subject` alone, are timed interleaved and compared with
+the engine, round by round. Every case is checked before and after it is timed; what is wrong has no
+time.
 """
 
 from __future__ import annotations
@@ -50,12 +51,21 @@ class Measurement:
     def rows(self) -> Iterator[Row]:
         """The rows for `hybrid_kv.measure.results`."""
         cell = self.cell
-        common = {"suite": cell.suite, "benchmark": cell.benchmark, "params": cell.params, "n": self.rounds}
+        common = {
+            "suite": cell.suite,
+            "benchmark": cell.benchmark,
+            "params": cell.params,
+            "n": self.rounds,
+        }
         row = partial(interval_row, receipt=self.receipt, **common)
-        ns = Interval(*(1e9 * seconds for seconds in (self.time.value, self.time.low, self.time.high)))
+        ns = Interval(
+            *(1e9 * seconds for seconds in (self.time.value, self.time.low, self.time.high))
+        )
         yield row(ns, METRICS[cell.tier], "ns", "lower")
         if self.ratio is not None and self.cell.promise != 0:
-            yield row(self.ratio, f"ratio_to_{ENGINE}", "time ratio", "higher", verdict=self.verdict)
+            yield row(
+                self.ratio, f"ratio_to_{ENGINE}", "time ratio", "higher", verdict=self.verdict
+            )
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,9 @@ class Counted:
         """The rows for `hybrid_kv.measure.results`."""
         for metric, count in self.counts.items():
             where = self.cell.suite, self.cell.benchmark
-            yield Row(*where, metric, count.value, count.unit, self.cell.params, better=count.better)
+            yield Row(
+                *where, metric, count.value, count.unit, self.cell.params, better=count.better
+            )
 
 
 def runs_here(cell: Cell) -> bool:
@@ -91,17 +103,22 @@ def groups(cells: Sequence[Cell]) -> list[list[Cell]]:
     return list(found.values())
 
 
-def measure_together(cells: Sequence[Cell], rounds: int = ROUNDS) -> list[Measurement] | list[Counted]:
+def measure_together(
+    cells: Sequence[Cell], rounds: int = ROUNDS
+) -> list[Measurement] | list[Counted]:
     """Measure one of `groups`.
 
     Raises:
-        WrongResultError: a result is wrong, before or after the timing; no cell of the group has a time then.
+        WrongResultError: a result is wrong, before or after the timing; no cell of the group has a
+            time then.
     """
     if cells[0].tier == "count":
         return [Counted(cell, cell.make()) for cell in cells]
     own = {cell.key: cell for cell in cells}
     rivals = {key for key, cell in own.items() if cell.params.get("subject", ENGINE) != ENGINE}
-    timed = time_together({key: cell.make() for key, cell in own.items()}, rounds, kind_of(cells[0]))
+    timed = time_together(
+        {key: cell.make() for key, cell in own.items()}, rounds, kind_of(cells[0])
+    )
     engine = next((timed[key].samples for key in own.keys() - rivals), None)
     return [
         Measurement(

@@ -1,13 +1,16 @@
 """How often `compare` errs: `hybrid-kv compare --self-test` runs it on equal code and on injected slowdowns.
 
-A trial is one whole comparison of a version with itself, over all quick benchmarks of host code. Without a inject every
-verdict but `same` is a false alarm, in either direction. With a inject, the benchmarks in `INJECTED` do more work per
-call on the HEAD side, in proportion to their time, and `slower` is a detection. All of them are slowed at once: each of
-their rates is a lower bound of what it is for that one alone, since Holm's procedure requires no less of a benchmark
-when there are more suspects. What is not injected in such a trial is equal code, but no false alarm is counted there.
+A trial is one whole comparison of a version with itself, over all quick benchmarks of host code.
+Without a inject every verdict but `same` is a false alarm, in either direction. With a inject, the
+benchmarks in `INJECTED` do more work per call on the HEAD side, in proportion to their time, and
+`slower` is a detection. All of them are slowed at once: each of their rates is a lower bound of
+what it is for that one alone, since Holm's procedure requires no less of a benchmark when there are
+more suspects. What is not injected in such a trial is equal code, but no false alarm is counted
+there.
 
-Each trial is one row, so that a self-test can be stopped and continued. Rates with their exact intervals follow at the
-end; `bench.harness.verdicts` reads from them which benchmarks are quarantined.
+Each trial is one row, so that a self-test can be stopped and continued. Rates with their exact
+intervals follow at the end; `bench.harness.verdicts` reads from them which benchmarks are
+quarantined.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ INJECTED = (
     "state_update/slots[model=nemotron-3-nano-tp8,num_reqs=2,K=3]",
     "engine_step/decode_block[mode=all,K=3,num_reqs=4]",
 )
-# Two false alarms in 50 trials are too many, one is not: their 95 % lower bounds are 0.7 % and 0.1 %.
+# Two false alarms in 50 trials are too many, one is not: their 95 % lower bounds are 0.7 % and 0.1
+# %.
 TOLERATED_RATE = 0.005
 
 
@@ -58,7 +62,11 @@ def keeps_its_rate(false_alarms: int, trials: int) -> bool:
 
 def timed_keys() -> list[str]:
     """The benchmarks that a trial measures."""
-    return [cell.key for cell in registry.cells(quick=True) if cell.tier == "cpu" and cell.promise is None]
+    return [
+        cell.key
+        for cell in registry.cells(quick=True)
+        if cell.tier == "cpu" and cell.promise is None
+    ]
 
 
 def experiment_id(keys: Sequence[str], design: Design) -> str:
@@ -72,7 +80,9 @@ def read_trials(file: Path, experiment: str) -> list[Trial]:
     for text in rows_here(file, "alarms")["params"]:
         params = json.loads(text)
         if params.pop("experiment") == experiment:
-            found.append(Trial(**{k: tuple(v) if isinstance(v, list) else v for k, v in params.items()}))
+            found.append(
+                Trial(**{k: tuple(v) if isinstance(v, list) else v for k, v in params.items()})
+            )
     return found
 
 
@@ -103,7 +113,9 @@ def _trial_row(trial: Trial, experiment: str) -> Row:
 def rates(trials: Sequence[Trial], keys: Sequence[str], experiment: str) -> Iterator[Row]:
     """False-alarm, suspect and detection rates per benchmark, and of false alarms anywhere in the suite."""
 
-    def rate(benchmark: str, metric: str, percent: int, hits: int, n: int, better: str, verdict: str = "") -> Row:
+    def rate(
+        benchmark: str, metric: str, percent: int, hits: int, n: int, better: str, verdict: str = ""
+    ) -> Row:
         low, high = clopper_pearson(hits, n)
         params = {"experiment": experiment, "inject_percent": percent}
         return Row(SUITE, benchmark, metric, hits / n, "", params, low, high, n, better, verdict)
@@ -115,8 +127,18 @@ def rates(trials: Sequence[Trial], keys: Sequence[str], experiment: str) -> Iter
         yield rate(WHOLE, "false_alarm_rate", 0, sum(map(bool, alarms)), n, "lower")
         for key in keys:
             hits = sum(key in found for found in alarms)
-            yield rate(key, "false_alarm_rate", 0, hits, n, "lower", "pass" if keeps_its_rate(hits, n) else "fail")
-            yield rate(key, "suspect_rate", 0, sum(key in trial.suspects for trial in same), n, "lower")
+            yield rate(
+                key,
+                "false_alarm_rate",
+                0,
+                hits,
+                n,
+                "lower",
+                "pass" if keeps_its_rate(hits, n) else "fail",
+            )
+            yield rate(
+                key, "suspect_rate", 0, sum(key in trial.suspects for trial in same), n, "lower"
+            )
     for percent in PERCENTS:
         injected = [trial for trial in trials if trial.percent == percent]
         for key in INJECTED if injected else ():
@@ -128,13 +150,26 @@ def _schedule(repetitions: int, injects: int) -> Iterator[tuple[int, int]]:
     """Percent and number of each trial; kinds take turns, so that a run that was stopped says something of each."""
     for kinds in ((0, 5), (2, 10)):
         for number in range(max(repetitions, injects)):
-            yield from ((percent, number) for percent in kinds if number < (injects if percent else repetitions))
+            yield from (
+                (percent, number)
+                for percent in kinds
+                if number < (injects if percent else repetitions)
+            )
 
 
 def self_test(
-    revision: str, file: Path, *, root: Path, repetitions: int = 50, injects: int = 20, design: Design = STANDARD
+    revision: str,
+    file: Path,
+    *,
+    root: Path,
+    repetitions: int = 50,
+    injects: int = 20,
+    design: Design = STANDARD,
 ) -> list[Row]:
-    """Run the trials that `file` does not hold yet; append them and then the rates. Returns the rates."""
+    """Run the trials that `file` does not hold yet; append them and then the rates.
+
+    Returns the rates.
+    """
     commit = find_revision(root, revision).commit
     keys = timed_keys()
     experiment = experiment_id(keys, design)

@@ -16,9 +16,9 @@ from typing import Any, TextIO
 
 ANSWER_SECONDS = 600.0
 END_SECONDS = 30.0
-# One thread, as the clock sees only one. And memory that was freed stays with the process: glibc's own thresholds move
-# with what was freed before, so that one process maps its buffers anew in each call and its duplicate does not (2.7
-# times the time of `causal_conv1d/prefill` were seen).
+# One thread, as the clock sees only one. And memory that was freed stays with the process: glibc's
+# own thresholds move with what was freed before, so that one process maps its buffers anew in each
+# call and its duplicate does not (2.7 times the time of `causal_conv1d/prefill` were seen).
 ENVIRONMENT = {
     **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
     "MALLOC_MMAP_THRESHOLD_": str(1 << 25),
@@ -59,7 +59,9 @@ class Pair:
         self.alive = False
         return {"failed": f"the worker, in {do}, {reason}"}
 
-    def ask_both(self, do: str, *, only_head: Mapping[str, Any] | None = None, **arguments: Any) -> Answers:
+    def ask_both(
+        self, do: str, *, only_head: Mapping[str, Any] | None = None, **arguments: Any
+    ) -> Answers:
         """In random order; the answers of BASE and HEAD, which alone is given `only_head`."""
         arguments_of = (arguments, {**arguments, **(only_head or {})})
         first = self._rng.randrange(2)
@@ -79,7 +81,10 @@ def _close(stream: TextIO) -> None:
 
 @contextmanager
 def _ending(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Wait for a start whose connections are closed. A worker that hangs in a case, or was interrupted, is killed."""
+    """Wait for a start whose connections are closed.
+
+    A worker that hangs in a case, or was interrupted, is killed.
+    """
     try:
         yield
         process.wait(timeout=END_SECONDS)
@@ -101,7 +106,9 @@ def start(folders: Sequence[Path], pairs: int, rng: random.Random) -> Iterator[l
         for folder in list(folders) * pairs:
             ours, other = socket.socketpair()
             theirs.append(connections.enter_context(other))
-            sides.append({"folder": str(folder), "fd": other.fileno(), "seed": rng.randrange(2**32)})
+            sides.append(
+                {"folder": str(folder), "fd": other.fileno(), "seed": rng.randrange(2**32)}
+            )
             ours.settimeout(ANSWER_SECONDS)
             streams.append(ours.makefile("rw", encoding="utf-8"))
             connections.callback(_close, streams[-1])

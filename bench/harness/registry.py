@@ -1,8 +1,9 @@
 """The suites of `bench/`: asv, `python -m bench`, pytest-benchmark and `hybrid-kv compare` share them.
 
-A suite is a module that defines `cells() -> list[Cell]`. It is found by reading its source, not by importing it: what
-this `hybrid_kv` lacks the code for, or an optional dependency, is still known by name, and why it has no cells is said.
-Cells name what they need of `hybrid_kv` where they are imported or made, so today's benchmarks run with an older one.
+A suite is a module that defines `cells() -> list[Cell]`. It is found by reading its source, not by
+importing it: what this `hybrid_kv` lacks the code for, or an optional dependency, is still known by
+name, and why it has no cells is said. Cells name what they need of `hybrid_kv` where they are
+imported or made, so today's benchmarks run with an older one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What a comparison means: outcomes per benchmark, alarms, and how they are shown and kept.
 
-Exact counts: any change is an alarm until `results/acknowledged.csv` holds it with a reason; so is a count that HEAD
-no longer has. Times: see `bench.harness.compare`. A benchmark whose false alarms exceed its rate in
-`results/operating_curve.csv` is *quarantined*: it is measured and shown, but raises no alarm.
+Exact counts: any change is an alarm until `results/acknowledged.csv` holds it with a reason; so is
+a count that HEAD no longer has. Times: see `bench.harness.compare`. A benchmark whose false alarms
+exceed its rate in `results/operating_curve.csv` is *quarantined*: it is measured and shown, but
+raises no alarm.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ METRICS = {"cpu": "cpu_time_ratio", "gpu": "gpu_time_ratio"}
 ALARMS = ("slower", "changed", "wrong result", "broken at HEAD")  # unless quarantined
 AT_BASE = "_at_base"  # behind a count's metric: its value at BASE
 Change = tuple[str, str, str, str]  # suite, benchmark, params as in a row, metric
-Steps = Mapping[int, Mapping[int | None, str]]  # reasons by old and new value; None: the count is gone
+Steps = Mapping[
+    int, Mapping[int | None, str]
+]  # reasons by old and new value; None: the count is gone
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,9 @@ class Outcome:
     """One time, or one count, of BASE and HEAD.
 
     Attributes:
-        verdict: `same`, `slower`, `faster` or `inconclusive` of a time, `same`, `changed` or `acknowledged` of a count;
-            `wrong result`, `broken at HEAD` (BASE can run it) or `not comparable` of either.
+        verdict: `same`, `slower`, `faster` or `inconclusive` of a time, `same`, `changed` or
+            `acknowledged` of a count; `wrong result`, `broken at HEAD` (BASE can run it) or `not
+            comparable` of either.
         base, head: seconds per call, or the count. Of times, `head / base` is the estimate's ratio.
         estimate: how many times as long HEAD takes, from the repeat if there was one.
         p: of the repeat, adjusted.
@@ -93,7 +97,9 @@ def _clocks(times: Times) -> tuple[int, int] | None:
     return base, head
 
 
-def timed_outcomes(measured: Measured, design: Design, quarantined: Collection[str] = ()) -> Iterator[Outcome]:
+def timed_outcomes(
+    measured: Measured, design: Design, quarantined: Collection[str] = ()
+) -> Iterator[Outcome]:
     """Outcomes of the cells that have times."""
     alarms = confirmed(measured.first, measured.repeat, design)
     for cell in measured.cells:
@@ -147,10 +153,21 @@ def read_acknowledged(file: Path) -> dict[Change, Steps]:
     found: dict[Change, dict[int, dict[int | None, str]]] = defaultdict(lambda: defaultdict(dict))
     for row in read_beside(file).itertuples():
         params = json.loads(str(row.params))
-        old, reason, gone = params.pop("was", None), params.pop("reason", None), params.pop("gone", False)
+        old, reason, gone = (
+            params.pop("was", None),
+            params.pop("reason", None),
+            params.pop("gone", False),
+        )
         if not isinstance(old, int | float) or not isinstance(reason, str):
-            raise ConfigError(f"{file}: the row of {row.benchmark} has no 'was' and 'reason'; restore the file")
-        change = (str(row.suite), str(row.benchmark), json.dumps(params, sort_keys=True), str(row.metric))
+            raise ConfigError(
+                f"{file}: the row of {row.benchmark} has no 'was' and 'reason'; restore the file"
+            )
+        change = (
+            str(row.suite),
+            str(row.benchmark),
+            json.dumps(params, sort_keys=True),
+            str(row.metric),
+        )
         found[change][int(old)][None if gone else int(row.value)] = reason
     return found
 
@@ -171,7 +188,10 @@ def reason_for(old: int, new: int | None, steps: Steps) -> str:
 
 
 def count_outcomes(measured: Measured, acknowledged: Mapping[Change, Steps]) -> Iterator[Outcome]:
-    """Outcomes of the counts. One that only BASE has is changed: it is watched no longer. A new one has no BASE."""
+    """Outcomes of the counts.
+
+    One that only BASE has is changed: it is watched no longer. A new one has no BASE.
+    """
     for cell in measured.cells:
         if cell.key not in measured.counts:
             continue
@@ -179,15 +199,27 @@ def count_outcomes(measured: Measured, acknowledged: Mapping[Change, Steps]) -> 
         base, head = (answer["counts"] for answer in answers)
         for metric in {**base, **head}:
             if metric not in base:
-                yield Outcome(cell, metric, "not comparable", "", reason="BASE: it has no such count")
+                yield Outcome(
+                    cell, metric, "not comparable", "", reason="BASE: it has no such count"
+                )
                 continue
             old, unit = base[metric][:2]
             new, unit = head[metric][:2] if metric in head else (None, unit)
-            reason = "" if old == new else reason_for(old, new, acknowledged.get(change_of(cell, metric), {}))
+            reason = (
+                ""
+                if old == new
+                else reason_for(old, new, acknowledged.get(change_of(cell, metric), {}))
+            )
             verdict = "same" if old == new else "acknowledged" if reason else "changed"
             if new is None:
-                reason = f"HEAD: it has no such count; {reason}" if reason else "HEAD: it has no such count"
-            yield Outcome(cell, metric, verdict, unit, old, new, reason=reason, own=own_benchmarks(answers))
+                reason = (
+                    f"HEAD: it has no such count; {reason}"
+                    if reason
+                    else "HEAD: it has no such count"
+                )
+            yield Outcome(
+                cell, metric, verdict, unit, old, new, reason=reason, own=own_benchmarks(answers)
+            )
 
 
 def acknowledging_rows(outcomes: Sequence[Outcome], reason: str, base_commit: str) -> list[Row]:
@@ -232,7 +264,11 @@ def outcomes_of(comparison: Comparison, results: Path) -> list[Outcome]:
     ]
     for cell in measured.cells:
         if (failure := measured.failures.get(cell.key)) is not None:
-            found.append(Outcome(cell, METRICS.get(cell.tier, "counts"), failure.verdict, reason=failure.reason))
+            found.append(
+                Outcome(
+                    cell, METRICS.get(cell.tier, "counts"), failure.verdict, reason=failure.reason
+                )
+            )
     if all(one.verdict == "not comparable" for one in found):
         reasons = sorted({one.reason for one in found})
         raise ConfigError(f"nothing can be compared with {comparison.base}: {'; '.join(reasons)}")
@@ -286,13 +322,30 @@ def rows(comparison: Comparison, outcomes: Sequence[Outcome]) -> Iterator[Row]:
                 **shared,
             )
             if one.p is not None:
-                yield Row(metric="p_value", value=one.p, params=one.cell.params, n=one.estimate.n, **shared)
+                yield Row(
+                    metric="p_value",
+                    value=one.p,
+                    params=one.cell.params,
+                    n=one.estimate.n,
+                    **shared,
+                )
             for side, mhz in zip(("base", "head"), one.clock_mhz or (), strict=False):
-                yield Row(metric=f"clock_{side}", value=mhz, unit="MHz", params=one.cell.params, **shared)
+                yield Row(
+                    metric=f"clock_{side}", value=mhz, unit="MHz", params=one.cell.params, **shared
+                )
         elif one.head is not None and one.base is not None:
             counted = {"unit": one.unit, **shared}
-            yield Row(metric=one.metric, value=one.head, better="lower", verdict=verdict, params=params, **counted)
-            yield Row(metric=f"{one.metric}{AT_BASE}", value=one.base, params=one.cell.params, **counted)
+            yield Row(
+                metric=one.metric,
+                value=one.head,
+                better="lower",
+                verdict=verdict,
+                params=params,
+                **counted,
+            )
+            yield Row(
+                metric=f"{one.metric}{AT_BASE}", value=one.base, params=one.cell.params, **counted
+            )
 
 
 def cells_of_table(one: Outcome) -> tuple[str, str, str, str, str, str]:
@@ -302,7 +355,9 @@ def cells_of_table(one: Outcome) -> tuple[str, str, str, str, str, str]:
     if notes:
         verdict += f" ({'; '.join(notes)})"
     if one.estimate is None or one.base is None or one.head is None:
-        base, head = ("" if value is None else f"{value:,} {one.unit}" for value in (one.base, one.head))
+        base, head = (
+            "" if value is None else f"{value:,} {one.unit}" for value in (one.base, one.head)
+        )
         return one.name, base, head, "", "", verdict
     ratio = f"{one.estimate.ratio:.3f}"
     interval = f"{one.estimate.low:.3f} … {one.estimate.high:.3f}"
@@ -321,7 +376,10 @@ def print_table(outcomes: Sequence[Outcome]) -> None:
     for i, heading in enumerate(HEADINGS):
         table.add_column(heading, justify="right" if 0 < i < 5 else "left", overflow="fold")
     for one in outcomes:
-        table.add_row(*cells_of_table(one), style="red" if one.alarm else "green" if one.verdict == "faster" else None)
+        table.add_row(
+            *cells_of_table(one),
+            style="red" if one.alarm else "green" if one.verdict == "faster" else None,
+        )
     console.print(table)
     for side, why in sorted({item for one in outcomes for item in one.own.items()}):
         console.print(f"{side} by its own benchmark where today's fails there: {why}")
@@ -334,7 +392,9 @@ def markdown(comparison: Comparison, outcomes: Sequence[Outcome]) -> str:
         lines = [f"| {' | '.join(HEADINGS)} |", "|---|--:|--:|--:|--:|---|"]
         for name, *metrics, word in map(cells_of_table, some):
             # With a reason, which is anybody's text, it is more than a word.
-            lines.append(f"| {' | '.join([plain(name), *metrics, word if word.isalpha() else plain(word)])} |")
+            lines.append(
+                f"| {' | '.join([plain(name), *metrics, word if word.isalpha() else plain(word)])} |"
+            )
         return lines
 
     changed = [one for one in outcomes if one.verdict not in ("same", "not comparable")]
@@ -344,7 +404,14 @@ def markdown(comparison: Comparison, outcomes: Sequence[Outcome]) -> str:
     if changed:
         lines += [*table(changed), ""]
     if rest:
-        lines += ["<details><summary>unchanged, or not comparable</summary>", "", *table(rest), "", "</details>", ""]
+        lines += [
+            "<details><summary>unchanged, or not comparable</summary>",
+            "",
+            *table(rest),
+            "",
+            "</details>",
+            "",
+        ]
     return "\n".join(lines)
 
 
@@ -353,7 +420,10 @@ def document(comparison: Comparison, outcomes: Sequence[Outcome]) -> dict[str, A
 
     def described(one: Outcome) -> dict[str, Any]:
         key = one.cell.key
-        looks = {"first": comparison.measured.first.get(key), "repeat": comparison.measured.repeat.get(key)}
+        looks = {
+            "first": comparison.measured.first.get(key),
+            "repeat": comparison.measured.repeat.get(key),
+        }
         ratios = {name: times.log_ratios for name, times in looks.items() if times is not None}
         cell = {**asdict(one.cell), "key": key}
         return {**asdict(one), "cell": cell, "alarm": one.alarm, "log_ratios": ratios}

@@ -27,7 +27,11 @@ class Revision:
 
     def __str__(self) -> str:
         if self.name != WORKING_TREE:
-            return self.name if self.commit.startswith(self.name) else f"{self.name} ({self.commit[:9]})"
+            return (
+                self.name
+                if self.commit.startswith(self.name)
+                else f"{self.name} ({self.commit[:9]})"
+            )
         return f"working tree ({self.commit[:9]}{', dirty' if self.dirty else ''})"
 
 
@@ -50,11 +54,17 @@ def find_revision(root: Path, name: str, by: str = "compare") -> Revision:
     """
     top = _git(root, "rev-parse", "--show-toplevel")
     if top is None or Path(os.fsdecode(top.strip())).resolve() != root.resolve():
-        raise ConfigError(f"{by} needs a git checkout of hybrid-kv; clone it and run pip install -e . there")
+        raise ConfigError(
+            f"{by} needs a git checkout of hybrid-kv; clone it and run pip install -e . there"
+        )
     wanted = "HEAD" if name == WORKING_TREE else name
-    commit = _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{wanted}^{{commit}}")
+    commit = _git(
+        root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{wanted}^{{commit}}"
+    )
     if commit is None:
-        raise ConfigError(f"git knows no revision {name!r}; give a commit, tag or branch, or . for the working tree")
+        raise ConfigError(
+            f"git knows no revision {name!r}; give a commit, tag or branch, or . for the working tree"
+        )
     dirty = name == WORKING_TREE and bool(_git(root, "status", "--porcelain", "--", "hybrid_kv"))
     return Revision(name, commit.decode().strip(), dirty)
 
@@ -62,8 +72,8 @@ def find_revision(root: Path, name: str, by: str = "compare") -> Revision:
 def place(root: Path, revision: Revision, folder: Path) -> None:
     """Put the revision's `hybrid_kv/` into `folder` with the working tree's `bench/`, and its own `bench/` into `own`.
 
-    What measures, `hybrid_kv/measure/timing`, is the working tree's as well: one clock for both sides. Copies, so that
-    an edit during the run cannot mix two versions.
+    What measures, `hybrid_kv/measure/timing`, is the working tree's as well: one clock for both
+    sides. Copies, so that an edit during the run cannot mix two versions.
 
     Raises:
         ConfigError: the revision has no folder `hybrid_kv`.

@@ -1,12 +1,12 @@
 """One process of `hybrid-kv compare`: it holds one version of `hybrid_kv` and times its cells on request.
 
-The process that is started imports torch and then forks, so that both versions share its memory layout, its hash seed
-and its core: what one such start favours, it favours on both sides. What they do not share is what they allocate
-afterwards; `scatter` moves that by a random amount, so that it is noise between pairs and never a constant bias
-towards one version.
+The process that is started imports torch and then forks, so that both versions share its memory
+layout, its hash seed and its core: what one such start favours, it favours on both sides. What they
+do not share is what they allocate afterwards; `scatter` moves that by a random amount, so that it
+is noise between pairs and never a constant bias towards one version.
 
-A worker reads one JSON object per line and answers each with one line. It imports its version at its first request,
-so that a waiting one costs nothing, and stops at the end of its input.
+A worker reads one JSON object per line and answers each with one line. It imports its version at
+its first request, so that a waiting one costs nothing, and stops at the end of its input.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def slowed(case: Any, fraction: float, timing: Any) -> Callable[[], object]:
     """The case's `run` with so much more work per call that it takes `fraction` longer."""
     of_run = timing.Subject(case.run, case.reset, 1)
     of_work = timing.Subject(lambda: busy_work(10_000))
-    run_seconds, work_seconds = (sorted(one.sample(1) for _ in range(9))[4] for one in (of_run, of_work))
+    run_seconds, work_seconds = (
+        sorted(one.sample(1) for _ in range(9))[4] for one in (of_run, of_work)
+    )
     times = round(10_000 * fraction * run_seconds / work_seconds)
     case.reset()
     run = case.run
@@ -75,8 +77,8 @@ def _function(frame: str, folder: Path) -> str:
 class OnlyFrom:
     """Finds a module of the packages in `folders` in the folder given there, or nowhere.
 
-    An editable install has a finder of its own, which would quietly lend the checkout's module to a version that lacks
-    it.
+    An editable install has a finder of its own, which would quietly lend the checkout's module to a
+    version that lacks it.
     """
 
     def __init__(self, folders: dict[str, Path]) -> None:
@@ -98,7 +100,8 @@ class OnlyFrom:
 class Benchmarks:
     """The suites of a folder `bench/`: today's, or those that the version came with.
 
-    Only one folder can be the package `bench` at a time. While this one is, the other's modules are set aside.
+    Only one folder can be the package `bench` at a time. While this one is, the other's modules are
+    set aside.
     """
 
     def __init__(self, finder: OnlyFrom, folder: Path) -> None:
@@ -130,7 +133,11 @@ class Benchmarks:
 
 
 def _set_aside() -> dict[str, ModuleType]:
-    return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "bench"}
+    return {
+        name: sys.modules.pop(name)
+        for name in list(sys.modules)
+        if name.partition(".")[0] == "bench"
+    }
 
 
 class Worker:
@@ -222,12 +229,15 @@ class Worker:
     def profile(self, calls: int) -> dict[str, Any]:
         """Seconds per call of each function by itself, with the builtins that it calls; a profiler samples them.
 
-        The profiler's are those on the wall, whatever else is on the core: they share out what the clock has measured.
+        The profiler's are those on the wall, whatever else is on the core: they share out what the
+        clock has measured.
         """
         from pyinstrument import Profiler
 
         # A thread that ticks: looking at the clock takes some machines 12 us.
-        profiler = Profiler(interval=PROFILE_INTERVAL, use_timing_thread=True, async_mode="disabled")
+        profiler = Profiler(
+            interval=PROFILE_INTERVAL, use_timing_thread=True, async_mode="disabled"
+        )
         most, spent = max(1, self._case.max_repeats), 0.0
         profiler.start()
         for begin in range(0, calls, most):
@@ -235,9 +245,20 @@ class Worker:
             spent += self._subject.sample(repeats) * repeats / calls
         shares: dict[str, float] = {}
         for stack, time in profiler.stop().frame_records:
-            name = next((_function(frame, self._folder) for frame in reversed(stack) if BUILTIN not in frame), "")
+            name = next(
+                (
+                    _function(frame, self._folder)
+                    for frame in reversed(stack)
+                    if BUILTIN not in frame
+                ),
+                "",
+            )
             shares[name] = shares.get(name, 0.0) + time
-        return {"functions": {name: spent * time / sum(shares.values()) for name, time in shares.items()}}
+        return {
+            "functions": {
+                name: spent * time / sum(shares.values()) for name, time in shares.items()
+            }
+        }
 
     def finish(self) -> dict[str, Any]:
         """Check again and let go of the case."""

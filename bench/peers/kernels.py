@@ -1,8 +1,8 @@
 """The same metrics for the Triton kernels of vLLM and mamba_ssm, where those are installed or on PYTHONPATH.
 
-A peer's own wrapper is called with tensors of Nemotron-3-Nano, and what it would launch is recorded (`static.record`).
-Where it tunes on the device, its first configuration is taken, and the shape says so. A kernel's file is loaded without
-the rest of its package, which needs compiled extensions.
+A peer's own wrapper is called with tensors of Nemotron-3-Nano, and what it would launch is recorded
+(`static.record`). Where it tunes on the device, its first configuration is taken, and the shape
+says so. A kernel's file is loaded without the rest of its package, which needs compiled extensions.
 
 Nothing here is gated or goes into a baseline.
 """
@@ -27,7 +27,12 @@ PACKAGES = {"vllm": "vllm", "mamba_ssm": "mamba-ssm"}  # how they are imported a
 SHAPE = MODELS[NANO]
 HEADS, HEAD_DIM, SIZE, GROUPS = SHAPE.state
 CHANNELS, CHUNK = SHAPE.channels, SHAPE.chunk_size
-QUERY_HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = SHAPE.query_heads, SHAPE.kv_heads, SHAPE.head_size, 16
+QUERY_HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = (
+    SHAPE.query_heads,
+    SHAPE.kv_heads,
+    SHAPE.head_size,
+    16,
+)
 NUM_REQS, NUM_TOKENS = 24, 2048
 
 
@@ -67,7 +72,16 @@ def _state_update(peer: Any, k: int, **options: Any) -> None:
     tokens = NUM_REQS * (1 + k)
     x, B, C = _scan_inputs(tokens)
     dt_bias, A_log, D = (torch.empty(HEADS) for _ in range(3))
-    operands = torch.empty(NUM_REQS, HEADS, HEAD_DIM, SIZE), x, _bf16(tokens, HEADS), dt_bias, A_log, B, C, D
+    operands = (
+        torch.empty(NUM_REQS, HEADS, HEAD_DIM, SIZE),
+        x,
+        _bf16(tokens, HEADS),
+        dt_bias,
+        A_log,
+        B,
+        C,
+        D,
+    )
     bound_update(peer.selective_state_update, operands, **options)()
 
 
@@ -89,7 +103,10 @@ def _conv_states(k: int) -> torch.Tensor:
 def _vllm_conv_update(peer: Any, k: int) -> None:
     options: dict[str, Any] = {"conv_state_indices": _int32(NUM_REQS)}
     if k:
-        options |= {"num_accepted_tokens": _int32(NUM_REQS), "query_start_loc": _int32(NUM_REQS + 1)}
+        options |= {
+            "num_accepted_tokens": _int32(NUM_REQS),
+            "query_start_loc": _int32(NUM_REQS + 1),
+        }
         options["max_query_len"] = 1 + k
     x, weight, bias = _bf16(NUM_REQS * (1 + k), CHANNELS), _bf16(CHANNELS, 4), _bf16(CHANNELS)
     peer.causal_conv1d_update(x, _conv_states(k), weight, bias, "silu", null_block_id=0, **options)
@@ -107,7 +124,9 @@ def _vllm_conv_prefill(peer: Any) -> None:
         has_initial_state=torch.empty(NUM_REQS, dtype=torch.bool),
         pad_slot_id=-1,
         null_block_id=0,
-        metadata=SimpleNamespace(nums_dict=None, batch_ptr=programs, token_chunk_offset_ptr=programs),
+        metadata=SimpleNamespace(
+            nums_dict=None, batch_ptr=programs, token_chunk_offset_ptr=programs
+        ),
     )
 
 
@@ -151,8 +170,16 @@ def _mamba_chunk_scan(peer: Any) -> None:
 
 
 def _gated_norm(peer: Any) -> None:
-    x, gate, weight = _bf16(NUM_REQS, HEADS * HEAD_DIM), _bf16(NUM_REQS, HEADS * HEAD_DIM), _bf16(HEADS * HEAD_DIM)
-    options = {"group_size": HEADS * HEAD_DIM // GROUPS, "norm_before_gate": False, "is_rms_norm": True}
+    x, gate, weight = (
+        _bf16(NUM_REQS, HEADS * HEAD_DIM),
+        _bf16(NUM_REQS, HEADS * HEAD_DIM),
+        _bf16(HEADS * HEAD_DIM),
+    )
+    options = {
+        "group_size": HEADS * HEAD_DIM // GROUPS,
+        "norm_before_gate": False,
+        "is_rms_norm": True,
+    }
     peer._layer_norm_fwd(x, weight, None, 1e-5, z=gate, **options)
 
 
@@ -227,8 +254,16 @@ PEERS: tuple[Peer, ...] = (
     ),
     Peer(f"{_OPS}.ssd_combined", _CHUNKS, "bfloat16", _vllm_chunk_scan, {}),
     Peer(f"{_OPS}.layernorm_gated", NANO, "bfloat16", _gated_norm, _NORM_BYTES),
-    Peer(_UNIFIED, f"{NANO}, K=0, split", "bfloat16", partial(_vllm_attention, query_len=1, segments=16), {}),
-    Peer(_UNIFIED, f"{NANO}, K=3", "bfloat16", partial(_vllm_attention, query_len=4, segments=0), {}),
+    Peer(
+        _UNIFIED,
+        f"{NANO}, K=0, split",
+        "bfloat16",
+        partial(_vllm_attention, query_len=1, segments=16),
+        {},
+    ),
+    Peer(
+        _UNIFIED, f"{NANO}, K=3", "bfloat16", partial(_vllm_attention, query_len=4, segments=0), {}
+    ),
     Peer(
         f"{_ATTENTION}.triton_reshape_and_cache_flash",
         NANO,
@@ -236,7 +271,13 @@ PEERS: tuple[Peer, ...] = (
         _vllm_store,
         {"cache": lambda c: 4 * min(c["TILE_SIZE"], KV_HEADS * HEAD_SIZE) * 2},
     ),
-    Peer(f"{_MAMBA}.selective_state_update", f"{NANO}, K=0", "float32", lambda p: _state_update(p, 0), _state_bytes(0)),
+    Peer(
+        f"{_MAMBA}.selective_state_update",
+        f"{NANO}, K=0",
+        "float32",
+        lambda p: _state_update(p, 0),
+        _state_bytes(0),
+    ),
     Peer(f"{_MAMBA}.ssd_combined", _CHUNKS, "bfloat16", _mamba_chunk_scan, {}),
     Peer(f"{_MAMBA}.layernorm_gated", NANO, "bfloat16", _gated_norm, _NORM_BYTES),
 )
@@ -284,7 +325,10 @@ def find() -> tuple[list[AotCase], list[str]]:
                 cases.setdefault((case.kernel, case.shape, case.dtype), case)
         except Exception as error:  # Another version may lack a kernel, or call it otherwise.
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] != peer.package:
+            if (
+                isinstance(error, ModuleNotFoundError)
+                and (error.name or "").partition(".")[0] != peer.package
+            ):
                 reason = f"skipped, it needs the package {error.name}"
             absent.append(f"{peer.module} ({peer.shape}): {reason}")
     return list(cases.values()), absent

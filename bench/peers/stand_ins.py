@@ -39,7 +39,10 @@ def _stand_ins() -> dict[str, Any]:
             NONE=0, INT8_PER_TOKEN_HEAD=2, FP8_PER_TOKEN_HEAD=3, INT4_PER_TOKEN_HEAD=4
         ),
         "vllm.utils.torch_utils.is_quantized_kv_cache": lambda dtype: False,
-        "vllm.model_executor.layers.quantization.utils.quant_utils.get_fp8_min_max": lambda: (-448.0, 448.0),
+        "vllm.model_executor.layers.quantization.utils.quant_utils.get_fp8_min_max": lambda: (
+            -448.0,
+            448.0,
+        ),
         "mamba_ssm.utils.determinism.autotune_configs": lambda configs: configs,
         "mamba_ssm.utils.determinism.use_deterministic_mode": lambda: False,
     }
@@ -48,7 +51,11 @@ def _stand_ins() -> dict[str, Any]:
 def root_of(package: str) -> Path | None:
     """The folder of an installed package, which is not imported; None where it is not."""
     spec = PathFinder.find_spec(package)
-    return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+    return (
+        Path(spec.submodule_search_locations[0])
+        if spec and spec.submodule_search_locations
+        else None
+    )
 
 
 @contextmanager
@@ -57,12 +64,16 @@ def loaded_kernels(name: str, interpreted: bool = False) -> Iterator[ModuleType]
 
     Args:
         name: of the module, in a package that is there.
-        interpreted: its kernels run in Triton's interpreter, if this process does that; else they can be compiled.
+        interpreted: its kernels run in Triton's interpreter, if this process does that; else they
+            can be compiled.
     """
     folder = name.rpartition(".")[0]
     root = root_of(name.partition(".")[0])
     assert root is not None
-    with loaded(root, lambda one: one.startswith(f"{folder}."), _stand_ins()), patch.dict(os.environ):
+    with (
+        loaded(root, lambda one: one.startswith(f"{folder}."), _stand_ins()),
+        patch.dict(os.environ),
+    ):
         if not interpreted:
             os.environ.pop("TRITON_INTERPRET", None)  # Triton reads it at each kernel.
         yield importlib.import_module(name)

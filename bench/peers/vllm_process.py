@@ -21,7 +21,9 @@ WORKER = Path(__file__).with_name("vllm_worker.py")
 def check_installed() -> None:
     """Raise ConfigError where there is no environment with vLLM."""
     if not PYTHON.exists():
-        raise ConfigError(f"no {PYTHON.parents[1].name}: run `make peers`, or compare with --rival transformers alone")
+        raise ConfigError(
+            f"no {PYTHON.parents[1].name}: run `make peers`, or compare with --rival transformers alone"
+        )
 
 
 class VLLMProcess:
@@ -35,7 +37,9 @@ class VLLMProcess:
         version: of vLLM.
     """
 
-    def __init__(self, folder: str | Path, max_num_seqs: int, max_model_len: int, dtype: str = "float32") -> None:
+    def __init__(
+        self, folder: str | Path, max_num_seqs: int, max_model_len: int, dtype: str = "float32"
+    ) -> None:
         check_installed()
         self._said = TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed by `close`)
         self._process = subprocess.Popen(
@@ -52,7 +56,9 @@ class VLLMProcess:
             self.close()
             raise
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[list[list[int]], float]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int
+    ) -> tuple[list[list[int]], float]:
         """Greedy tokens of each prompt, and the CPU seconds of vLLM's thread.
 
         Raises:
@@ -60,7 +66,9 @@ class VLLMProcess:
         """
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps({"prompts": prompts, "max_tokens": max_tokens}) + "\n")
+            self._process.stdin.write(
+                json.dumps({"prompts": prompts, "max_tokens": max_tokens}) + "\n"
+            )
             self._process.stdin.flush()
         except BrokenPipeError:
             pass  # it has ended, and `_answer` says how
@@ -73,7 +81,10 @@ class VLLMProcess:
         if not line:
             code = self._process.wait()
             self._said.seek(0)
-            last = next((text for text in reversed(self._said.read().splitlines()) if text.strip()), "said nothing")
+            last = next(
+                (text for text in reversed(self._said.read().splitlines()) if text.strip()),
+                "said nothing",
+            )
             raise HybridKVError(f"its process ended with code {code}: {last.strip()}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
@@ -89,5 +100,7 @@ class VLLMProcess:
     def __enter__(self) -> VLLMProcess:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         self.close()

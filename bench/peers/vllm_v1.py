@@ -1,12 +1,14 @@
 """Block tables of vLLM's V1 runner on a CPU: the real code of an install.
 
-What `CPUModelRunner` does is done: the device's buffer is the host's (`_postprocess_tensors`), so that committing a
-table copies nothing; slots come from the C++ operation that stands in for the Triton kernel. 0.22 expands block ids to
-kernel blocks in `append_row`; 0.32 keeps manager blocks and expands the whole width of every row of the batch in
-`AttentionGroup.map_to_kernel_block_table`, each step.
+What `CPUModelRunner` does is done: the device's buffer is the host's (`_postprocess_tensors`), so
+that committing a table copies nothing; slots come from the C++ operation that stands in for the
+Triton kernel. 0.22 expands block ids to kernel blocks in `append_row`; 0.32 keeps manager blocks
+and expands the whole width of every row of the batch in `AttentionGroup.map_to_kernel_block_table`,
+each step.
 
-The operation has the same name and arguments in both versions, and one process can load one library. That of 0.22 was
-built for an older torch and does not load; so both use whichever library loads.
+The operation has the same name and arguments in both versions, and one process can load one
+library. That of 0.22 was built for an older torch and does not load; so both use whichever library
+loads.
 """
 
 from __future__ import annotations
@@ -117,10 +119,14 @@ class V1Tables:
             self._tables = module.MultiGroupBlockTable(rows, tokens, False, CPU, sizes, widths)
             per_block = block_size // kernel_block_size
             for _ in range(num_groups):
-                group = object.__new__(groups.AttentionGroup)  # its other attributes belong to layers and backends
+                group = object.__new__(
+                    groups.AttentionGroup
+                )  # its other attributes belong to layers and backends
                 group.kernel_block_size, group.kernel_block_stride = kernel_block_size, None
                 group.kv_cache_spec = SimpleNamespace(block_size=block_size)
-                group.kernel_block_table = torch.zeros(1, rows, width * per_block, dtype=torch.int32)
+                group.kernel_block_table = torch.zeros(
+                    1, rows, width * per_block, dtype=torch.int32
+                )
                 group.kernel_block_offsets = torch.arange(per_block, dtype=torch.int32)
                 self._expanders.append(group)
         for table in self._tables.block_tables:

@@ -1,9 +1,9 @@
 """One `vllm.LLM`, driven by lines of JSON: run by the Python of an environment that has vLLM, without a file of ours.
 
-`python vllm_worker.py FOLDER MAX_NUM_SEQS MAX_MODEL_LEN DTYPE` answers `{"version": …}` when the checkpoint runs. Each
-line `{"prompts": [[1, 2]], "max_tokens": 8}` is then answered with `{"tokens": [[3, …]], "seconds": …}`: greedy, and
-the CPU time of the thread that calls vLLM. `{"error": …}` instead of either is the last answer. What else is printed
-goes to stderr.
+`python vllm_worker.py FOLDER MAX_NUM_SEQS MAX_MODEL_LEN DTYPE` answers `{"version": …}` when the
+checkpoint runs. Each line `{"prompts": [[1, 2]], "max_tokens": 8}` is then answered with
+`{"tokens": [[3, …]], "seconds": …}`: greedy, and the CPU time of the thread that calls vLLM.
+`{"error": …}` instead of either is the last answer. What else is printed goes to stderr.
 """
 
 from __future__ import annotations
@@ -38,18 +38,24 @@ def main() -> None:
         answers.write(json.dumps(values) + "\n")
 
     os.environ.update(SETTINGS)
-    folder, max_num_seqs, max_model_len, dtype = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    folder, max_num_seqs, max_model_len, dtype = (
+        sys.argv[1],
+        int(sys.argv[2]),
+        int(sys.argv[3]),
+        sys.argv[4],
+    )
     try:
         import torch
 
-        # torchvision as it is published has no operators for a CPU build of torch, and needs these two when models
-        # that could see import it.
+        # torchvision as it is published has no operators for a CPU build of torch, and needs these
+        # two when models that could see import it.
         vision = torch.library.Library("torchvision", "DEF")
         for name in ("nms", "qnms"):
             vision.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         import vllm
 
-        # Known as a class, not by name, a model is not looked at in another process first, which has no such operators.
+        # Known as a class, not by name, a model is not looked at in another process first, which
+        # has no such operators.
         with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
             (architecture,) = json.load(file)["architectures"]
         if (lazy := vllm.ModelRegistry.models.get(architecture)) is not None:
@@ -66,12 +72,17 @@ def main() -> None:
         torch.set_num_threads(1)
 
         def generate(prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
-            greedy = vllm.SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+            greedy = vllm.SamplingParams(
+                temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+            )
             inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
             start = time.thread_time()
             outputs = llm.generate(inputs, greedy, use_tqdm=False)
             seconds = time.thread_time() - start
-            return {"tokens": [list(output.outputs[0].token_ids) for output in outputs], "seconds": seconds}
+            return {
+                "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+                "seconds": seconds,
+            }
 
         generate([[1, 2]], 2)  # what a model cannot do may show in its first steps only
         answer(version=vllm.__version__)

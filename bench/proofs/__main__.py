@@ -10,7 +10,9 @@ from bench.proofs.prove import PROPERTIES, prove
 
 def main() -> int:
     """Print a table in Markdown, a row as it comes; 1 if a witness was found."""
-    print(f"| kernel | {' | '.join(PROPERTIES)} | questions | s |\n|---|{'---|' * len(PROPERTIES)}--:|--:|")
+    print(
+        f"| kernel | {' | '.join(PROPERTIES)} | questions | s |\n|---|{'---|' * len(PROPERTIES)}--:|--:|"
+    )
     refuted = 0
     for case in cases():
         found = [*prove(case)]

@@ -43,14 +43,20 @@ def _states(name: str, size: int, bits: int) -> tuple[Array, Int, list[Formula]]
 def _tables(columns: int) -> tuple[dict[str, Array], list[Formula]]:
     """Of a step: where a row's tokens begin, the block it starts from, and the blocks it writes."""
     in_pool = lambda _, block: z3.And(block >= 0, block < blocks)  # noqa: E731
-    starts = Array("cu_seqlens", rows + 1, 32, lambda place, token: z3.And(token >= 0, token <= tokens))
+    starts = Array(
+        "cu_seqlens", rows + 1, 32, lambda place, token: z3.And(token >= 0, token <= tokens)
+    )
     length = starts(row + 1) - starts(row)
     facts = [
         rows >= 1, rows <= MAX_ROWS, row >= 0, row < rows, tokens >= 0, tokens < 2**31,
         length >= 0, length <= columns, columns_stride >= columns, columns_stride < 2**14,
     ]  # fmt: skip
     written = Array("state_indices", (rows - 1) * columns_stride + columns, 32, in_pool)
-    return {"cu_seqlens": starts, "state_indices": written, "source": Array("source", rows, 32, in_pool)}, facts
+    return {
+        "cu_seqlens": starts,
+        "state_indices": written,
+        "source": Array("source", rows, 32, in_pool),
+    }, facts
 
 
 def _between(columns: int) -> Callable[[Callable[[Formula], Formula]], list[Formula]]:
@@ -64,7 +70,9 @@ def _between(columns: int) -> Callable[[Callable[[Formula], Formula]], list[Form
             for i in range(columns):
                 mine = written(one * columns_stride + i)
                 theirs = [source(two), *(written(two * columns_stride + j) for j in range(columns))]
-                found += [z3.Implies(z3.And(one != two, mine != 0), mine != block) for block in theirs]
+                found += [
+                    z3.Implies(z3.And(one != two, mine != 0), mine != block) for block in theirs
+                ]
         mine = [written(row * columns_stride + i) for i in range(columns)]
         found += [z3.Or(a == 0, a != b) for i, a in enumerate(mine) for b in mine[:i]]
         return found
@@ -77,9 +85,18 @@ def _own(columns: int, size: int) -> Callable[[Access], Formula]:
     source, written = table("source"), table("state_indices")
 
     def own(access: Access) -> Formula:
-        mine = [written(row * columns_stride + i) for i in range(columns)] if access.is_store else [source(row)]
+        mine = (
+            [written(row * columns_stride + i) for i in range(columns)]
+            if access.is_store
+            else [source(row)]
+        )
         begins = [(block, block * slot_stride) for block in mine]
-        return z3.Or(*(z3.And(block != 0, access.offset >= at, access.offset < at + size) for block, at in begins))
+        return z3.Or(
+            *(
+                z3.And(block != 0, access.offset >= at, access.offset < at + size)
+                for block, at in begins
+            )
+        )
 
     return own
 
@@ -90,7 +107,10 @@ def _inputs(widths: dict[str, int]) -> tuple[dict[str, Any], list[Formula]]:
     facts: list[Formula] = []
     for name, width in widths.items():
         stride, own = _stride(f"{name}_stride")
-        arguments |= {name: Array(name, (tokens - 1) * stride.value + width), f"{name}_stride": stride}
+        arguments |= {
+            name: Array(name, (tokens - 1) * stride.value + width),
+            f"{name}_stride": stride,
+        }
         facts += [
             *own, stride.value >= width, stride.value < LONG_STRIDE, tokens * stride.value * ITEMSIZE <= MEMORY
         ]  # fmt: skip
@@ -114,10 +134,19 @@ def conv_update(kernel: Kernel = _conv_update, columns: int = 4, bits: int = 32)
         "KERNEL": taps, "COLUMNS": columns, "HAS_BIAS": True, "BLOCK": block,
     }  # fmt: skip
     tiles = -(-channels // block)
-    facts += [*more, *of_x, tile >= 0, tile < tiles, x_stride.value >= channels, x_stride.value < LONG_STRIDE]
+    facts += [
+        *more,
+        *of_x,
+        tile >= 0,
+        tile < tiles,
+        x_stride.value >= channels,
+        x_stride.value < LONG_STRIDE,
+    ]
     facts += [tokens * x_stride.value * ITEMSIZE <= MEMORY]
     name = f"convolution, {columns} columns, stride of {bits} bits"
-    return Case(name, kernel, arguments, facts, _between(columns), ("conv_state",), _own(columns, size))
+    return Case(
+        name, kernel, arguments, facts, _between(columns), ("conv_state",), _own(columns, size)
+    )
 
 
 def state_update(
@@ -134,7 +163,9 @@ def state_update(
     constants = _constexprs(heads, head_dim, state, groups, ITEMSIZE, 32)
     pool, stride, facts = _states("state", size, bits)
     tables, more = _tables(columns)
-    inputs, of_inputs = _inputs({"x": heads * head_dim, "dt": heads, "B": groups * state, "C": groups * state})
+    inputs, of_inputs = _inputs(
+        {"x": heads * head_dim, "dt": heads, "B": groups * state, "C": groups * state}
+    )
     arguments: dict[str, Any] = {
         "state": pool, **inputs, **{name: Array(name, heads) for name in ("dt_bias", "A_log", "D")},
         "y": Array("y", tokens * heads * head_dim), "cu_seqlens": tables["cu_seqlens"],
@@ -146,14 +177,22 @@ def state_update(
     return Case(name, kernel, arguments, facts, _between(columns), ("state",), _own(columns, size))
 
 
-def delta_update(kernel: Kernel = _delta_update, columns: int = 4, bits: int = 32, per_channel: bool = False) -> Case:
+def delta_update(
+    kernel: Kernel = _delta_update, columns: int = 4, bits: int = 32, per_channel: bool = False
+) -> Case:
     """The verify step of a layer with a delta rule in `slots`, of the sizes of Qwen3-Next or Kimi-Linear."""
     key_heads, heads, key, value = (32 if per_channel else 16), 32, 128, 128
     size, gates = heads * value * key, heads * (key if per_channel else 1)
     constants = _delta_constexprs(key_heads, heads, key, value, ITEMSIZE, 32)
     pool, stride, facts = _states("state", size, bits)
     tables, more = _tables(columns)
-    widths = {"q": key_heads * key, "k": key_heads * key, "v": heads * value, "dt": gates, "beta": heads}
+    widths = {
+        "q": key_heads * key,
+        "k": key_heads * key,
+        "v": heads * value,
+        "dt": gates,
+        "beta": heads,
+    }
     inputs, of_inputs = _inputs(widths)
     arguments: dict[str, Any] = {
         "state": pool, **inputs, "dt_bias": Array("dt_bias", gates), "A_log": Array("A_log", heads),
@@ -180,7 +219,10 @@ def block_tables(kernel: Kernel = _block_tables, bpk: int = 4) -> Case:
     staged_rows = Array("staged_rows", staged, 32, is_row)
     overwrite = Array("staged_overwrite", staged, 32)
     num_blocks = Array(
-        "num_blocks", most * groups, 64, lambda at, n: z3.And(n >= 0, n <= geometry(at % groups * 6 + 2))
+        "num_blocks",
+        most * groups,
+        64,
+        lambda at, n: z3.And(n >= 0, n <= geometry(at % groups * 6 + 2)),
     )
 
     def fits(at: Formula, count: Formula) -> Formula:
@@ -189,7 +231,12 @@ def block_tables(kernel: Kernel = _block_tables, bpk: int = 4) -> Case:
         return z3.And(count >= 0, count <= ids, before + count <= geometry(own * 6 + 2))
 
     counts = Array("staged_counts", staged * groups, 32, fits)
-    starts = Array("query_start_loc", num_reqs + 1, 32, lambda _, token: z3.And(token >= 0, token <= num_tokens))
+    starts = Array(
+        "query_start_loc",
+        num_reqs + 1,
+        32,
+        lambda _, token: z3.And(token >= 0, token <= num_tokens),
+    )
     cells = {name: Array(name, groups * most, 64) for name in ("row_keys", "held_keys")}
     arguments: dict[str, Any] = {
         "geometry": geometry, "tables": Array("tables", held, 32), "input_tables": Array("input_tables", inputs, 32),
@@ -203,7 +250,11 @@ def block_tables(kernel: Kernel = _block_tables, bpk: int = 4) -> Case:
         "BLOCKS_PER_KV_BLOCK": bpk, "BLOCK_SIZE": unit, "CP_SIZE": 1, "CP_RANK": 0, "CP_INTERLEAVE": 1, "PAD": -1,
         "BLOCK": BLOCK,
     }  # fmt: skip
-    begins, input_begins, width = geometry(group * 6), geometry(group * 6 + 1), geometry(group * 6 + 2)
+    begins, input_begins, width = (
+        geometry(group * 6),
+        geometry(group * 6 + 1),
+        geometry(group * 6 + 2),
+    )
     size = most * width
     facts = [
         group >= 0, group < groups, index >= 0, index <= padded + staged, most >= 1, most <= lanes, num_reqs >= 0,
@@ -217,18 +268,26 @@ def block_tables(kernel: Kernel = _block_tables, bpk: int = 4) -> Case:
     def between(renamed: Callable[[Formula], Formula]) -> list[Formula]:
         other, found = renamed(index), []
         for one, two in ((index, other), (other, index)):
-            found.append(z3.Implies(z3.And(one < two, two < num_reqs), starts(one + 1) <= starts(two)))
+            found.append(
+                z3.Implies(z3.And(one < two, two < num_reqs), starts(one + 1) <= starts(two))
+            )
         for ids_of, first in ((rows_of, 0), (staged_rows, padded)):
             found.append(z3.Implies(index != other, ids_of(index - first) != ids_of(other - first)))
         for begin, per in ((begins, 1), (input_begins, bpk)):
-            apart = z3.Or(begin + size * per <= renamed(begin), renamed(begin + size * per) <= begin)
+            apart = z3.Or(
+                begin + size * per <= renamed(begin), renamed(begin + size * per) <= begin
+            )
             found.append(z3.Implies(group != renamed(group), apart))
         return found
 
     def sums(run: Run, total: Formula) -> Formula:
         """The ids of the entries before this one: there are as many as all counts say."""
         *_, entry = run.reductions[-1]
-        return z3.And(total >= 0, z3.Implies(entry >= 0, total + counts(entry * groups + group) <= ids), total <= ids)
+        return z3.And(
+            total >= 0,
+            z3.Implies(entry >= 0, total + counts(entry * groups + group) <= ids),
+            total <= ids,
+        )
 
     name = f"block tables and slots, {bpk} kernel blocks to a block"
     return Case(name, kernel, arguments, facts, between, sums=sums, others=(index, index - padded))

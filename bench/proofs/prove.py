@@ -35,9 +35,12 @@ class Case:
         name: for a table.
         kernel: a plain function in Triton's language.
         arguments: see `symbolic.paths`.
-        facts: of one program, of its number `program0`, `program1` and of what the manager promises of its tables.
-        between: what it promises of two programs, of a formula of the first and the same of the second.
-        owned: the arrays of states; `own` says which of their elements are a program's, of an access.
+        facts: of one program, of its number `program0`, `program1` and of what the manager promises
+            of its tables.
+        between: what it promises of two programs, of a formula of the first and the same of the
+            second.
+        owned: the arrays of states; `own` says which of their elements are a program's, of an
+            access.
         sums: see `symbolic.paths`.
         others: numbers that a lane may have in another program: reductions are compared at these.
     """
@@ -76,7 +79,8 @@ class _Tried:
             return "not proven", f"no more time after {self.num} questions"
         self.num += 1
         products, lemmas = _products([*facts, goal])
-        # Without products first, which are numbers of their own then: what follows from less follows.
+        # Without products first, which are numbers of their own then: what follows from less
+        # follows.
         named = [(one, z3.Int(f"product.{i}")) for i, one in enumerate(products)]
         for pairs in (named, []) if named else ([],):
             solver = z3.Solver()
@@ -91,14 +95,19 @@ class _Tried:
             case z3.sat:
                 model = solver.model()
                 shown = sorted((str(one), model[one]) for one in model.decls() if one.arity() == 0)
-                return "witness", ", ".join(f"{name} = {value}" for name, value in shown if "lane" not in name)
+                return "witness", ", ".join(
+                    f"{name} = {value}" for name, value in shown if "lane" not in name
+                )
             case _:
                 return "not proven", f"z3: {solver.reason_unknown()}"
 
 
 def prove(case: Case, properties: Sequence[str] = PROPERTIES) -> Iterator[Verdict]:
     """All that is asked of a kernel, until something is not proven: a property at a time."""
-    runs = [(run, access) for run, access in _distinct(paths(case.kernel, case.arguments, case.facts, case.sums))]
+    runs = [
+        (run, access)
+        for run, access in _distinct(paths(case.kernel, case.arguments, case.facts, case.sums))
+    ]
     for name in properties:
         tried, word, said = _Tried(), "proven", ""
         for where, facts, goal in _asked(name, case, runs):
@@ -111,7 +120,9 @@ def prove(case: Case, properties: Sequence[str] = PROPERTIES) -> Iterator[Verdic
 
 def _distinct(runs: Iterable[Run]) -> Iterator[tuple[Run, Access]]:
     """Accesses of all ways, those once that several ways share."""
-    seen: dict[tuple[int, bool, int], Formula] = {}  # with the formula, whose number another one would get
+    seen: dict[
+        tuple[int, bool, int], Formula
+    ] = {}  # with the formula, whose number another one would get
     for run in runs:
         for access in run.accesses:
             formula = z3.And(access.offset >= 0, *access.guard)
@@ -129,7 +140,11 @@ def _asked(
     for run, access in runs:
         facts = [*run.facts, *access.guard]
         if name == "inside":
-            yield str(access.line), facts, z3.And(access.offset >= 0, access.offset < arrays[access.array].size)
+            yield (
+                str(access.line),
+                facts,
+                z3.And(access.offset >= 0, access.offset < arrays[access.array].size),
+            )
         elif name == "32 bits" and access.needs:
             yield str(access.line), facts, z3.And(*access.needs)
         elif name == "own slot" and access.array in case.owned:
@@ -143,15 +158,24 @@ def _asked(
         facts += [_at(place, *one) for one in largest for place in places]
         facts += case.between(_renamed)
         goal = access.offset != _renamed(other.offset)
-        for axis, same in ((z3.Int("program0"), z3.Int("program1")), (z3.Int("program1"), z3.Int("program0"))):
+        for axis, same in (
+            (z3.Int("program0"), z3.Int("program1")),
+            (z3.Int("program1"), z3.Int("program0")),
+        ):
             # Two programs of one row or group: what they index with is then the same to the letter.
             known = [z3.substitute(one, (_renamed(same), same)) for one in (*facts, goal)]
-            yield f"{access.line} and {other.line}", [*known[:-1], axis != _renamed(axis)], known[-1]
+            yield (
+                f"{access.line} and {other.line}",
+                [*known[:-1], axis != _renamed(axis)],
+                known[-1],
+            )
         differ = [z3.Int(f"program{axis}") != z3.Int(f"program{axis}'") for axis in (0, 1)]
         yield f"{access.line} and {other.line}", [*facts, *differ], goal
 
 
-def _pairs(runs: Sequence[tuple[Run, Access]]) -> Iterator[tuple[tuple[Run, Access], tuple[Run, Access]]]:
+def _pairs(
+    runs: Sequence[tuple[Run, Access]],
+) -> Iterator[tuple[tuple[Run, Access], tuple[Run, Access]]]:
     """Accesses that must not meet: both of one array, and at least one of them stores."""
     for one in runs:
         for other in runs:
@@ -161,13 +185,21 @@ def _pairs(runs: Sequence[tuple[Run, Access]]) -> Iterator[tuple[tuple[Run, Acce
 
 def _at(place: Formula, values: Formula, lane: Formula, size: Formula, result: Formula) -> Formula:
     """A maximum is no smaller than what the lane at `place` has."""
-    return z3.Implies(z3.And(place >= 0, place < size), z3.substitute(values, (lane, place)) <= result)
+    return z3.Implies(
+        z3.And(place >= 0, place < size), z3.substitute(values, (lane, place)) <= result
+    )
 
 
 def _renamed(formula: Formula) -> Formula:
     """The same of another program."""
-    names = (one for one in parts_of(formula) if z3.is_const(one) and one.decl().kind() == z3.Z3_OP_UNINTERPRETED)
-    return z3.substitute(formula, *((one, z3.Int(f"{one}'")) for one in names if _OWN.match(str(one))))
+    names = (
+        one
+        for one in parts_of(formula)
+        if z3.is_const(one) and one.decl().kind() == z3.Z3_OP_UNINTERPRETED
+    )
+    return z3.substitute(
+        formula, *((one, z3.Int(f"{one}'")) for one in names if _OWN.match(str(one)))
+    )
 
 
 def _products(formulas: Sequence[Formula]) -> tuple[list[Formula], list[Formula]]:

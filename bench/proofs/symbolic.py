@@ -1,12 +1,14 @@
 """A Triton kernel's own source, run once for all programs and all contents of its tables: every number is a formula.
 
-A kernel is a plain Python function until it is launched, so it runs here with another `tl`: `program_id` is any number
-of the grid, `arange` any lane, a loop any one of its iterations, a loaded integer any number that the table may hold.
-What is noted are its loads and stores: where, under which conditions, and which 32-bit numbers must not have overflowed
-for that. Floating-point numbers are not followed.
+A kernel is a plain Python function until it is launched, so it runs here with another `tl`:
+`program_id` is any number of the grid, `arange` any lane, a loop any one of its iterations, a
+loaded integer any number that the table may hold. What is noted are its loads and stores: where,
+under which conditions, and which 32-bit numbers must not have overflowed for that. Floating-point
+numbers are not followed.
 
-Shapes considered. (a) Formulas written beside each kernel: they prove what was written, not what runs. (b) Triton's own
-intermediate code: the same for every kernel, with a parser of our own. (c) The source under another `tl`. This is (c).
+Shapes considered. (a) Formulas written beside each kernel: they prove what was written, not what
+runs. (b) Triton's own intermediate code: the same for every kernel, with a parser of our own. (c)
+The source under another `tl`. This is (c).
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ def table(name: str) -> Callable[[Formula], Formula]:
 class Array:
     """A tensor that a kernel gets: `size` elements; of integers `bits`, 0 for floats.
 
-    `holds` says what an entry may be, of its place and value; `known` gives those that are constants.
+    `holds` says what an entry may be, of its place and value; `known` gives those that are
+    constants.
     """
 
     name: str
@@ -70,7 +73,9 @@ class Float:
     def _same(self, *_: Any, **__: Any) -> Float:
         return self
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _same
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = (
+        __neg__
+    ) = _same
     __eq__ = __gt__ = __lt__ = __and__ = to = _same  # type: ignore[assignment]
     __hash__ = object.__hash__
 
@@ -115,7 +120,11 @@ class Int:
         return Int(value, bits, self.needs + other.needs + (_fits(value) if bits == 32 else ()))
 
     def __add__(self, other: Any) -> Any:
-        return other + self if isinstance(other, Pointer | Float) else self._with(other, lambda a, b: a + b)
+        return (
+            other + self
+            if isinstance(other, Pointer | Float)
+            else self._with(other, lambda a, b: a + b)
+        )
 
     __sub__ = partialmethod(_with, made=operator.sub)
     __rsub__ = partialmethod(_with, made=lambda a, b: b - a)
@@ -167,7 +176,9 @@ class Pointer:
 
     def __add__(self, other: Any) -> Pointer:
         other = _int(other, 64)
-        return Pointer(self.array, Int(self.offset.value + other.value, 64, self.offset.needs + other.needs))
+        return Pointer(
+            self.array, Int(self.offset.value + other.value, 64, self.offset.needs + other.needs)
+        )
 
 
 def _int(value: Any, bits: int) -> Int:
@@ -186,8 +197,9 @@ def _fits(value: Formula) -> tuple[Formula, ...]:
 class Run:
     """One way through a kernel: `choices` are the branches that it takes.
 
-    `facts` hold for this program: its number, its lanes, its loops, what its tables hold. A reduction is any number
-    that one lane has; its other lanes are in `reductions`, as a formula of a lane, the lane, how many, and the result.
+    `facts` hold for this program: its number, its lanes, its loops, what its tables hold. A
+    reduction is any number that one lane has; its other lanes are in `reductions`, as a formula of
+    a lane, the lane, how many, and the result.
     """
 
     choices: list[bool]
@@ -241,7 +253,9 @@ class Run:
         if not pointer.array.bits:
             return Float()
         value = pointer.array(pointer.offset.value)
-        self.facts.append(z3.Implies(z3.And(*guard), pointer.array.holds(pointer.offset.value, value)))
+        self.facts.append(
+            z3.Implies(z3.And(*guard), pointer.array.holds(pointer.offset.value, value))
+        )
         if mask is True:
             return Int(value, pointer.array.bits)
         return Int(z3.If(_bool(mask).value, value, _int(other, 64).value), pointer.array.bits)
@@ -276,14 +290,19 @@ class Run:
     def where(self, condition: Any, one: Any, other: Any) -> Any:
         if isinstance(one, Float) or isinstance(condition, Float):
             return Float()
-        condition, bits = _bool(condition), max([x.bits for x in (one, other) if isinstance(x, Int)], default=32)
+        condition, bits = (
+            _bool(condition),
+            max([x.bits for x in (one, other) if isinstance(x, Int)], default=32),
+        )
         one, other = _int(one, bits), _int(other, bits)
         needs = condition.needs + one.needs + other.needs
         return Int(z3.If(condition.value, one.value, other.value), bits, needs)
 
     def range(self, *bounds: Any) -> Iterator[Any]:
         """Any one iteration, or none; what a loop adds up is not known behind it."""
-        first, end, step = (*bounds, 1) if len(bounds) == 2 else (0, *bounds, 1) if len(bounds) == 1 else bounds
+        first, end, step = (
+            (*bounds, 1) if len(bounds) == 2 else (0, *bounds, 1) if len(bounds) == 1 else bounds
+        )
         if all(isinstance(one, int) for one in (first, end, step)):
             yield from range(first, end, step)
             return
@@ -291,7 +310,9 @@ class Run:
         first = _int(first, end.bits)
         if first < end:
             number = self.fresh("iteration")
-            at = Int(first.value + step * number, max(first.bits, end.bits), first.needs + end.needs)
+            at = Int(
+                first.value + step * number, max(first.bits, end.bits), first.needs + end.needs
+            )
             self.facts += [number >= 0]
             self.path.append(at.value < end.value)
             yield at
@@ -358,7 +379,11 @@ def paths(
         run = Run(choices, sums, [*facts])
         _runs.append(run)
         try:
-            own = FunctionType(kernel.__code__, {**kernel.__globals__, "tl": run, "range": run.range}, kernel.__name__)
+            own = FunctionType(
+                kernel.__code__,
+                {**kernel.__globals__, "tl": run, "range": run.range},
+                kernel.__name__,
+            )
             own(**given)
         finally:
             _runs.pop()

@@ -1,8 +1,9 @@
 """Compiling ahead of time: a case for a target, and all cases in worker processes.
 
-Shapes considered. (a) Metrics through a driver (`CompiledKernel.n_regs`): needs the GPU. (b) `cuobjdump -res-usage`:
-knows the stack, not the spills. (c) A second `ptxas -v` on the PTX, 20 ms, the tool that Triton itself needs; for AMD
-the comments of the assembly. This is (c); SASS comes through `cuobjdump` where Triton brings it.
+Shapes considered. (a) Metrics through a driver (`CompiledKernel.n_regs`): needs the GPU. (b)
+`cuobjdump -res-usage`: knows the stack, not the spills. (c) A second `ptxas -v` on the PTX, 20 ms,
+the tool that Triton itself needs; for AMD the comments of the assembly. This is (c); SASS comes
+through `cuobjdump` where Triton brings it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ MAX_BLOCKS = 32  # per SM or CU, on all targets
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU architecture. Registers are 512 per lane and quarter of an SM (CU), dealt out by eight, on all of them."""
+    """A GPU architecture.
+
+    Registers are 512 per lane and quarter of an SM (CU), dealt out by eight, on all of them.
+    """
 
     backend: str
     arch: int | str
@@ -82,7 +86,8 @@ class Metrics:
         load_bits, store_bits: the widest access to global memory; 0 without one.
         isa: what `instructions` counts: "sass", "ptx" where no disassembler is, or "amdgcn".
         instructions: of the kernel, each once, however often it runs.
-        instructions_per_byte: thread-instructions per byte that a program must move, None if that is unknown.
+        instructions_per_byte: thread-instructions per byte that a program must move, None if that
+            is unknown.
         mix: instructions by class, per level of code.
     """
 
@@ -111,14 +116,19 @@ UNITS = {
 
 
 def compile_case(case: AotCase, target_name: str) -> Any:
-    """Triton's `CompiledKernel` of a case. This process must not have imported Triton under TRITON_INTERPRET."""
+    """Triton's `CompiledKernel` of a case.
+
+    This process must not have imported Triton under TRITON_INTERPRET.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.compiler import compile as triton_compile
 
     target = TARGETS[target_name]
     arguments: list[str] = case.fn.arg_names
-    types = {name: "constexpr" if name in case.constexprs else case.signature[name] for name in arguments}
+    types = {
+        name: "constexpr" if name in case.constexprs else case.signature[name] for name in arguments
+    }
     aligned = [n for n, kind in types.items() if kind.startswith("*") or n in case.divisible]
     source = ASTSource(
         case.fn,
@@ -146,7 +156,10 @@ def read_metrics(case: AotCase, target_name: str, compiled: Any) -> Metrics:
     else:
         text = compiled.asm["amdgcn"]
         registers = _number(r"\.vgpr_count:\s+(\d+)", text)
-        spills = 4 * (_number(r"\.vgpr_spill_count:\s+(\d+)", text) + _number(r"\.sgpr_spill_count:\s+(\d+)", text))
+        spills = 4 * (
+            _number(r"\.vgpr_spill_count:\s+(\d+)", text)
+            + _number(r"\.sgpr_spill_count:\s+(\d+)", text)
+        )
         levels["amdgcn"] = instructions("amdgcn", text)
     isa, lines = list(levels.items())[-1]
     load_bits, store_bits = access_bits(next(iter(levels.values())))
@@ -160,7 +173,9 @@ def read_metrics(case: AotCase, target_name: str, compiled: Any) -> Metrics:
         store_bits=store_bits,
         isa=isa,
         instructions=len(lines),
-        instructions_per_byte=len(lines) * threads / case.bytes_per_program if case.bytes_per_program else None,
+        instructions_per_byte=len(lines) * threads / case.bytes_per_program
+        if case.bytes_per_program
+        else None,
         mix={level: instruction_mix(level, lines) for level, lines in levels.items()},
     )
 
@@ -179,8 +194,15 @@ def _ptxas_usage(ptx: str, arch: int) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        command = [get_ptxas(arch).path, "-lineinfo", "-v", f"--gpu-name={sm_arch_from_capability(arch)}"]
-        log = subprocess.run([*command, file.name, "-o", os.devnull], capture_output=True, text=True, check=True).stderr
+        command = [
+            get_ptxas(arch).path,
+            "-lineinfo",
+            "-v",
+            f"--gpu-name={sm_arch_from_capability(arch)}",
+        ]
+        log = subprocess.run(
+            [*command, file.name, "-o", os.devnull], capture_output=True, text=True, check=True
+        ).stderr
     spills = _number(r"(\d+) bytes spill stores", log) + _number(r"(\d+) bytes spill loads", log)
     return _number(r"Used (\d+) registers", log), spills
 
@@ -196,7 +218,9 @@ def _disassemble(cubin: bytes) -> str | None:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            [tool, "-sass", file.name], capture_output=True, text=True, check=True
+        ).stdout
 
 
 @dataclass(frozen=True)
@@ -242,7 +266,9 @@ def cases_of(module: str, target: str) -> list[AotCase]:
     """The cases of a module for a target."""
     cases: list[AotCase] = importlib.import_module(module).aot_cases(TARGETS[target].warp_size)
     if len({(case.kernel, case.shape, case.dtype) for case in cases}) < len(cases):
-        raise ValueError(f"{module}: two cases have the same kernel, shape and dtype, and would share a baseline")
+        raise ValueError(
+            f"{module}: two cases have the same kernel, shape and dtype, and would share a baseline"
+        )
     return cases
 
 
@@ -255,7 +281,8 @@ def measure(
         HybridKVError: a compiler process died.
     """
     todo = jobs(modules, targets, select)
-    # Spawned, not forked: a worker must import Triton itself, outside the interpreter that a test may have chosen.
+    # Spawned, not forked: a worker must import Triton itself, outside the interpreter that a test
+    # may have chosen.
     with ProcessPoolExecutor(NUM_WORKERS, get_context("spawn"), _leave_interpreter) as pool:
         with deaf_to_ctrl_c():  # A submit may start a worker.
             futures = [pool.submit(_measure, *job) for job in todo]
@@ -265,7 +292,9 @@ def measure(
                     yield future.result()
                 except BrokenProcessPool:
                     kernel = cases_of(module, target)[index].kernel
-                    raise HybridKVError(f"a compiler process died at or after {kernel} for {target}") from None
+                    raise HybridKVError(
+                        f"a compiler process died at or after {kernel} for {target}"
+                    ) from None
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -293,7 +322,9 @@ def _measure(module: str, index: int, target: str) -> Measurement:
     measurement = Measurement(case.kernel, case.shape, case.dtype, target, case.state_access, None)
     try:
         compiled = compile_case(case, target)
-    except Exception as error:  # Whatever a compiler throws at a kernel is what was to be found out.
+    except (
+        Exception
+    ) as error:  # Whatever a compiler throws at a kernel is what was to be found out.
         reason = " ".join(str(error).split())[-300:]
         return replace(measurement, error=f"does not compile: {type(error).__name__}: {reason}")
     return replace(measurement, metrics=read_metrics(case, target, compiled))

@@ -1,8 +1,9 @@
 """What the state update of a verify step moves, by count: Triton's interpreter runs it on the CPU.
 
-Every address that the programs of a launch load or store counts once, parameters that all requests share left out. What
-is counted must be what `state_bytes` says, which `mean_traffic` then averages over the histories and flushes that
-`recompute.commit` makes in a long run. Launches are counted by `bench.device`.
+Every address that the programs of a launch load or store counts once, parameters that all requests
+share left out. What is counted must be what `state_bytes` says, which `mean_traffic` then averages
+over the histories and flushes that `recompute.commit` makes in a long run. Launches are counted by
+`bench.device`.
 """
 
 from __future__ import annotations
@@ -26,14 +27,18 @@ from hybrid_kv.errors import deaf_to_ctrl_c
 from hybrid_kv.kernels.common.interpreter import start_interpreter
 from hybrid_kv.kernels.recompute import RecomputeCursors, commit_reference, default_ring_len
 
-if TYPE_CHECKING:  # a suite needs counts alone, also of an older hybrid_kv that lacks what the gate imports
+if (
+    TYPE_CHECKING
+):  # a suite needs counts alone, also of an older hybrid_kv that lacks what the gate imports
     from bench.static.gate import Baseline
 
-FEWEST = 5.0  # times as many bytes as `recompute` that `slots` must move with 3 and 5 drafts, states in float32
+# times as many bytes as `recompute` that `slots` must move with 3 and 5 drafts, states in float32
+FEWEST = 5.0
 # Layers with a delta rule, whose bytes are counted beside the first model's.
 DELTA = {"Qwen3-Next": DELTA_MODELS["Qwen3-Next"], "Qwen3.5-397B": QWEN3_5}
-# The records of vLLM (ReplaySSM, vllm#47576) and FlashInfer (flashinfer#4081) are u, unit key and log decay as well, of
-# so many tokens at most; the checkpoint is read as a whole, and written when a step would not fit behind it.
+# The records of vLLM (ReplaySSM, vllm#47576) and FlashInfer (flashinfer#4081) are u, unit key and
+# log decay as well, of so many tokens at most; the checkpoint is read as a whole, and written when
+# a step would not fit behind it.
 RECORDED = 16
 
 
@@ -86,7 +91,12 @@ def distinct_bytes(call: Callable[[], object], shared: Sequence[torch.Tensor]) -
 def _count_scheme(shape: Shape, K: int, n_hist: int | None, flush: bool) -> int:
     """Bytes of one request in one layer; `n_hist` None: scheme `slots`."""
     from hybrid_kv.kernels.gated_delta import gated_delta_recompute, gated_delta_update_slots
-    from hybrid_kv.kernels.recompute import RecomputeRing, RecomputeStep, recompute_update, split_state
+    from hybrid_kv.kernels.recompute import (
+        RecomputeRing,
+        RecomputeStep,
+        recompute_update,
+        split_state,
+    )
     from hybrid_kv.kernels.ssd import selective_state_update_slots
 
     is_delta = isinstance(shape, DeltaShape)
@@ -95,7 +105,10 @@ def _count_scheme(shape: Shape, K: int, n_hist: int | None, flush: bool) -> int:
     else:
         heads, head_dim, size, groups = shape
     tokens, bf16 = 1 + K, torch.bfloat16
-    x, B, C = (torch.zeros(tokens, *part, dtype=bf16) for part in ((heads, head_dim), (groups, size), (groups, size)))
+    x, B, C = (
+        torch.zeros(tokens, *part, dtype=bf16)
+        for part in ((heads, head_dim), (groups, size), (groups, size))
+    )
     (dt, beta), cu_seqlens = torch.zeros(2, tokens, heads, dtype=bf16), torch.tensor([0, tokens])
     dt_bias, A_log, D = heads_of = tuple(torch.zeros(3, heads))
     layer = (C, B, x, dt, dt_bias, A_log, beta) if is_delta else (x, dt, dt_bias, A_log, B, C, D)
@@ -106,12 +119,23 @@ def _count_scheme(shape: Shape, K: int, n_hist: int | None, flush: bool) -> int:
         slots = gated_delta_update_slots if is_delta else slots
         return distinct_bytes(lambda: slots(states, *layer, *indices), [*heads_of, *indices])
     ring_len = default_ring_len(tokens)
-    ring = RecomputeRing.allocate(1, ring_len, (heads, head_dim), (groups, size), bf16, torch.device("cpu"))
+    ring = RecomputeRing.allocate(
+        1, ring_len, (heads, head_dim), (groups, size), bf16, torch.device("cpu")
+    )
     row, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
-    parts = (row, one, one + 1 if flush else one.clone(), row.clone(), n_hist * one, n_hist * one if flush else row + 0)
+    parts = (
+        row,
+        one,
+        one + 1 if flush else one.clone(),
+        row.clone(),
+        n_hist * one,
+        n_hist * one if flush else row + 0,
+    )
     step = RecomputeStep(*parts, max_query_len=tokens)
     planes, update = split_state(states), gated_delta_recompute if is_delta else recompute_update
-    return distinct_bytes(lambda: update(planes, ring, step, *layer, cu_seqlens), [*heads_of, cu_seqlens, *parts])
+    return distinct_bytes(
+        lambda: update(planes, ring, step, *layer, cu_seqlens), [*heads_of, cu_seqlens, *parts]
+    )
 
 
 @dataclass(frozen=True)
@@ -143,7 +167,8 @@ def mean_traffic(
 ) -> Traffic:
     """Both schemes under drafts of which each is accepted with probability `acceptance` if those before it are.
 
-    The cursors of 64 requests are moved by `commit_reference` itself, so the rate of flushes is that of its rule.
+    The cursors of 64 requests are moved by `commit_reference` itself, so the rate of flushes is
+    that of its rule.
 
     Args:
         recorded: tokens of another engine's record, whose checkpoints are no planes.
@@ -181,7 +206,10 @@ def count_bytes() -> list[Count]:
     layers: list[tuple[str, Shape, Shape, int]] = [
         (NANO, MODELS[NANO].state, (heads // groups, head_dim, size, 1), groups)
     ]
-    layers += [(name, shape, shape.of_rank(shape.key_heads), shape.key_heads) for name, shape in DELTA.items()]
+    layers += [
+        (name, shape, shape.of_rank(shape.key_heads), shape.key_heads)
+        for name, shape in DELTA.items()
+    ]
     for (name, shape, group, groups), K in product(layers, (3, 5)):
         wrong = []
         for n_hist, flush in ((None, False), (9, False), (9, True)):
@@ -192,18 +220,35 @@ def count_bytes() -> list[Count]:
             # Groups have nothing in common, so one of them tells of all.
             bytes_moved = groups * _count_scheme(group, K, n_hist, flush)
             if bytes_moved != said:
-                what = "slots" if n_hist is None else f"recompute of {n_hist} tokens{', flushed' if flush else ''}"
+                what = (
+                    "slots"
+                    if n_hist is None
+                    else f"recompute of {n_hist} tokens{', flushed' if flush else ''}"
+                )
                 wrong.append(f"{what} moves {bytes_moved} bytes, the model says {said}")
         traffic = mean_traffic(shape, fp32, K, steps=200)
         if traffic.ratio < FEWEST:
-            wrong.append(f"slots moves {traffic.ratio:.2f} times the bytes of recompute, it must be {FEWEST}")
+            wrong.append(
+                f"slots moves {traffic.ratio:.2f} times the bytes of recompute, it must be {FEWEST}"
+            )
         schemes = {"slots": traffic.slots, "recompute": traffic.recompute}
         if isinstance(shape, DeltaShape):
-            schemes["record"] = mean_traffic(shape, fp32, K, block_size=None, steps=200, recorded=RECORDED).recompute
+            schemes["record"] = mean_traffic(
+                shape, fp32, K, block_size=None, steps=200, recorded=RECORDED
+            ).recompute
             if schemes["record"] < traffic.recompute:
                 wrong.append("a record of vLLM or FlashInfer moves fewer bytes than recompute")
         for scheme, value in schemes.items():
-            found.append(Count(f"bytes.{scheme}", f"{name}, K={K}", "float32", "any", round(value), "; ".join(wrong)))
+            found.append(
+                Count(
+                    f"bytes.{scheme}",
+                    f"{name}, K={K}",
+                    "float32",
+                    "any",
+                    round(value),
+                    "; ".join(wrong),
+                )
+            )
     return found
 
 
@@ -229,7 +274,9 @@ def print_counts(counts: Sequence[Count], found: Sequence[Sequence[str]]) -> Non
     """One line per count, and below what is wrong."""
     print(f"\n{'counted in the interpreter':26} {'shape':24} {'':8} {'bytes':>11}")
     for one, wrong in zip(counts, found, strict=True):
-        print(f"{one.kernel:26} {one.shape:24} {one.dtype:8} {one.bytes:>11,}  {'FAILED' if wrong else 'ok'}")
+        print(
+            f"{one.kernel:26} {one.shape:24} {one.dtype:8} {one.bytes:>11,}  {'FAILED' if wrong else 'ok'}"
+        )
     for one, wrong in zip(counts, found, strict=True):
         for line in wrong:
             print(f"{one.kernel} ({one.shape}, {one.dtype}): {line}")

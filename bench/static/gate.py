@@ -1,9 +1,9 @@
 """Comparing with a baseline: what must not get worse, and what is appended when it may.
 
-Hard gates: a spill, a kernel that no longer compiles or fits an SM, state accessed in less than 128 bit, fewer blocks
-per SM than the baseline, narrower state access than the baseline. Soft gate: 5 % more instructions per byte. The
-metrics see no trip counts, no latency inside a block, no cache hits and no launches: equal metrics do not mean equal
-speed, worse ones nearly always mean slower.
+Hard gates: a spill, a kernel that no longer compiles or fits an SM, state accessed in less than 128
+bit, fewer blocks per SM than the baseline, narrower state access than the baseline. Soft gate: 5 %
+more instructions per byte. The metrics see no trip counts, no latency inside a block, no cache hits
+and no launches: equal metrics do not mean equal speed, worse ones nearly always mean slower.
 """
 
 from __future__ import annotations
@@ -64,9 +64,13 @@ def judge(measurement: Measurement, baseline: Baseline, accept: bool = False) ->
         verdict.failures.append(measurement.error)
         return verdict
     if metrics.spill_bytes:
-        verdict.failures.append(f"spills {metrics.spill_bytes} bytes per thread; fewer rows per program, or more warps")
+        verdict.failures.append(
+            f"spills {metrics.spill_bytes} bytes per thread; fewer rows per program, or more warps"
+        )
     if not metrics.blocks_per_sm:
-        verdict.failures.append(f"no block fits: {metrics.registers} registers, {metrics.shared_bytes} bytes shared")
+        verdict.failures.append(
+            f"no block fits: {metrics.registers} registers, {metrics.shared_bytes} bytes shared"
+        )
     width = max(metrics.load_bits, metrics.store_bits)
     if measurement.state_access and width < STATE_BITS:
         verdict.failures.append(f"accesses state in {width} bit, not {STATE_BITS}")
@@ -74,19 +78,29 @@ def judge(measurement: Measurement, baseline: Baseline, accept: bool = False) ->
     if then is None or accept:
         return verdict
     now = measurement.values()
-    for name, what in (("blocks_per_sm", "blocks per SM"), ("load_bits", "bit loads"), ("store_bits", "bit stores")):
+    for name, what in (
+        ("blocks_per_sm", "blocks per SM"),
+        ("load_bits", "bit loads"),
+        ("store_bits", "bit stores"),
+    ):
         relevant = name == "blocks_per_sm" or measurement.state_access
         if relevant and now[name] < then.get(name, 0):
             verdict.failures.append(f"{now[name]:.0f} {what} instead of {then[name]:.0f}")
     count = f"{metrics.isa}_instructions"
     name = f"{count}_per_byte" if f"{count}_per_byte" in now else count
     if now[name] > SOFT_LIMIT * then.get(name, float("inf")):
-        verdict.warnings.append(f"{name.replace('_', ' ')} {now[name]:.4g} instead of {then[name]:.4g}")
+        verdict.warnings.append(
+            f"{name.replace('_', ' ')} {now[name]:.4g} instead of {then[name]:.4g}"
+        )
     return verdict
 
 
 def run(
-    modules: Sequence[str], targets: Sequence[str], baseline: Path, accept: bool, select: Sequence[str] | None = None
+    modules: Sequence[str],
+    targets: Sequence[str],
+    baseline: Path,
+    accept: bool,
+    select: Sequence[str] | None = None,
 ) -> list[Verdict]:
     """Measure and judge every case whose kernel has one of `select` in its name, with a progress bar.
 
@@ -104,7 +118,9 @@ def run(
 def run_peers(targets: Sequence[str]) -> list[Verdict]:
     """Measure the kernels of other packages: one that does not compile has a warning, and nothing else is judged."""
     found = measure(["bench.peers.kernels"], targets)
-    return [Verdict(one, warnings=[one.error] if one.error else [], is_gated=False) for one in found]
+    return [
+        Verdict(one, warnings=[one.error] if one.error else [], is_gated=False) for one in found
+    ]
 
 
 def result_rows(one: Measured) -> list[Row]:
@@ -113,11 +129,15 @@ def result_rows(one: Measured) -> list[Row]:
     for name, value in one.values().items():
         unit, better = units[name.split("_", 1)[1] if "instructions" in name else name]
         params: dict[str, Any] = {name: getattr(one, name) for name in ("shape", "dtype", "target")}
-        rows.append(Row("kernels", one.kernel, name, value, unit, params, better=better, verdict="pass"))
+        rows.append(
+            Row("kernels", one.kernel, name, value, unit, params, better=better, verdict="pass")
+        )
     return rows
 
 
 def changed_rows(measured: Iterable[Measured], baseline: Path) -> list[Row]:
     """The rows of those that the baseline does not hold already."""
     known = read_baseline(baseline, provenance().triton)
-    return [row for one in measured if one.values() != known.get(one.key) for row in result_rows(one)]
+    return [
+        row for one in measured if one.values() != known.get(one.key) for row in result_rows(one)
+    ]

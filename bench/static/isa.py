@@ -6,7 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-# Per level of code, classes by opcode, the first match wins; what matches none is integer, address or move.
+# Per level of code, classes by opcode, the first match wins; what matches none is integer, address
+# or move.
 _CLASSES = {
     "sass": {
         "tensor": r"\w*MMA",
@@ -52,7 +53,9 @@ _INSTRUCTION = {
 }
 _PTX_ACCESS = re.compile(r"(ld|st)\.(?=\S*\bglobal\b)(?:\S*\.v(\d))?\S*\.[bsuf](\d+)\s")
 _PTX_COPY = re.compile(r"cp\.async\.c[ag]\S*\.global\S* [^,]*,[^,]*, *(\w+)")
-_AMD_ACCESS = re.compile(r"(?:global|flat|buffer)_(load|store)_(?:lds_)?[us]?(byte|short|dword)(?:x(\d))?")
+_AMD_ACCESS = re.compile(
+    r"(?:global|flat|buffer)_(load|store)_(?:lds_)?[us]?(byte|short|dword)(?:x(\d))?"
+)
 _AMD_BITS = {"byte": 8, "short": 16, "dword": 32}
 
 
@@ -60,13 +63,19 @@ def instructions(isa: str, code: str) -> list[str]:
     """The instructions of a kernel in order, without predicates; padding is left out."""
     if isa == "amdgcn":
         code = code.split("\t.section", 1)[0]  # What follows describes the kernel.
-    return [line for line in _INSTRUCTION[isa].findall(code) if not line.startswith(("NOP", "s_nop"))]
+    return [
+        line for line in _INSTRUCTION[isa].findall(code) if not line.startswith(("NOP", "s_nop"))
+    ]
 
 
 def instruction_mix(isa: str, lines: Sequence[str]) -> dict[str, int]:
     """How many instructions there are of each class that occurs."""
     patterns = {name: re.compile(pattern) for name, pattern in _CLASSES[isa].items()}
-    return dict(Counter(next((n for n, p in patterns.items() if p.match(line)), "integer") for line in lines))
+    return dict(
+        Counter(
+            next((n for n, p in patterns.items() if p.match(line)), "integer") for line in lines
+        )
+    )
 
 
 def access_bits(lines: Sequence[str]) -> tuple[int, int]:

@@ -16,7 +16,13 @@ from bench._shapes import DELTA_MODELS, MODELS, NANO
 from bench.kernel_blocks import BLOCKS_PER_KV_BLOCK, by_kernel
 from bench.static.record import AotCase, Bytes, recorded
 from bench.static.state_bytes import step_bytes
-from hybrid_kv.kernels.block_tables import DeviceTables, StagedBlocks, StepBatch, TableLayout, update_block_tables
+from hybrid_kv.kernels.block_tables import (
+    DeviceTables,
+    StagedBlocks,
+    StepBatch,
+    TableLayout,
+    update_block_tables,
+)
 from hybrid_kv.kernels.causal_conv1d import causal_conv1d_prefill, causal_conv1d_update
 from hybrid_kv.kernels.common.spans import TILE, Spans
 from hybrid_kv.kernels.gated_delta import (
@@ -39,7 +45,11 @@ from hybrid_kv.kernels.recompute import (
 from hybrid_kv.kernels.ssd import chunk_scan_prefill, selective_state_update_slots
 
 DEVICE = torch.device("meta")
-_STATES = {"state", "conv_state", "chunk_states"}  # arguments of kernels that access recurrent states
+_STATES = {
+    "state",
+    "conv_state",
+    "chunk_states",
+}  # arguments of kernels that access recurrent states
 BF16, FP32 = torch.bfloat16, torch.float32
 NUM_REQS, NUM_TOKENS = 24, 2048
 NANO_SHAPE = MODELS[NANO]
@@ -50,7 +60,8 @@ class Launch:
     """One call of a wrapper.
 
     Attributes:
-        kernel, shape, dtype: as in `AotCase`; a wrapper that launches several kernels has their names behind its own.
+        kernel, shape, dtype: as in `AotCase`; a wrapper that launches several kernels has their
+            names behind its own.
     """
 
     kernel: str
@@ -102,7 +113,10 @@ def _chunk_scan(dtype: torch.dtype, chunk_size: int) -> None:
 def _delta_inputs(model: str, tokens: int, dtype: torch.dtype = BF16) -> tuple[torch.Tensor, ...]:
     """q, k, v, dt, dt_bias, A_log, beta of a layer with a delta rule."""
     shape = DELTA_MODELS[model]
-    keys, gates = (shape.key_heads, shape.key_dim), (shape.heads, *[shape.key_dim] * shape.per_channel)
+    keys, gates = (
+        (shape.key_heads, shape.key_dim),
+        (shape.heads, *[shape.key_dim] * shape.per_channel),
+    )
     q, k = (_meta(tokens, *keys, dtype=dtype) for _ in range(2))
     v = _meta(tokens, shape.heads, shape.value_dim, dtype=dtype)
     dt, beta = _meta(tokens, *gates, dtype=dtype), _meta(tokens, shape.heads, dtype=dtype)
@@ -116,7 +130,9 @@ def _delta_states(model: str, dtype: torch.dtype) -> torch.Tensor:
 
 def _delta_slots(model: str, dtype: torch.dtype, k: int) -> None:
     indices = _ids(NUM_REQS + 1), _ids(NUM_REQS), _ids(NUM_REQS, 1 + k)
-    gated_delta_update_slots(_delta_states(model, dtype), *_delta_inputs(model, NUM_REQS * (1 + k)), *indices)
+    gated_delta_update_slots(
+        _delta_states(model, dtype), *_delta_inputs(model, NUM_REQS * (1 + k)), *indices
+    )
 
 
 def _delta_prefill(model: str, dtype: torch.dtype, chunk_size: int) -> None:
@@ -129,12 +145,18 @@ def _delta_recompute(model: str, dtype: torch.dtype, k: int, update: bool) -> No
     x, B = (shape.heads, shape.value_dim), (shape.key_heads, shape.key_dim)
     dt = (shape.heads, *[shape.key_dim] * shape.per_channel)
     state = _meta(
-        NUM_REQS, *([2] if dtype == FP32 else []), *x, shape.key_dim, dtype=torch.int16 if dtype == FP32 else dtype
+        NUM_REQS,
+        *([2] if dtype == FP32 else []),
+        *x,
+        shape.key_dim,
+        dtype=torch.int16 if dtype == FP32 else dtype,
     )
     ring = RecomputeRing.allocate(NUM_REQS, default_ring_len(1 + k), x, B, BF16, DEVICE, dt)
     step = RecomputeStep(*(_ids(NUM_REQS) for _ in range(6)), max_query_len=1 + k)
     if update:
-        gated_delta_recompute(state, ring, step, *_delta_inputs(model, NUM_REQS * (1 + k)), _ids(NUM_REQS + 1))
+        gated_delta_recompute(
+            state, ring, step, *_delta_inputs(model, NUM_REQS * (1 + k)), _ids(NUM_REQS + 1)
+        )
     else:
         gated_delta_flush(state, ring, step)
 
@@ -142,7 +164,9 @@ def _delta_recompute(model: str, dtype: torch.dtype, k: int, update: bool) -> No
 def _recompute(model: str, dtype: torch.dtype, k: int, num_reqs: int, update: bool) -> None:
     heads, head_dim, size, groups = MODELS[model].state
     state = _heads(model, torch.int16, 2) if dtype == FP32 else _heads(model, dtype)
-    ring = RecomputeRing.allocate(NUM_REQS, default_ring_len(1 + k), (heads, head_dim), (groups, size), BF16, DEVICE)
+    ring = RecomputeRing.allocate(
+        NUM_REQS, default_ring_len(1 + k), (heads, head_dim), (groups, size), BF16, DEVICE
+    )
     step = RecomputeStep(*(_ids(num_reqs) for _ in range(6)), max_query_len=1 + k)
     inputs = _scan_inputs(model, num_reqs * (1 + k))
     if update:
@@ -171,7 +195,9 @@ def _conv_inputs(model: str, tokens: int, k: int) -> tuple[torch.Tensor, ...]:
 
 def _conv_update(model: str, k: int) -> None:
     inputs = _conv_inputs(model, NUM_REQS * (1 + k), k)
-    causal_conv1d_update(*inputs, _ids(NUM_REQS + 1), _ids(NUM_REQS), _ids(NUM_REQS), _ids(NUM_REQS, 1 + k))
+    causal_conv1d_update(
+        *inputs, _ids(NUM_REQS + 1), _ids(NUM_REQS), _ids(NUM_REQS), _ids(NUM_REQS, 1 + k)
+    )
 
 
 def _conv_update_bytes(k: int) -> Bytes:
@@ -186,7 +212,12 @@ def _conv_prefill() -> None:
 
 def _gated_norm(model: str) -> None:
     channels = MODELS[model].inner
-    gated_rms_norm(*(_meta(NUM_TOKENS, channels) for _ in range(2)), _meta(channels), MODELS[model].groups, 1e-5)
+    gated_rms_norm(
+        *(_meta(NUM_TOKENS, channels) for _ in range(2)),
+        _meta(channels),
+        MODELS[model].groups,
+        1e-5,
+    )
 
 
 def _pages(model: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -197,7 +228,9 @@ def _pages(model: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _attention(model: str, length: int) -> None:
     query = _meta(NUM_REQS * length, MODELS[model].query_heads, MODELS[model].head_size)
-    table, starts, lens = (_ids(*size, dtype=torch.int32) for size in ((NUM_REQS, 256), (NUM_REQS + 1,), (NUM_REQS,)))
+    table, starts, lens = (
+        _ids(*size, dtype=torch.int32) for size in ((NUM_REQS, 256), (NUM_REQS + 1,), (NUM_REQS,))
+    )
     paged_attention_varlen(query, *_pages(model), table, starts, lens, length, 1.0)
 
 
@@ -209,7 +242,9 @@ def _store() -> None:
 def _block_tables(layouts: list[TableLayout], cp_size: int) -> None:
     tables = DeviceTables(layouts, 256, 8192, DEVICE, cp_size)
     int32 = partial(_ids, dtype=torch.int32)
-    staged = StagedBlocks(int32(NUM_REQS), int32(NUM_REQS), int32(NUM_REQS, len(layouts)), _ids(NUM_REQS).bool())
+    staged = StagedBlocks(
+        int32(NUM_REQS), int32(NUM_REQS), int32(NUM_REQS, len(layouts)), _ids(NUM_REQS).bool()
+    )
     batch = StepBatch(_ids(NUM_REQS), int32(NUM_REQS + 1), _ids(NUM_TOKENS), NUM_REQS, NUM_TOKENS)
     update_block_tables(tables, staged, batch)
 
@@ -223,10 +258,13 @@ def _expand_bytes(bpk: int) -> Bytes:
     return lambda c: 4 * (c["BLOCK"] + c["BLOCK"] // bpk)
 
 
-# A model whose attention groups agree, and one where every size has to be loaded, under context parallelism.
+# A model whose attention groups agree, and one where every size has to be loaded, under context
+# parallelism.
 _AGREEING = [*[TableLayout(64, 2096, 1, 1, has_slots=False)] * 4, TableLayout(64, 2096, 131, 131)]
 _DIFFERING = [TableLayout(64, 64 * count, count, count) for count in (2, 4, 2, 4)]
-_STATE_UPDATES = [(NANO, FP32, k) for k in (0, 1, 3, 5)] + [(model, FP32, 3) for model in MODELS if model != NANO]
+_STATE_UPDATES = [(NANO, FP32, k) for k in (0, 1, 3, 5)] + [
+    (model, FP32, 3) for model in MODELS if model != NANO
+]
 _STATE_UPDATES += [(NANO, BF16, 3), (NANO, torch.float16, 3)]
 # One tile of tokens serves up to seven drafts, so K moves only the length of the ring.
 _RECOMPUTES = (
@@ -236,11 +274,19 @@ _RECOMPUTES = (
     (NANO, FP32, 3, 1, False),
     ("Nemotron-H-8B", FP32, 5, 256, True),
 )
-# 16 heads of Nano share one of K and V: 4 tokens fill the largest tile, and a prefill compiles the same.
-_QUERIES = ((NANO, 1, "K=0"), (NANO, 4, "K=3"), ("Granite-4-H-small", 4, "K=3"), ("Granite-4-H-small", 2048, "prefill"))
+# 16 heads of Nano share one of K and V: 4 tokens fill the largest tile, and a prefill compiles the
+# same.
+_QUERIES = (
+    (NANO, 1, "K=0"),
+    (NANO, 4, "K=3"),
+    ("Granite-4-H-small", 4, "K=3"),
+    ("Granite-4-H-small", 2048, "prefill"),
+)
 
 
-_DELTA_UPDATES = [(model, FP32, k) for model in DELTA_MODELS for k in (0, 3)] + [("Qwen3-Next", BF16, 3)]
+_DELTA_UPDATES = [(model, FP32, k) for model in DELTA_MODELS for k in (0, 3)] + [
+    ("Qwen3-Next", BF16, 3)
+]
 _DELTA_RECOMPUTES = [(model, FP32, update) for model in DELTA_MODELS for update in (True, False)]
 _DELTA_RECOMPUTES += [("Qwen3-Next", BF16, True)]
 
@@ -253,42 +299,80 @@ def launches() -> Iterator[Launch]:
     """All of them."""
     tables = "block_tables.update_block_tables"
     yield Launch(tables, f"{NANO}, 256 rows", partial(_block_tables, _AGREEING, 1), "int32")
-    yield Launch(tables, "two block sizes, 256 rows, cp 2", partial(_block_tables, _DIFFERING, 2), "int32")
+    yield Launch(
+        tables, "two block sizes, 256 rows, cp 2", partial(_block_tables, _DIFFERING, 2), "int32"
+    )
     # The inputs and the three before them, and the outputs.
     moved: Bytes = lambda c: (TILE + 3 + TILE) * c["BLOCK"] * 2  # noqa: E731
     yield Launch("conv_prefill.causal_conv1d_prefill", NANO, _conv_prefill, bytes_per_program=moved)
     for model, dtype, k in _STATE_UPDATES:
         if dtype == FP32:
             call, moved = partial(_conv_update, model, k), _conv_update_bytes(k)
-            yield Launch("conv_update.causal_conv1d_update", f"{model}, K={k}", call, bytes_per_program=moved)
+            yield Launch(
+                "conv_update.causal_conv1d_update", f"{model}, K={k}", call, bytes_per_program=moved
+            )
     for model, (dtype, size) in product(DELTA_MODELS, ((BF16, 128), (FP32, 64))):
         call = partial(_delta_prefill, model, dtype, size)
         yield Launch("delta_prefill.gated_delta_prefill", model, call, _name(dtype))
     for model, dtype, update in _DELTA_RECOMPUTES:
         kernel = f"delta_recompute.gated_delta_{'recompute' if update else 'flush'}"
-        yield Launch(kernel, f"{model}, K=3", partial(_delta_recompute, model, dtype, 3, update), _name(dtype))
+        yield Launch(
+            kernel,
+            f"{model}, K=3",
+            partial(_delta_recompute, model, dtype, 3, update),
+            _name(dtype),
+        )
     for model, dtype, k in _DELTA_UPDATES:
-        call, moved = partial(_delta_slots, model, dtype, k), _slots_bytes("BLOCK_V", "KEY", dtype, k)
-        yield Launch("delta_update.gated_delta_update_slots", f"{model}, K={k}", call, _name(dtype), moved)
+        call, moved = (
+            partial(_delta_slots, model, dtype, k),
+            _slots_bytes("BLOCK_V", "KEY", dtype, k),
+        )
+        yield Launch(
+            "delta_update.gated_delta_update_slots", f"{model}, K={k}", call, _name(dtype), moved
+        )
     for bpk in BLOCKS_PER_KV_BLOCK:
         call, moved = partial(_expand, bpk), _expand_bytes(bpk)
         yield Launch("kernel_blocks.expand", f"{bpk} per block", call, "int32", moved)
     for model in MODELS:
         call = partial(_gated_norm, model)
-        yield Launch("gated_norm.gated_rms_norm", model, call, bytes_per_program=lambda c: 3 * c["SIZE"] * 2)
+        yield Launch(
+            "gated_norm.gated_rms_norm", model, call, bytes_per_program=lambda c: 3 * c["SIZE"] * 2
+        )
     for model, length, kind in _QUERIES:
-        yield Launch("paged_attention.paged_attention_varlen", f"{model}, {kind}", partial(_attention, model, length))
-    yield Launch("paged_attention.store_kv", NANO, _store, bytes_per_program=lambda c: 4 * c["WIDTH"] * 2)
+        yield Launch(
+            "paged_attention.paged_attention_varlen",
+            f"{model}, {kind}",
+            partial(_attention, model, length),
+        )
+    yield Launch(
+        "paged_attention.store_kv", NANO, _store, bytes_per_program=lambda c: 4 * c["WIDTH"] * 2
+    )
     for model, dtype, k, num_reqs, update in _RECOMPUTES:
-        kernel, shape = f"recompute.recompute_{'update' if update else 'flush'}", f"{model}, K={k}, {num_reqs} rows"
+        kernel, shape = (
+            f"recompute.recompute_{'update' if update else 'flush'}",
+            f"{model}, K={k}, {num_reqs} rows",
+        )
         call = partial(_recompute, model, dtype, k, num_reqs, update)
-        yield Launch(kernel, shape, call, _name(dtype), _recompute_bytes(model, dtype, k) if update else None)
+        yield Launch(
+            kernel, shape, call, _name(dtype), _recompute_bytes(model, dtype, k) if update else None
+        )
     yield Launch("recompute.commit", "K=3, blocks of 528", _commit, "int64")
     for dtype, size in ((BF16, 128), (FP32, 64)):
-        yield Launch("ssd_prefill", f"{NANO}, chunks of {size}", partial(_chunk_scan, dtype, size), _name(dtype))
+        yield Launch(
+            "ssd_prefill",
+            f"{NANO}, chunks of {size}",
+            partial(_chunk_scan, dtype, size),
+            _name(dtype),
+        )
     for model, dtype, k in _STATE_UPDATES:
         call, moved = partial(_slots, model, dtype, k), _slots_bytes("BLOCK_P", "STATE", dtype, k)
-        yield Launch("state_update.selective_state_update_slots", f"{model}, K={k}", call, _name(dtype), moved)
+        yield Launch(
+            "state_update.selective_state_update_slots",
+            f"{model}, K={k}",
+            call,
+            _name(dtype),
+            moved,
+        )
 
 
 def aot_cases(lanes: int = 32) -> list[AotCase]:
@@ -304,7 +388,8 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
                     kernel=one.kernel if len(cases) == 1 else f"{one.kernel}.{case.kernel}",
                     shape=one.shape,
                     dtype=one.dtype,
-                    bytes_per_program=one.bytes_per_program and one.bytes_per_program(case.constexprs),
+                    bytes_per_program=one.bytes_per_program
+                    and one.bytes_per_program(case.constexprs),
                     state_access=not _STATES.isdisjoint(case.fn.arg_names),
                 )
             )

@@ -1,7 +1,7 @@
 """What a wrapper would launch: it is called with tensors that need no memory, and its launches are recorded instead.
 
-Argument types, folded integers and alignment are as Triton sees them, warps and tiles as the wrapper chooses them. So
-no argument of a kernel is written down a second time.
+Argument types, folded integers and alignment are as Triton sees them, warps and tiles as the
+wrapper chooses them. So no argument of a kernel is written down a second time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from unittest.mock import patch
 
 import torch
 
-Bytes = Callable[[Mapping[str, Any]], int]  # that one program must move, by the values of its constants
+Bytes = Callable[
+    [Mapping[str, Any]], int
+]  # that one program must move, by the values of its constants
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,10 @@ class AotCase:
         signature: argument to type ("*fp32", "i32"); the names in `constexprs` may be left out.
         constexprs: argument to value, integers that equal 1 among them.
         options: of the launch: num_warps, num_stages and, where it has a limit, maxnreg.
-        bytes_per_program: global bytes that one program must move, for instructions per byte; None if it depends on
-            data.
-        divisible: integer arguments that are multiples of 16 in such a launch. Pointers always are: torch aligns.
+        bytes_per_program: global bytes that one program must move, for instructions per byte; None
+            if it depends on data.
+        divisible: integer arguments that are multiples of 16 in such a launch. Pointers always are:
+            torch aligns.
         state_access: it reads or writes recurrent states, so 128-bit accesses are required.
     """
 
@@ -51,7 +54,8 @@ class AotCase:
 def recorded(lanes: int = 32) -> Iterator[list[AotCase]]:
     """What is launched inside on GPUs with warps of `lanes`; `shape` says which configuration of an autotuner it is.
 
-    Package, dtype and bytes are left open. Wrappers find themselves on a GPU of compute capability 9.0.
+    Package, dtype and bytes are left open. Wrappers find themselves on a GPU of compute capability
+    9.0.
     """
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import make_backend
@@ -61,7 +65,9 @@ def recorded(lanes: int = 32) -> Iterator[list[AotCase]]:
     backend = make_backend(GPUTarget("cuda", 90, 32))
     found: list[AotCase] = []
 
-    def record(self: Any, *args: Any, grid: Any, warmup: bool, note: str = "", **kwargs: Any) -> None:
+    def record(
+        self: Any, *args: Any, grid: Any, warmup: bool, note: str = "", **kwargs: Any
+    ) -> None:
         bind = create_function_from_signature(self.signature, self.params, backend)
         values, kinds, options = bind(*args, **kwargs)
         arguments = list(zip(values.items(), kinds, strict=True))
@@ -74,9 +80,13 @@ def recorded(lanes: int = 32) -> Iterator[list[AotCase]]:
                 dtype="",
                 fn=self,
                 signature={name: kind[0] for (name, _), kind in arguments},
-                constexprs={name: value for (name, value), kind in arguments if kind[0] == "constexpr"},
+                constexprs={
+                    name: value for (name, value), kind in arguments if kind[0] == "constexpr"
+                },
                 options={"num_warps": chosen.num_warps, "num_stages": chosen.num_stages, **limit},
-                divisible=tuple(name for (name, _), kind in arguments if kind[1] and "D" in str(kind[1])),
+                divisible=tuple(
+                    name for (name, _), kind in arguments if kind[1] and "D" in str(kind[1])
+                ),
             )
         )
 

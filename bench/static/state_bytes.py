@@ -6,7 +6,9 @@ import torch
 
 from bench._shapes import DeltaShape
 
-Shape = tuple[int, int, int, int] | DeltaShape  # heads, head_dim, state and groups of Mamba-2, or a delta rule
+Shape = (
+    tuple[int, int, int, int] | DeltaShape
+)  # heads, head_dim, state and groups of Mamba-2, or a delta rule
 
 
 def step_bytes(
@@ -26,8 +28,15 @@ def step_bytes(
         dtype: of the activations.
     """
     if isinstance(shape, DeltaShape):
-        values, keys, betas = shape.heads * shape.value_dim, shape.key_heads * shape.key_dim, shape.heads
-        elements, gates = values * shape.key_dim, shape.heads * (shape.key_dim if shape.per_channel else 1)
+        values, keys, betas = (
+            shape.heads * shape.value_dim,
+            shape.key_heads * shape.key_dim,
+            shape.heads,
+        )
+        elements, gates = (
+            values * shape.key_dim,
+            shape.heads * (shape.key_dim if shape.per_channel else 1),
+        )
     else:
         gates, head_dim, size, groups = shape
         values, keys, betas, elements = gates * head_dim, groups * size, 0, gates * head_dim * size

@@ -25,7 +25,16 @@ def print_table(verdicts: Sequence[Verdict]) -> None:
     # A terminal may wrap a line; rich would cut the metrics off.
     console = Console(highlight=False, markup=False, soft_wrap=True, width=240)
     table = Table(box=None, pad_edge=False)
-    for name in ("kernel", "shape", "dtype", "target", *_SHOWN.values(), "/byte", " ".join(_MIX), ""):
+    for name in (
+        "kernel",
+        "shape",
+        "dtype",
+        "target",
+        *_SHOWN.values(),
+        "/byte",
+        " ".join(_MIX),
+        "",
+    ):
         left = name in ("kernel", "shape", "dtype", "target", "code", "")
         table.add_column(name, justify="left" if left else "right", no_wrap=True)
     before: tuple[str, ...] = ()
@@ -35,7 +44,9 @@ def print_table(verdicts: Sequence[Verdict]) -> None:
         cells = [""] * (len(_SHOWN) + 2)
         if metrics is not None:
             per_byte, mix = metrics.instructions_per_byte, metrics.mix[metrics.isa]
-            cells = [str(getattr(metrics, name)) for name in _SHOWN] + ["" if per_byte is None else f"{per_byte:.2f}"]
+            cells = [str(getattr(metrics, name)) for name in _SHOWN] + [
+                "" if per_byte is None else f"{per_byte:.2f}"
+            ]
             cells.append(" ".join(f"{mix.get(name, 0):{len(name)}}" for name in _MIX))
         table.add_row(*(("", "", "") if case == before else case), one.target, *cells, verdict.word)
         before = case

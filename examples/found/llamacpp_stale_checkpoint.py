@@ -1,12 +1,13 @@
 """llama-server goes on from another prompt's state. python llamacpp_stale_checkpoint.py SERVER MODEL.gguf [OPTIONS]
 
-Any model with recurrent layers and a vocabulary of 100 tokens or more; options are the server's. One client sends one
-request at a time. For prompts P of several lengths, each with a server of its own:
+Any model with recurrent layers and a vocabulary of 100 tokens or more; options are the server's.
+One client sends one request at a time. For prompts P of several lengths, each with a server of its
+own:
 
   P + 4 tokens          the server keeps the state behind P
   P + [x] + 4 tokens    and the state behind P + [x]
-  P + [y] + 600 tokens  goes on behind P; the state behind P + [x] stays, though x is not there any more
-  P + [y] + 2 of these + 1   is continued from the state behind P + [x]
+  P + [y] + 600 tokens  goes on behind P; the state behind P + [x] stays, though x is not there any
+  more P + [y] + 2 of these + 1   is continued from the state behind P + [x]
 """
 
 import json
@@ -22,7 +23,14 @@ server, model, *options = sys.argv[1:]
 
 
 def complete(url, prompt, n, **more):
-    body = {"prompt": prompt, "n_predict": n, "temperature": 0, "return_tokens": True, "n_probs": 1, **more}
+    body = {
+        "prompt": prompt,
+        "n_predict": n,
+        "temperature": 0,
+        "return_tokens": True,
+        "n_probs": 1,
+        **more,
+    }
     request = urllib.request.Request(f"{url}/completion", json.dumps(body).encode())
     return json.loads(urllib.request.urlopen(request, timeout=300).read())
 
@@ -63,7 +71,10 @@ def is_wrong(length):
         f"P of {length}: {'WRONG' if wrong else 'right'}; {warm['timings']['cache_n']} tokens from the cache",
         flush=True,
     )
-    print(f"  with    {warm['tokens']}, {other:.4f}\n  without {cold['tokens']}, {first:.4f}", flush=True)
+    print(
+        f"  with    {warm['tokens']}, {other:.4f}\n  without {cold['tokens']}, {first:.4f}",
+        flush=True,
+    )
     return wrong
 
 

@@ -9,7 +9,10 @@ from mlx_lm.utils import load_model
 
 model, _ = load_model(Path(sys.argv[1]))
 prompts = [mx.random.randint(1, 101, (n,), key=mx.random.key(n)).tolist() for n in (3, 10, 18, 30)]
-alone = [list(zip(*generate_step(mx.array(prompt), model, max_tokens=6), strict=False)) for prompt in prompts]
+alone = [
+    list(zip(*generate_step(mx.array(prompt), model, max_tokens=6), strict=False))
+    for prompt in prompts
+]
 generator = BatchGenerator(model, max_tokens=6)
 uids = generator.insert(prompts)
 batch = {uid: [] for uid in uids}

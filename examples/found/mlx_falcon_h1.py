@@ -9,7 +9,9 @@ from mlx_lm.utils import load_model
 text = mx.array([list(range(5, 35))])
 rows = []
 for multiplier in (0.1, 1.0, 10.0):
-    model, config = load_model(Path(sys.argv[1]), model_config={"key_multiplier": multiplier, "rope_theta": 10000.0})
+    model, config = load_model(
+        Path(sys.argv[1]), model_config={"key_multiplier": multiplier, "rope_theta": 10000.0}
+    )
     rows.append(model(text)[0])
     print("key_multiplier", model.args.key_multiplier, "last logits", rows[-1][-1, :4].tolist())
 same = all(bool(mx.array_equal(rows[0], row)) for row in rows)

@@ -9,7 +9,11 @@ from mlx_lm.models.jamba import JambaSparseMoeBlock
 from mlx_lm.utils import load_model
 
 model, _ = load_model(Path(sys.argv[1]))
-block = next(layer.feed_forward for layer in model.layers if isinstance(layer.feed_forward, JambaSparseMoeBlock))
+block = next(
+    layer.feed_forward
+    for layer in model.layers
+    if isinstance(layer.feed_forward, JambaSparseMoeBlock)
+)
 x = mx.random.normal((1, 5, model.args.hidden_size), key=mx.random.key(0))
 weights = mx.softmax(block.router(x), axis=-1)
 chosen = mx.argsort(-weights, axis=-1)[..., : block.num_experts_per_tok]

@@ -16,7 +16,10 @@ ids = torch.randint(1, 101, (1, 30), generator=torch.Generator().manual_seed(0))
 
 def logprobs(cut):
     cache = DynamicCache(config=model.config)
-    rows = [model(ids[:, a:b], use_cache=True, **{name: cache}).logits[0] for a, b in itertools.pairwise(cut)]
+    rows = [
+        model(ids[:, a:b], use_cache=True, **{name: cache}).logits[0]
+        for a, b in itertools.pairwise(cut)
+    ]
     return torch.cat(rows).log_softmax(-1)
 
 

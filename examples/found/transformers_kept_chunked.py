@@ -38,10 +38,14 @@ for name, how in {
     done = generate(turn, past_key_values=cache, **how)
     results[name] = done.sequences[0, turn.shape[1] :].tolist()
     print(
-        name, results[name], f"cache held {held}, text is {done.sequences.shape[1]}, cache now {cache.get_seq_length()}"
+        name,
+        results[name],
+        f"cache held {held}, text is {done.sequences.shape[1]}, cache now {cache.get_seq_length()}",
     )
 margins = (
-    torch.log_softmax(model(torch.tensor([turn[0].tolist() + cold])).logits[0, turn.shape[1] - 1 : -1], -1)
+    torch.log_softmax(
+        model(torch.tensor([turn[0].tolist() + cold])).logits[0, turn.shape[1] - 1 : -1], -1
+    )
     .topk(2)
     .values
 )

@@ -19,7 +19,12 @@ def watched(input_ids=None, **given):
 
 model.backbone.forward = watched
 ids = torch.randint(2, 101, (1, 40), generator=torch.Generator().manual_seed(0))
-options = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+options = {
+    "max_new_tokens": 1,
+    "do_sample": False,
+    "return_dict_in_generate": True,
+    "output_logits": True,
+}
 first = model.generate(ids[:, :30], **options)
 second = model.generate(ids, cache_params=first["past_key_values"], **options)
 computed = lengths[-1]

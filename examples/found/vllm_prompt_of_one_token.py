@@ -7,10 +7,16 @@ hybrid-kv checkpoint qwen3_5_text made --size small && python vllm_prompt_of_one
 import os
 import sys
 
-os.environ |= dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
+os.environ |= dict(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+)
 import torch
 
-vision = torch.library.Library("torchvision", "DEF")  # missing in PyPI's torchvision beside a CPU build of torch
+vision = torch.library.Library(
+    "torchvision", "DEF"
+)  # missing in PyPI's torchvision beside a CPU build of torch
 for op in ("nms", "qnms"):
     vision.define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 import vllm

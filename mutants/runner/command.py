@@ -21,16 +21,23 @@ By = Literal["quick", "sanitizer", "full", "accuracy", "http", "weights", "tests
 
 def mutants(
     ids: Annotated[
-        list[str] | None, typer.Option("--id", help="Only this one: F16, none, a row's id; may be repeated.")
+        list[str] | None,
+        typer.Option("--id", help="Only this one: F16, none, a row's id; may be repeated."),
     ] = None,
     generated: Annotated[
-        int | None, typer.Option(min=1, help="Run this many mutants that operators make of the code instead.")
+        int | None,
+        typer.Option(min=1, help="Run this many mutants that operators make of the code instead."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the sample of generated ones.")] = 0,
     changed_since: Annotated[
-        str | None, typer.Option(metavar="REVISION", help="Generated ones of lines that changed since, one of each.")
+        str | None,
+        typer.Option(
+            metavar="REVISION", help="Generated ones of lines that changed since, one of each."
+        ),
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Also generated ones that survived before.")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Also generated ones that survived before.")
+    ] = False,
     by: Annotated[
         By | None,
         typer.Option(
@@ -42,11 +49,15 @@ def mutants(
     jobs: Annotated[int, typer.Option(min=1, help="Mutants at a time, a process each.")] = 1,
     limit: Annotated[int, typer.Option(min=1, help="Seconds of one core for one mutant.")] = 300,
     repro: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Reduce each case that caught one, and keep it here.")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Reduce each case that caught one, and keep it here."),
     ] = None,
-    folder: Annotated[Path | None, typer.Option(help="Of the known bugs; default: mutants/ of the checkout.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="Of the known bugs; default: mutants/ of the checkout.")
+    ] = None,
     prune_equivalent: Annotated[
-        bool, typer.Option("--prune-equivalent", help="Only drop proofs of mutants whose code has gone.")
+        bool,
+        typer.Option("--prune-equivalent", help="Only drop proofs of mutants whose code has gone."),
     ] = False,
     as_json: AsJson = False,
     out: OutFile = None,
@@ -66,19 +77,34 @@ def mutants(
     from mutants.runner.mutant import FOLDER, read_mutants
     from mutants.runner.sample import choose
 
-    require("yaml", "safetensors", "tokenizers", "transformers", "lm_eval", "scipy", "pytest", "hypothesis")
+    require(
+        "yaml",
+        "safetensors",
+        "tokenizers",
+        "transformers",
+        "lm_eval",
+        "scipy",
+        "pytest",
+        "hypothesis",
+    )
     if by == "http":
         require("fastapi", "uvicorn", "prometheus_client", "httpx2")
     if prune_equivalent:
         return _prune()
     for given, option in ((changed_since, f"--changed-since {changed_since}"), (again, "--again")):
         if given and generated is None:
-            raise ConfigError(f"{option} selects generated mutants: give --generated too, and how many at most")
+            raise ConfigError(
+                f"{option} selects generated mutants: give --generated too, and how many at most"
+            )
     if generated is not None and (ids or folder is not None):
-        raise ConfigError(f"--generated {generated} draws its own mutants; leave out --id and --folder")
+        raise ConfigError(
+            f"--generated {generated} draws its own mutants; leave out --id and --folder"
+        )
     is_generated = generated is not None or any(":" in name for name in ids or ())
     if by not in (None, "quick") and (by == "tests") != is_generated:
-        raise ConfigError(f"--by {by}: generated mutants are killed by quick or tests, known bugs by all but tests")
+        raise ConfigError(
+            f"--by {by}: generated mutants are killed by quick or tests, known bugs by all but tests"
+        )
     csv = rows_file("mutants.csv", results, record)
     check_outputs(out, junit_xml)
     rows: list[Row] = []
@@ -89,9 +115,12 @@ def mutants(
     else:
         chosen = read_mutants(folder or FOLDER, ids or ())
         for mutant in chosen:
-            mutant.changed()  # Code that has moved is reported before an hour's work, not in the middle of it.
+            # Code that has moved is reported before an hour's work, not in the middle of it.
+            mutant.changed()
     if not chosen and not rows:
-        lines = "the code" if changed_since is None else f"the lines that differ from {changed_since}"
+        lines = (
+            "the code" if changed_since is None else f"the lines that differ from {changed_since}"
+        )
         raise VoidError(f"nothing was judged, no mutant of {lines} is left to run")
     way = by or "quick"
     recorded = {mutant.id: "+".join(mutant.ways(way)) if is_generated else way for mutant in chosen}
@@ -100,10 +129,17 @@ def mutants(
         bar = progress_bar(found, total=len(chosen), unit="mutant", desc="mutants")
         for row in bar:
             rows.append(row)  # An hour's work is shown and kept as it comes.
-            keep([Verdict(one.id, "failed" if one.problem else "ok", one.problem, one.seconds) for one in rows])
+            keep(
+                [
+                    Verdict(one.id, "failed" if one.problem else "ok", one.problem, one.seconds)
+                    for one in rows
+                ]
+            )
             append_rows(csv, row.records(recorded[row.id]))
             case = f"; {row.reduced}" if row.reduced else ""
-            what = f"{row.section or 'nothing'} {row.rule}".strip() + (f", {row.problem}" if row.problem else "")
+            what = f"{row.section or 'nothing'} {row.rule}".strip() + (
+                f", {row.problem}" if row.problem else ""
+            )
             bar.write(f"{row.id}: {what} after {row.seconds:.1f} s{case}", file=sys.stderr)
     rows.sort(key=lambda row: row.id)
     document = {"by": by or "default", "mutants": [asdict(row) for row in rows]}
@@ -127,11 +163,23 @@ def _print_table(rows: Sequence[Row]) -> None:
 
     from mutants.runner.mutant import UNCHANGED
 
-    table = Table("id", "caught by", "rule", "requests", "seconds", "reduced case", "", box=None, pad_edge=False)
+    table = Table(
+        "id",
+        "caught by",
+        "rule",
+        "requests",
+        "seconds",
+        "reduced case",
+        "",
+        box=None,
+        pad_edge=False,
+    )
     for row in rows:
         requests = str(row.requests) if row.requests else ""
         case = str(row.reduced or "")
-        table.add_row(row.id, row.section, row.rule, requests, f"{row.seconds:.1f}", case, row.problem)
+        table.add_row(
+            row.id, row.section, row.rule, requests, f"{row.seconds:.1f}", case, row.problem
+        )
     Console(width=160, highlight=False, markup=False).print(table)
     bugs = [row for row in rows if row.id != UNCHANGED]
     print(f"{sum(row.caught for row in bugs)} of {len(bugs)} caught")

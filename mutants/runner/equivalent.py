@@ -4,8 +4,8 @@
       change: "BlockPool.free: counts = ids[0] => counts = ids[-1]"
       proof: The list has one element.
 
-`change` is what a mutation run prints: the function, and the lines without their indentation. It has no line number,
-which would move.
+`change` is what a mutation run prints: the function, and the lines without their indentation. It
+has no line number, which would move.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def read_equivalent(file: Path = FILE) -> set[tuple[str, str]]:
     """File and change of each.
 
     Raises:
-        ConfigError: the file is not a list of such entries, or one has no proof or changes code that has gone.
+        ConfigError: the file is not a list of such entries, or one has no proof or changes code
+            that has gone.
     """
     entries = _read(file, file.read_text(encoding="utf-8")) if file.exists() else []
     for entry in entries:
@@ -62,9 +63,14 @@ def _read(file: Path, text: str) -> list[dict[str, str]]:
     import yaml
 
     try:
-        return [{name: entry[name] for name in ("file", "change", "proof")} for entry in yaml.safe_load(text) or []]
+        return [
+            {name: entry[name] for name in ("file", "change", "proof")}
+            for entry in yaml.safe_load(text) or []
+        ]
     except (yaml.YAMLError, KeyError, TypeError) as error:
-        raise ConfigError(f"{file} is not a list of equivalent mutants: {type(error).__name__}: {error}") from None
+        raise ConfigError(
+            f"{file} is not a list of equivalent mutants: {type(error).__name__}: {error}"
+        ) from None
 
 
 def is_there(path: str, change: str) -> bool:

@@ -1,9 +1,10 @@
 """Mutants that cosmic-ray makes: each is one operator of it applied to one place of a file of the engine.
 
-A place is named by its file, its line, the operator, and which of that operator's mutations on that line it is. Text is
-no place: no string, no type, no error that is raised, nothing that is logged; nor is a check of the code's own, such as
-an assertion, nor a signal, which would reach processes of others; nor how wide a launch is. What Python compiles
-to the same code as before, or as another mutant, is none.
+A place is named by its file, its line, the operator, and which of that operator's mutations on that
+line it is. Text is no place: no string, no type, no error that is raised, nothing that is logged;
+nor is a check of the code's own, such as an assertion, nor a signal, which would reach processes of
+others; nor how wide a launch is. What Python compiles to the same code as before, or as another
+mutant, is none.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ GLOBS = (
     "cache/*.py", "spec_decode/*.py", "attention/*.py", "engine/scheduler.py", "engine/runner.py",
     "engine/step_inputs.py", "kernels/**/*.py",
 )  # fmt: skip
-# Each operation turns into its nearest neighbours: of all eleven others most fail at once, and say nothing.
-# RemoveDecorator is left out (a dataclass without its decorator is none), and so are the operators for variables, which
-# draw a number anew at each use.
+# Each operation turns into its nearest neighbours: of all eleven others most fail at once, and say
+# nothing. RemoveDecorator is left out (a dataclass without its decorator is none), and so are the
+# operators for variables, which draw a number anew at each use.
 OPERATORS = (
     *("NumberReplacer", "AddNot", "ZeroIterationForLoop", "ExceptionReplacer"),
     *("ReplaceTrueWithFalse", "ReplaceFalseWithTrue", "ReplaceAndWithOr", "ReplaceOrWithAnd"),
@@ -66,7 +67,8 @@ class Generated(Mutant):
         file: its path in the package.
         text: of the changed file.
         change: where, and what: `KVCacheManager.allocate: old line => new line`.
-        digest: of the changed function, or statement outside of functions; what changes elsewhere leaves it the same.
+        digest: of the changed function, or statement outside of functions; what changes elsewhere
+            leaves it the same.
     """
 
     file: str
@@ -88,7 +90,10 @@ class Generated(Mutant):
 
 @dataclass(frozen=True)
 class Place:
-    """Where an operator changes a file. `number`: among its mutations on that line; `occurrence`: in that file."""
+    """Where an operator changes a file.
+
+    `number`: among its mutations on that line; `occurrence`: in that file.
+    """
 
     file: str
     position: Position
@@ -123,7 +128,9 @@ class Source:
         nodes, found = [*ast_nodes(get_ast(self.text))], []
         for name, operator in _operators().items():
             on_line: Counter[int] = Counter()
-            positions = (position for node in nodes for position, _ in operator.mutation_positions(node))
+            positions = (
+                position for node in nodes for position, _ in operator.mutation_positions(node)
+            )
             for occurrence, position in enumerate(positions):
                 if not any(begin <= position < end for begin, end in self._left_out):
                     on_line[position[0]] += 1
@@ -154,7 +161,9 @@ class Source:
         names = function.split(".") if function != "module" else []
         body: ast.AST = self.tree
         for name in names:
-            parts = (node for node in ast.walk(body) if isinstance(node, ast.FunctionDef | ast.ClassDef))
+            parts = (
+                node for node in ast.walk(body) if isinstance(node, ast.FunctionDef | ast.ClassDef)
+            )
             body = next((node for node in parts if node.name == name), ast.Pass())
         text = self.text if body is self.tree else ast.get_source_segment(self.text, body) or ""
         return _joined(old.split("\n")) in _joined(text.split("\n"))
@@ -167,7 +176,9 @@ class Source:
 
         assert isinstance(node, ast.expr | ast.stmt | ast.arg | ast.keyword)
         assert node.end_lineno is not None and node.end_col_offset is not None
-        return position(node.lineno, node.col_offset), position(node.end_lineno, node.end_col_offset)
+        return position(node.lineno, node.col_offset), position(
+            node.end_lineno, node.end_col_offset
+        )
 
     def _around(self, at: Position) -> tuple[str, range]:
         """The function or class around a place, and the lines of the function, or of the statement outside of one."""
@@ -193,7 +204,8 @@ def _text_nodes(tree: ast.Module) -> Iterator[ast.AST]:
     """What people and type checkers alone read; decorators; the code's own checks, `strict` of zip among them; and
     what a launch of a kernel says of its warps.
 
-    A check that is weaker than it was breaks nothing by itself, and warps make no difference to what comes out.
+    A check that is weaker than it was breaks nothing by itself, and warps make no difference to
+    what comes out.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise | ast.JoinedStr | ast.Assert):
@@ -207,25 +219,37 @@ def _text_nodes(tree: ast.Module) -> Iterator[ast.AST]:
                 yield from [node] if node.name in LEFT_OUT else []
         elif isinstance(node, ast.Dict):
             named = zip(node.keys, node.values, strict=True)
-            yield from [value for key, value in named if isinstance(key, ast.Constant) and key.value in OPTIONS]
+            yield from [
+                value
+                for key, value in named
+                if isinstance(key, ast.Constant) and key.value in OPTIONS
+            ]
         else:
             is_typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
             is_option = isinstance(node, ast.keyword) and node.arg in ("strict", *OPTIONS)
-            is_log = isinstance(node, ast.Call) and re.match(r"(_?log|logger|warnings)\.", ast.unparse(node.func))
-            is_signal = isinstance(node, ast.Call) and ast.unparse(node.func) == "os.kill"  # to another process
+            is_log = isinstance(node, ast.Call) and re.match(
+                r"(_?log|logger|warnings)\.", ast.unparse(node.func)
+            )
+            is_signal = (
+                isinstance(node, ast.Call) and ast.unparse(node.func) == "os.kill"
+            )  # to another process
             yield from [node] if is_typing or is_option or is_log or is_signal else []
 
 
 def _code(code: CodeType) -> tuple[Any, ...]:
     """All that Python runs of it, without line numbers."""
-    constants = tuple(_code(one) if isinstance(one, CodeType) else (type(one), one) for one in code.co_consts)
+    constants = tuple(
+        _code(one) if isinstance(one, CodeType) else (type(one), one) for one in code.co_consts
+    )
     return code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars
 
 
 def _shown(new: list[str], old: list[str]) -> str:
     """The lines that differ, as `old => new`."""
     begin = next(i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b)
-    end = next(i for i, (a, b) in enumerate(zip(reversed(old), reversed(new), strict=False)) if a != b)
+    end = next(
+        i for i, (a, b) in enumerate(zip(reversed(old), reversed(new), strict=False)) if a != b
+    )
     return ARROW.join(_joined(lines[begin : len(lines) - end]) for lines in (old, new))
 
 

@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 EXACT, SANITIZER, ACCURACY = "exact model", "sanitizer", "accuracy"
 RUN = "run"  # the section of what took too long, or ended the process
 REQUESTS = 3100  # of the sanitizer's scenarios, as many as the quick guard has
-# Exact requests before all sections: 3 s of one core, in which all but one of a thousand bugs are seen that the exact
-# model sees at all. So its others, 25 s, come behind the sections, which take 37.
+# Exact requests before all sections: 3 s of one core, in which all but one of a thousand bugs are
+# seen that the exact model sees at all. So its others, 25 s, come behind the sections, which take
+# 37.
 FIRST = 300
-# CPU seconds after which a change loops. A scenario takes 2 at most, the very first with all that it imports; a section
-# has four times its own and these, of which the slowest needs 16.
+# CPU seconds after which a change loops. A scenario takes 2 at most, the very first with all that
+# it imports; a section has four times its own and these, of which the slowest needs 16.
 SCENARIO_LIMIT, SECTION_LIMIT = 20.0, 60.0
 
 
@@ -36,7 +37,10 @@ class LoopError(BaseException):
 
 @dataclass
 class Catch:
-    """What was found first: nothing if `section` is empty. `cell`: of a server, its model and setting."""
+    """What was found first: nothing if `section` is empty.
+
+    `cell`: of a server, its model and setting.
+    """
 
     section: str = ""
     rule: str = ""
@@ -150,7 +154,8 @@ def _sections(size: Size, case: Path) -> Steps:
 
 def steps_of(ways: Sequence[str], case: Path) -> Steps:
     """The parts of some ways by name, those first that find most in a second: some requests of the exact model, its
-    sections, the exact model's other requests. The sanitizer runs those last ones, if it is one of the ways."""
+    sections, the exact model's other requests. The sanitizer runs those last ones, if it is one of
+    the ways."""
     from hybrid_kv.check.guard.registry import load_checks
     from hybrid_kv.measure import guard_checks  # noqa: F401  (registers them)
 

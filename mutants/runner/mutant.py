@@ -10,7 +10,8 @@ A file of the folder `mutants/` is one bug. Its name is the bug's id. It is YAML
         old: the text to replace, which occurs exactly once
         new: what replaces it
 
-Further lines of `old` and `new` are indented as in the code, relative to the line in which `old` begins.
+Further lines of `old` and `new` are indented as in the code, relative to the line in which `old`
+begins.
 """
 
 from __future__ import annotations
@@ -115,9 +116,14 @@ class KnownBug(Mutant):
         found: Changed = {}
         for change in self.changes:
             path = PACKAGE / change.file
-            # Another spelling would name a file that is not the one that is imported, or one of the judges.
+            # Another spelling would name a file that is not the one that is imported, or one of the
+            # judges.
             is_spelled = os.path.normpath(change.file) == change.file
-            if not is_spelled or change.file.startswith((*JUDGES, "/", "../")) or not path.is_file():
+            if (
+                not is_spelled
+                or change.file.startswith((*JUDGES, "/", "../"))
+                or not path.is_file()
+            ):
                 raise ConfigError(
                     f"{self.id}: {change.file} is not a file of the engine; write it as in cache/manager.py"
                 )
@@ -151,8 +157,13 @@ def read_mutants(folder: Path = FOLDER, ids: Sequence[str] = ()) -> list[KnownBu
     if not files:
         raise ConfigError(f"{folder}: there are no mutants; run this in a checkout")
     if unknown := [name for name in ids if name not in files and name != UNCHANGED]:
-        raise ConfigError(f"--id {unknown[0]}: there is no such mutant; {folder} has {', '.join(files)}")
-    return [_read(files[name]) if name in files else KnownBug(name, (), "", {}, ()) for name in (ids or files)]
+        raise ConfigError(
+            f"--id {unknown[0]}: there is no such mutant; {folder} has {', '.join(files)}"
+        )
+    return [
+        _read(files[name]) if name in files else KnownBug(name, (), "", {}, ())
+        for name in (ids or files)
+    ]
 
 
 def _read(file: Path) -> KnownBug:
@@ -162,9 +173,13 @@ def _read(file: Path) -> KnownBug:
         parts: dict[str, Any] = yaml.safe_load(read_text(file))
         settings = dict(part.split("=") for part in parts.pop("settings").split())
         changes = tuple(Change(**change) for change in parts.pop("changes"))
-        mutant = KnownBug(file.stem, tuple(parts.pop("references")), parts.pop("mechanism"), settings, changes)
+        mutant = KnownBug(
+            file.stem, tuple(parts.pop("references")), parts.pop("mechanism"), settings, changes
+        )
     except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{file} is not a mutant: {type(error).__name__}: {error}") from None
     if not ID.fullmatch(mutant.id) or not changes or parts:
-        raise ConfigError(f"{file} is not a mutant: its id is invalid, it changes nothing, or {list(parts)} is unknown")
+        raise ConfigError(
+            f"{file} is not a mutant: its id is invalid, it changes nothing, or {list(parts)} is unknown"
+        )
     return mutant

@@ -43,9 +43,9 @@ class Reduced(Reproducer):
     passes: bool | None = None
 
     def __str__(self) -> str:
-        return (
-            f"{self.requests} req, {self.tokens} tok, {self.seconds:.0f} s, fails {round(self.fails * RUNS)} of {RUNS}"
-        )
+        fails = round(self.fails * RUNS)
+        size = f"{self.requests} req, {self.tokens} tok, {self.seconds:.0f} s"
+        return f"{size}, fails {fails} of {RUNS}"
 
     @property
     def is_right(self) -> bool:
@@ -60,8 +60,8 @@ class Row:
     Attributes:
         section, rule: what caught it first; empty if nothing did.
         requests: until then, where the section counts them.
-        seconds: until then, of one core, without the imports of other packages; of `http`, which waits for a server,
-            all that passed.
+        seconds: until then, of one core, without the imports of other packages; of `http`, which
+            waits for a server, all that passed.
         cell: see `guard.Catch`.
         reduced: the case that caught it, if it was to be reduced.
         digest, change: see `generated.Generated`; empty for a known bug. The results have no text.
@@ -80,7 +80,10 @@ class Row:
 
     @property
     def caught(self) -> bool:
-        """No known bug loops or ends a process, so that one which does was injected wrong. A generated one may."""
+        """No known bug loops or ends a process, so that one which does was injected wrong.
+
+        A generated one may.
+        """
         return bool(self.section) and (self.section != RUN or bool(self.digest))
 
     @property
@@ -93,11 +96,22 @@ class Row:
         return "" if self.reduced is None or self.reduced.is_right else "the reduced case is wrong"
 
     def records(self, by: str) -> list[Record]:
-        """As rows of the results file. Seconds have no unit of time: they are of an engine that is wrong."""
-        parts = {"by": by, "section": self.section, "rule": self.rule, "cell": self.cell, "digest": self.digest}
+        """As rows of the results file.
+
+        Seconds have no unit of time: they are of an engine that is wrong.
+        """
+        parts = {
+            "by": by,
+            "section": self.section,
+            "rule": self.rule,
+            "cell": self.cell,
+            "digest": self.digest,
+        }
         params = {name: value for name, value in parts.items() if value}
 
-        def record(metric: str, value: float, better: str, unit: str = "", n: int = self.requests) -> Record:
+        def record(
+            metric: str, value: float, better: str, unit: str = "", n: int = self.requests
+        ) -> Record:
             return Record("mutants", self.id, metric, value, unit, params, n=n, better=better)
 
         records = [record("caught", int(self.caught), "higher")]
@@ -136,7 +150,9 @@ class Forks:
         Raises:
             FailedError: it took longer than the limit, in seconds of one core, or died.
         """
-        (root / forks.TASK).write_text(json.dumps({"compiled": True, **task, "limit": limit}), encoding="utf-8")
+        (root / forks.TASK).write_text(
+            json.dumps({"compiled": True, **task, "limit": limit}), encoding="utf-8"
+        )
         assert self._process.stdin is not None and self._process.stdout is not None
         print(root, *function.split("."), sep="\t", file=self._process.stdin, flush=True)
         code = int(self._process.stdout.readline())
@@ -191,16 +207,28 @@ class MutationRun:
                         found = self._by_guard(root, texts, [*part], forked)
                 except FailedError as error:
                     found = {"section": RUN, "rule": error.args[0], "detail": error.args[1]}
-                requests, seconds = max(row.requests, found.get("requests", 0)), found.get("seconds", self.limit)
-                caught = found if found["section"] or not row.section else {}  # a loop that no test has seen stays one
-                row = replace(row, **{**caught, "requests": requests, "seconds": row.seconds + seconds})
+                requests, seconds = (
+                    max(row.requests, found.get("requests", 0)),
+                    found.get("seconds", self.limit),
+                )
+                caught = (
+                    found if found["section"] or not row.section else {}
+                )  # a loop that no test has seen stays one
+                row = replace(
+                    row, **{**caught, "requests": requests, "seconds": row.seconds + seconds}
+                )
                 if self.repro is not None and (root / forks.CASE).exists():
                     row = self._reduced(row, root, self.repro, forked)
         return row
 
-    def _by_guard(self, root: Path, texts: Changed, ways: Sequence[str], forked: Forks) -> dict[str, Any]:
+    def _by_guard(
+        self, root: Path, texts: Changed, ways: Sequence[str], forked: Forks
+    ) -> dict[str, Any]:
         # A changed loop is not compiled, which takes longer than to interpret it.
-        task = {"ways": ways, "compiled": not any("import compiled" in text for text in texts.values())}
+        task = {
+            "ways": ways,
+            "compiled": not any("import compiled" in text for text in texts.values()),
+        }
         function = "guard.run"
         if self.weights is not None:
             function, task = "weights.run", {**task, "folder": str(self.weights)}
@@ -228,12 +256,19 @@ class MutationRun:
 
     def _reduced(self, row: Row, root: Path, repro: Path, forked: Forks) -> Row:
         try:
-            made = forked.call(root, "guard.reduced", {"folder": str(repro.absolute() / row.id)}, self.limit)
-            rules = [forked.call(root, "guard.rule", {"file": made["file"]}, self.limit) for _ in range(RUNS)]
+            made = forked.call(
+                root, "guard.reduced", {"folder": str(repro.absolute() / row.id)}, self.limit
+            )
+            rules = [
+                forked.call(root, "guard.rule", {"file": made["file"]}, self.limit)
+                for _ in range(RUNS)
+            ]
         except FailedError as error:
             return replace(row, detail=f"{row.detail}; reducing it failed: {': '.join(error.args)}")
         passes = not broken_rule(Path(made["file"]))
-        return replace(row, reduced=Reduced(**made, fails=rules.count(made["rule"]) / RUNS, passes=passes))
+        return replace(
+            row, reduced=Reduced(**made, fails=rules.count(made["rule"]) / RUNS, passes=passes)
+        )
 
 
 def _probe(mutant: Mutant) -> Row:
@@ -294,7 +329,9 @@ def run_all(mutants: Sequence[Mutant], by: str, run: MutationRun, jobs: int) -> 
     with ExitStack() as stack:
         if by == WEIGHTS:
             run = stack.enter_context(_recorded(run))
-        pool, judge = stack.enter_context(_probing(jobs) if by == "http" else _forking(by, run, jobs))
+        pool, judge = stack.enter_context(
+            _probing(jobs) if by == "http" else _forking(by, run, jobs)
+        )
         for task in as_completed([pool.submit(judge, mutant) for mutant in mutants]):
             yield task.result()
 

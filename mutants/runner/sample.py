@@ -22,7 +22,13 @@ ID = re.compile(r"([\w/]+\.py):(\d+):(\w+):(\d+)")
 
 
 def choose(
-    by: str | None, amount: int | None, seed: int, since: str | None, ids: Sequence[str], csv: Path, again: bool = False
+    by: str | None,
+    amount: int | None,
+    seed: int,
+    since: str | None,
+    ids: Sequence[str],
+    csv: Path,
+    again: bool = False,
 ) -> tuple[list[Generated], list[Row]]:
     """The mutants to run, and the rows of those that were run before: the same function, killed in the same ways.
 
@@ -63,7 +69,9 @@ def read_known(csv: Path) -> dict[tuple[str, str], Row]:
     return found
 
 
-def draw(by: str | None, amount: int, seed: int, changed: Mapping[str, Set[int]] | None = None) -> list[Generated]:
+def draw(
+    by: str | None, amount: int, seed: int, changed: Mapping[str, Set[int]] | None = None
+) -> list[Generated]:
     """A sample of the mutants, stratified by file: at least one of each, and in proportion to how many it has.
 
     A larger sample of the same seed begins with the smaller one.
@@ -80,7 +88,9 @@ def draw(by: str | None, amount: int, seed: int, changed: Mapping[str, Set[int]]
         rng.shuffle(places)
         strata = [[place] for place in places]
         if changed is not None:
-            strata = [[place for place in places if place.line == line] for line in sorted(changed[file])]
+            strata = [
+                [place for place in places if place.line == line] for line in sorted(changed[file])
+            ]
             rng.shuffle(strata)
         strata = [each for each in strata if each]
         keys = ((k + rng.random()) / len(strata) if k else 0.0 for k in range(len(strata)))
@@ -106,7 +116,9 @@ def by_id(name: str) -> Generated:
     """
     match = ID.fullmatch(name)
     if match is None or match[1] not in files():
-        raise ConfigError(f"--id {name}: use one that a row has, such as cache/manager.py:120:NumberReplacer:1")
+        raise ConfigError(
+            f"--id {name}: use one that a row has, such as cache/manager.py:120:NumberReplacer:1"
+        )
     source = Source(match[1])
     for place in source.places():
         if place.id == name and (made := source.mutant(place)):
@@ -120,10 +132,22 @@ def changed_lines(since: str) -> dict[str, set[int]]:
     Raises:
         ConfigError: git knows no such revision, or this is no checkout.
     """
-    command = ["git", "diff", "--unified=0", "--no-color", "--no-ext-diff", "--relative", since, "--", "."]
+    command = [
+        "git",
+        "diff",
+        "--unified=0",
+        "--no-color",
+        "--no-ext-diff",
+        "--relative",
+        since,
+        "--",
+        ".",
+    ]
     done = subprocess.run(command, cwd=PACKAGE, capture_output=True, text=True)
     if since.startswith("-") or done.returncode:
-        raise ConfigError(f"--changed-since {since}: git knows no such revision here; give a commit, tag or branch")
+        raise ConfigError(
+            f"--changed-since {since}: git knows no such revision here; give a commit, tag or branch"
+        )
     found: dict[str, set[int]] = {}
     file = ""
     for line in done.stdout.splitlines():

@@ -1,7 +1,8 @@
 """What finds an injected bug through a server: probes of a changed copy of the engine behind `hybrid-kv serve`.
 
-They know nothing of the bug: every one is probed in the same settings. Most are of the embedded trained
-models, whose drafts are accepted now and then. Their states forget within a hundred tokens; random ones do not.
+They know nothing of the bug: every one is probed in the same settings. Most are of the embedded
+trained models, whose drafts are accepted now and then. Their states forget within a hundred tokens;
+random ones do not.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.threads import one_thread
 from mutants.runner.guard import Catch
 
-# A model and a setting each, those first in which most bugs act: drafts, a history of inputs instead of states, states
-# at boundaries inside a chunk, chunks of more than a block in a pool that evicts and loads, random weights, blocks of
-# unequal size (without a prefix cache that of a state is as long as a request may be), several boundaries in a chunk.
+# A model and a setting each, those first in which most bugs act: drafts, a history of inputs
+# instead of states, states at boundaries inside a chunk, chunks of more than a block in a pool that
+# evicts and loads, random weights, blocks of unequal size (without a prefix cache that of a state
+# is as long as a request may be), several boundaries in a chunk.
 CELLS: tuple[tuple[str, dict[str, str]], ...] = (
     ("qwen3_5_moe_text", {"prefix": "align", "spec": "mtp3"}),
     ("nemotron_h", {"prefix": "align", "spec": "mtp3", "scheme": "recompute"}),
@@ -90,7 +92,9 @@ def probe(root: Path) -> tuple[Catch, float]:
             requests += found.requests
             if found.section:
                 name = FOLDERS[model].name if model in FOLDERS else model
-                found.cell = " ".join([name, *(f"{name}={level}" for name, level in settings.items())])
+                found.cell = " ".join(
+                    [name, *(f"{name}={level}" for name, level in settings.items())]
+                )
                 break
     return replace(found, requests=requests), time.perf_counter() - begin
 

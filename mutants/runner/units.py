@@ -1,10 +1,11 @@
 """Which tests kill the mutants of a file, and running them: by a fresh process in the folder of a copy.
 
-Of units a table names the tests, since they are to kill every mutant. Tests of all other files follow from what imports
-what: first those by the file's own name, then those that import it or what stands above it in its folder.
+Of units a table names the tests, since they are to kill every mutant. Tests of all other files
+follow from what imports what: first those by the file's own name, then those that import it or what
+stands above it in its folder.
 
-Tests of Triton's kernels start Triton's interpreter themselves, in a process of its own. The tests are the checkout's,
-linked beside the copy, so that they import the copy.
+Tests of Triton's kernels start Triton's interpreter themselves, in a process of its own. The tests
+are the checkout's, linked beside the copy, so that they import the copy.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 BY_TESTS = "tests"  # the name of this way to kill a mutant
 ROOT = Path(__file__).parents[2]  # of the checkout
 PACKAGE, TESTS_FOLDER = ROOT / "hybrid_kv", ROOT / "tests"
-# Whose tests are tests of the engine; those of the judges say nothing of it that the guard does not say.
+# Whose tests are tests of the engine; those of the judges say nothing of it that the guard does not
+# say.
 ENGINE = ("attention", "cache", "engine", "kernels", "models", "spec_decode", "check/serve")
 MOST = 10  # derived tests of a file
 # By pattern of a file, the first that matches: its tests, with `{folder}` and `{name}` of its path.
@@ -74,8 +76,12 @@ OPTIONS = (
     "-x", "-q", "-p", "no:cacheprovider", "--assert=plain", "--hypothesis-profile=mutants",
     "-k", "not compiles and not imports",
 )  # fmt: skip
-LIMIT = 150.0  # CPU seconds after which the tests of one file loop; the slowest take 60, of most files 25
-FAILED, BROKEN = 1, 2  # pytest's exit codes: of a test, and of a file of tests that cannot be imported
+# CPU seconds after which the tests of one file loop; the slowest take 60, of most files 25
+LIMIT = 150.0
+FAILED, BROKEN = (
+    1,
+    2,
+)  # pytest's exit codes: of a test, and of a file of tests that cannot be imported
 
 
 def tests_of(file: str) -> list[str]:
@@ -85,7 +91,11 @@ def tests_of(file: str) -> list[str]:
     named = [test.format(folder=path.parent.name, name=path.stem) for test in next(rows, ())]
     if named and not is_seen_by_guard(file):
         return named
-    covered = [test for test in derived_tests(file) if not any(Path(test).is_relative_to(known) for known in named)]
+    covered = [
+        test
+        for test in derived_tests(file)
+        if not any(Path(test).is_relative_to(known) for known in named)
+    ]
     return named + covered[:MOST]
 
 
@@ -101,7 +111,12 @@ def derived_tests(file: str) -> list[str]:
         imported = _package_files(test)
         if is_judge or not (is_own or imported & above):
             continue
-        place = (not is_own, folder != path.parent, len(imported), test.relative_to(ROOT).as_posix())
+        place = (
+            not is_own,
+            folder != path.parent,
+            len(imported),
+            test.relative_to(ROOT).as_posix(),
+        )
         found.append(place)
     return [test for _, _, _, test in sorted(found)]
 
@@ -109,10 +124,14 @@ def derived_tests(file: str) -> list[str]:
 @cache
 def _users(file: str) -> frozenset[str]:
     """Files of the same folder that import this one, themselves or through each other."""
-    folder = [one.relative_to(PACKAGE).as_posix() for one in (PACKAGE / file).parent.glob("[!_]*.py")]
+    folder = [
+        one.relative_to(PACKAGE).as_posix() for one in (PACKAGE / file).parent.glob("[!_]*.py")
+    ]
     users, reached = set[str](), {file}
     while reached:
-        reached = {one for one in folder if one not in users and _package_files(PACKAGE / one) & reached}
+        reached = {
+            one for one in folder if one not in users and _package_files(PACKAGE / one) & reached
+        }
         users |= reached
     return frozenset(users)
 
@@ -148,10 +167,14 @@ def _defined_in(module: str, name: str) -> Path | None:
     """The file of the checkout that an imported name comes from, behind packages that hand it on; None: no such."""
     for dotted in (f"{module}.{name}", module):
         path = ROOT.joinpath(*dotted.split("."))
-        file = next((one for one in (path.with_suffix(".py"), path / "__init__.py") if one.is_file()), None)
+        file = next(
+            (one for one in (path.with_suffix(".py"), path / "__init__.py") if one.is_file()), None
+        )
         if file is None:
             continue
-        handed_on = [source for source, known in _imports(file) if known == name and source != module]
+        handed_on = [
+            source for source, known in _imports(file) if known == name and source != module
+        ]
         if file.name == "__init__.py" and handed_on:
             return _defined_in(handed_on[0], name)
         return file
@@ -160,7 +183,9 @@ def _defined_in(module: str, name: str) -> Path | None:
 
 def is_seen_by_guard(file: str) -> bool:
     """Whether the guard sees what an engine does with a file, sooner than its tests."""
-    return any(fnmatch(file, pattern) and (pattern != "*.py" or "/" not in file) for pattern in GUARD_FIRST)
+    return any(
+        fnmatch(file, pattern) and (pattern != "*.py" or "/" not in file) for pattern in GUARD_FIRST
+    )
 
 
 def is_unit(file: str) -> bool:

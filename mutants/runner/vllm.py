@@ -1,16 +1,17 @@
 """Known bugs as patches of vLLM's own source, `mutants/vllm/*.patch`, and what finds them.
 
-    python -m mutants.runner.vllm --python PYTHON [--weights random|designed] [--out FILE.csv] [NAME ...]
-    python -m mutants.runner.vllm --table
+    python -m mutants.runner.vllm --python PYTHON [--weights random|designed] [--out FILE.csv] [NAME
+    ...] python -m mutants.runner.vllm --table
 
-The exact model inside it, or the probes with random weights, or with those of a checkpoint whose every operation is
-exact (`designed`: without a tolerance); the sanitizer plays again what failed of the first.
+The exact model inside it, or the probes with random weights, or with those of a checkpoint whose
+every operation is exact (`designed`: without a tolerance); the sanitizer plays again what failed of
+the first.
 
-A patch begins with `# ID: what goes wrong` and `# settings: CELL; CELL`, the cells of the guard's matrix that should
-show it, the cheapest first; `plain` is the plainest one, and `model=linear` in a cell chooses another exact model.
-`# why not: …` may follow where it is not found. `--table` writes the tables of `mutants/vllm/README.md` from
-`mutants/vllm/found.csv`.
-`healthy.patch` mends what is known of this release and is part of each run; alone, it must be right in all their cells.
+A patch begins with `# ID: what goes wrong` and `# settings: CELL; CELL`, the cells of the guard's
+matrix that should show it, the cheapest first; `plain` is the plainest one, and `model=linear` in a
+cell chooses another exact model. `# why not: …` may follow where it is not found. `--table` writes
+the tables of `mutants/vllm/README.md` from `mutants/vllm/found.csv`. `healthy.patch` mends what is
+known of this release and is part of each run; alone, it must be right in all their cells.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class Found:
     Attributes:
         seconds: of probes in the settings so far, without imports and starts.
         answers: that came meanwhile.
-        wrong_read: what the sanitizer saw first; "not async" and "not on a GPU" where it cannot run.
+        wrong_read: what the sanitizer saw first; "not async" and "not on a GPU" where it cannot
+            run.
     """
 
     name: str
@@ -103,7 +105,9 @@ def overlay(package: Path, patches: Sequence[Path], folder: Path) -> None:
     names = {name for patch in patches for name in files_of(patch)}
     inject(folder, {name: (package / name).read_text(encoding="utf-8") for name in names}, package)
     for patch in patches:
-        subprocess.run(["git", "apply", str(patch)], cwd=folder, check=True, capture_output=True, text=True)
+        subprocess.run(
+            ["git", "apply", str(patch)], cwd=folder, check=True, capture_output=True, text=True
+        )
 
 
 class _Wrong(Exception):
@@ -123,16 +127,22 @@ def search(python: str, name: str, weights: str, models: Callable[[str], Guarded
         name_known(guarded.kind, guarded.version, outcome)
         found.seconds = round(found.seconds + outcome.seconds, 1)
         found.answers += outcome.num_answers
-        if weights in CHECKPOINTS and (outcome.probe, outcome.verdict) == ("start", "not supported"):
+        if weights in CHECKPOINTS and (outcome.probe, outcome.verdict) == (
+            "start",
+            "not supported",
+        ):
             found.detail = f"not run: {outcome.detail}"
         elif weights in CHECKPOINTS and outcome.verdict == "void":
-            return  # as it may be without the patch: a healthy engine is run with the exact model alone
+            # as it may be without the patch: a healthy engine is run with the exact model alone
+            return
         elif outcome.verdict not in FINE or outcome.probe == "start":
             found.probe, found.detail = outcome.probe, f"{outcome.verdict}: {outcome.detail}"
             raise _Wrong(outcome)
 
     with tempfile.TemporaryDirectory() as folder:
-        package = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+        package = subprocess.run(
+            [python, "-c", code], check=True, capture_output=True, text=True
+        ).stdout.strip()
         overlay(Path(package), patches, Path(folder))
         os.environ["PYTHONPATH"] = folder
         for setting in head(patches[-1])[2]:
@@ -143,7 +153,9 @@ def search(python: str, name: str, weights: str, models: Callable[[str], Guarded
             model, text = cell_of(setting)
             checkpoint, dtype = CHECKPOINTS.get(weights, (f"exact:{model}", {}))
             known = models(checkpoint)
-            guarded = Guarded(kind_of("vllm", python), known.folder, thorough=False)  # the probes of a default run
+            guarded = Guarded(
+                kind_of("vllm", python), known.folder, thorough=False
+            )  # the probes of a default run
             guarded.judges = known.judges
             for judge in guarded.judges.values():
                 judge.trusted = True  # the patch before may have seemed to be the oracle's error
@@ -151,7 +163,9 @@ def search(python: str, name: str, weights: str, models: Callable[[str], Guarded
             levels = {"runner": "cpu", **dict(part.split("=") for part in text.split())}
             cell = _possible(levels, guarded.kind)
             cell |= dtype
-            if cell in ran:  # other weights than the exact model's have one checkpoint, and fewer factors
+            if (
+                cell in ran
+            ):  # other weights than the exact model's have one checkpoint, and fewer factors
                 continue
             ran.append(cell)
             try:
@@ -166,7 +180,11 @@ def search(python: str, name: str, weights: str, models: Callable[[str], Guarded
 def _possible(cell: Mapping[str, str], kind: Kind) -> Settings:
     """The factors that an engine has, each with its next level if it lacks this one."""
     levels = kind.factors
-    return {name: level if level in levels[name] else levels[name][1] for name, level in cell.items() if name in levels}
+    return {
+        name: level if level in levels[name] else levels[name][1]
+        for name, level in cell.items()
+        if name in levels
+    }
 
 
 def _wrong_read(guarded: Guarded, outcome: Outcome) -> str:
@@ -182,10 +200,13 @@ def _wrong_read(guarded: Guarded, outcome: Outcome) -> str:
 
 def tables(rows: Sequence[Mapping[str, str]]) -> str:
     """What was found, fastest first, and what was not, from the last row of each patch and kind of weights."""
-    exact = {row["name"]: row for row in rows if row["weights"] == "exact" and row["name"] != HEALTHY}
+    exact = {
+        row["name"]: row for row in rows if row["weights"] == "exact" and row["name"] != HEALTHY
+    }
     random, designed = (_by_checkpoint(rows, weights) for weights in CHECKPOINTS)
     found = sorted(
-        (row for row in exact.values() if row["probe"]), key=lambda row: (float(row["seconds"]), row["name"])
+        (row for row in exact.values() if row["probe"]),
+        key=lambda row: (float(row["seconds"]), row["name"]),
     )
     seconds = [float(row["seconds"]) for row in found]
     lines = [
@@ -233,7 +254,9 @@ def _rewrite() -> None:
     page = FOLDER / "README.md"
     text = page.read_text(encoding="utf-8")
     with (FOLDER / "found.csv").open(newline="", encoding="utf-8") as file:
-        page.write_text(text[: text.index("**")] + tables([*csv.DictReader(file)]), encoding="utf-8")
+        page.write_text(
+            text[: text.index("**")] + tables([*csv.DictReader(file)]), encoding="utf-8"
+        )
 
 
 def main() -> None:
@@ -241,9 +264,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--table", action="store_true", help="only rewrite the README's tables")
     parser.add_argument("--python", help="of an environment with vLLM")
-    parser.add_argument("--weights", choices=("exact", *CHECKPOINTS), default="exact", help="default: the exact model")
+    parser.add_argument(
+        "--weights",
+        choices=("exact", *CHECKPOINTS),
+        default="exact",
+        help="default: the exact model",
+    )
     parser.add_argument("--out", type=Path, help="a CSV file to append rows to")
-    parser.add_argument("names", nargs="*", help="default: all, behind a healthy engine in all of their cells")
+    parser.add_argument(
+        "names", nargs="*", help="default: all, behind a healthy engine in all of their cells"
+    )
     chosen = parser.parse_args()
     if chosen.table:
         return _rewrite()
@@ -257,10 +287,17 @@ def main() -> None:
             folder = stack.enter_context(model_folder(name))
             return Guarded(kind_of("vllm", chosen.python), folder, thorough=False)
 
-        file = stack.enter_context(chosen.out.open("a", newline="", buffering=1)) if chosen.out else sys.stdout
+        file = (
+            stack.enter_context(chosen.out.open("a", newline="", buffering=1))
+            if chosen.out
+            else sys.stdout
+        )
         if not chosen.out or not file.tell():
             csv.writer(file).writerow(one.name for one in fields(Found))
-        for name in chosen.names or [HEALTHY, *sorted({one.stem for one in FOLDER.glob("*.patch")} - {HEALTHY})]:
+        for name in chosen.names or [
+            HEALTHY,
+            *sorted({one.stem for one in FOLDER.glob("*.patch")} - {HEALTHY}),
+        ]:
             found = search(chosen.python, name, weights, models)
             csv.writer(file).writerow(asdict(found).values())
             file.flush()

@@ -47,7 +47,9 @@ def ints(*values):
 
 def due(subject, computed, lengths, accepted):
     current_blocks = StateCursor(0, subject).current_blocks(computed, lengths)
-    copies = BoundaryCopies(*map(torch.from_numpy, boundary_copies(subject, computed, lengths, current_blocks)))
+    copies = BoundaryCopies(
+        *map(torch.from_numpy, boundary_copies(subject, computed, lengths, current_blocks))
+    )
     return due_copies(copies, torch.from_numpy(accepted - 1))
 
 
@@ -62,7 +64,9 @@ def build(subject, builder, computed, lens, num_decodes, prev, accepted, padding
     batch = common(computed, lens, num_decodes, padding)
     table = table_of(len(lens), width, padding)
     prev, accepted = ints(*prev, *[0] * padding), ints(*accepted, *[1] * padding)
-    current_blocks = StateCursor(0, subject).current_blocks(batch.num_computed_tokens, batch.query_lens)
+    current_blocks = StateCursor(0, subject).current_blocks(
+        batch.num_computed_tokens, batch.query_lens
+    )
     return now(CPU, builder.build(batch, table, current_blocks, prev, accepted - 1))
 
 
@@ -73,7 +77,9 @@ def steps(draw):
     subject = spec(mode, k, draw(st.integers(1 + k, 7)))
     decodes = draw(
         st.lists(
-            st.integers(1, MAX_MODEL_LEN - 1 - k).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, 1 + k))),
+            st.integers(1, MAX_MODEL_LEN - 1 - k).flatmap(
+                lambda n: st.tuples(st.just(n), st.integers(1, 1 + k))
+            ),
             max_size=3,
         )
     )
@@ -102,7 +108,14 @@ def test_every_row_reads_and_writes_its_own_logical_blocks(step, launches):
     for buffer in (builder.blocks, builder.window_rows):
         buffer.fill_(-7)  # what a longer step left there
     metadata = build(
-        subject, builder, [n for n, _ in batch], [q for _, q in batch], len(decodes), prev, accepted, padding
+        subject,
+        builder,
+        [n for n, _ in batch],
+        [q for _, q in batch],
+        len(decodes),
+        prev,
+        accepted,
+        padding,
     )
     assert (metadata.spans is not None) == (launches and bool(prefills))
     k, none = subject.num_speculative_blocks, subject.mamba_cache_mode == "none"
@@ -113,11 +126,15 @@ def test_every_row_reads_and_writes_its_own_logical_blocks(step, launches):
         written = q if i < len(decodes) else 1
         windows.append(block + prev[i])
         sources.append(block + prev[i] + accepted[i] - 1)
-        states.append([block + current_block + j if j < written else NULL_BLOCK for j in range(1 + k)])
+        states.append(
+            [block + current_block + j if j < written else NULL_BLOCK for j in range(1 + k)]
+        )
         if i >= len(decodes) and subject.mamba_cache_mode == "all":
             for end in range(n + 1, n + q):
                 if end % subject.block_size == 0:
-                    boundaries.append((i - len(decodes), end - n, block + end // subject.block_size - 1))
+                    boundaries.append(
+                        (i - len(decodes), end - n, block + end // subject.block_size - 1)
+                    )
     assert metadata.window_indices.tolist() == windows + [NULL_BLOCK] * padding
     assert metadata.source_indices.tolist() == sources + [NULL_BLOCK] * padding
     assert metadata.state_indices.tolist() == states + [[NULL_BLOCK] * (1 + k)] * padding
@@ -125,10 +142,16 @@ def test_every_row_reads_and_writes_its_own_logical_blocks(step, launches):
     assert metadata.num_decodes == len(decodes) + padding
     assert metadata.num_decode_tokens == sum(q for _, q in decodes) + padding
     if decodes or padding:
-        assert metadata.decode_rows.lengths.tolist() == (lengths := [q for _, q in decodes] + [1] * padding)
+        assert metadata.decode_rows.lengths.tolist() == (
+            lengths := [q for _, q in decodes] + [1] * padding
+        )
         assert metadata.cu_seqlens.tolist() == np.cumsum([0, *lengths]).tolist()
-        # Kernels read the first logical block alone, and take the number of logical blocks for that of tokens.
-        assert metadata.window_targets[:, 0].tolist() == metadata.state_indices[: len(lengths), 0].tolist()
+        # Kernels read the first logical block alone, and take the number of logical blocks for that
+        # of tokens.
+        assert (
+            metadata.window_targets[:, 0].tolist()
+            == metadata.state_indices[: len(lengths), 0].tolist()
+        )
         assert metadata.window_targets.shape == (len(lengths), 1 + subject.num_speculative_tokens)
     else:
         assert metadata.decode_rows is None
@@ -137,16 +160,23 @@ def test_every_row_reads_and_writes_its_own_logical_blocks(step, launches):
         assert metadata.has_initial_state.tolist() == [n > 0 for n, _ in prefills]
         ends = [(row, q, states[len(decodes) + row][0]) for row, (_, q) in enumerate(prefills)]
         left, starts = sorted(boundaries + ends), np.cumsum([0, *(q for _, q in prefills)]).tolist()
-        assert sorted(zip(*(part.tolist() for part in metadata.prefill_states), strict=True)) == left
+        assert (
+            sorted(zip(*(part.tolist() for part in metadata.prefill_states), strict=True)) == left
+        )
         if launches:
-            assert metadata.spans.cu_spans.tolist() == [0, *(starts[row] + offset for row, offset, _ in left)]
+            assert metadata.spans.cu_spans.tolist() == [
+                0,
+                *(starts[row] + offset for row, offset, _ in left),
+            ]
             assert metadata.spans.span_blocks.tolist() == [block for _, _, block in left]
             assert metadata.spans.cu_seqlens.tolist() == starts
             assert metadata.spans.chunk_size == CHUNK_BYTES // torch.int64.itemsize
     else:
         assert metadata.prefill_rows is metadata.has_initial_state is None
     if boundaries:
-        assert list(zip(*(part.tolist() for part in metadata.boundaries), strict=True)) == boundaries
+        assert (
+            list(zip(*(part.tolist() for part in metadata.boundaries), strict=True)) == boundaries
+        )
     else:
         assert metadata.boundaries is None
 
@@ -160,15 +190,25 @@ def test_a_recomputed_row_reads_its_checkpoint_whatever_was_accepted():
 
 
 @given(
-    st.integers(1, 4), st.integers(0, 3), st.integers(1, 8), st.lists(st.tuples(*[st.integers(0, 7)] * 2), min_size=1)
+    st.integers(1, 4),
+    st.integers(0, 3),
+    st.integers(1, 8),
+    st.lists(st.tuples(*[st.integers(0, 7)] * 2), min_size=1),
 )
 def test_windows_are_where_accepted_drafts_left_them(size, more, num_blocks, places):
     conv_state = torch.arange(num_blocks * (size + more) * 2.0).view(num_blocks, size + more, 2)
-    blocks, firsts = ([place[i] % most for place in places] for i, most in enumerate((num_blocks, more + 1)))
-    held = SimpleNamespace(window_indices=torch.tensor(blocks), window_rows=torch.tensor(firsts), plans={})
-    # The second time from what the first one has noted, which is of no use to a state with other channels.
+    blocks, firsts = (
+        [place[i] % most for place in places] for i, most in enumerate((num_blocks, more + 1))
+    )
+    held = SimpleNamespace(
+        window_indices=torch.tensor(blocks), window_rows=torch.tensor(firsts), plans={}
+    )
+    # The second time from what the first one has noted, which is of no use to a state with other
+    # channels.
     for state in (conv_state, conv_state, conv_state.flatten(1)[:, : size + more, None]):
-        expected = [state[block, first : first + size] for block, first in zip(blocks, firsts, strict=True)]
+        expected = [
+            state[block, first : first + size] for block, first in zip(blocks, firsts, strict=True)
+        ]
         assert torch.equal(MambaMetadata.windows(held, state, size), torch.stack(expected))
 
 
@@ -177,11 +217,17 @@ def test_metadata_is_built_again_when_something_changes_and_only_then():
     builder = MambaMetadataBuilder(subject, 4, CPU, False)
     table = table_of(2, subject.block_table_width(MAX_MODEL_LEN))
 
-    def built(computed=(8, 9), lens=(1, 1), prev=(1, 2), accepted=(1, 1), num_gathers=1, num_decodes=2):
+    def built(
+        computed=(8, 9), lens=(1, 1), prev=(1, 2), accepted=(1, 1), num_gathers=1, num_decodes=2
+    ):
         batch = common(list(computed), list(lens), num_decodes)
-        current_blocks = StateCursor(0, subject).current_blocks(batch.num_computed_tokens, batch.query_lens)
+        current_blocks = StateCursor(0, subject).current_blocks(
+            batch.num_computed_tokens, batch.query_lens
+        )
         before = ints(*prev), ints(*accepted) - 1
-        return now(CPU, builder.build(batch, table, current_blocks, *before, num_gathers=num_gathers))
+        return now(
+            CPU, builder.build(batch, table, current_blocks, *before, num_gathers=num_gathers)
+        )
 
     first = built()
     assert built() is first
@@ -202,7 +248,10 @@ def test_metadata_is_built_again_when_something_changes_and_only_then():
         # The buffers are shared: what was built before is no more.
         assert other is not first and built() is not first, change
         first = built()
-        assert first.source_indices.tolist() == [1001, 2002] and first.state_indices.tolist() == [[1002, 0], [2002, 0]]
+        assert first.source_indices.tolist() == [1001, 2002] and first.state_indices.tolist() == [
+            [1002, 0],
+            [2002, 0],
+        ]
     table[0, 2] = 77
     assert built(num_gathers=2).state_indices.tolist() == [[77, 0], [2002, 0]]
 
@@ -215,13 +264,17 @@ def test_exactly_the_accepted_boundary_states_are_copied_home(mode, data):
     """
     k = data.draw(st.integers(0, 4))
     block_size = data.draw(st.integers(1 + k, 7))
-    rows = data.draw(st.lists(st.tuples(st.integers(1, 40), st.integers(0, k), st.integers(0, k)), max_size=5))
+    rows = data.draw(
+        st.lists(st.tuples(st.integers(1, 40), st.integers(0, k), st.integers(0, k)), max_size=5)
+    )
     computed = ints(*(n for n, _, _ in rows))
     lengths = ints(*(1 + drafts for _, drafts, _ in rows))
     accepted = ints(*(1 + min(drafts, good) for _, drafts, good in rows))
     copies = due(spec(mode, k, block_size), computed, lengths, accepted)
     expected = []
-    for i, (n, q, a) in enumerate(zip(computed.tolist(), lengths.tolist(), accepted.tolist(), strict=True)):
+    for i, (n, q, a) in enumerate(
+        zip(computed.tolist(), lengths.tolist(), accepted.tolist(), strict=True)
+    ):
         current_block = (n + q - 1) // block_size
         for j in range(a):
             home = (n + j + 1) // block_size - 1
@@ -239,13 +292,19 @@ def test_home_gets_the_shifted_window_and_the_state_and_nothing_else_changes(mod
     k, kernel = data.draw(st.integers(1, 3)), data.draw(st.integers(2, 4))
     subject = spec(mode, k, data.draw(st.integers(1 + k, 5)), kernel)
     rows = data.draw(
-        st.lists(st.tuples(st.integers(1, 12), st.integers(0, k), st.integers(0, k)), min_size=1, max_size=3)
+        st.lists(
+            st.tuples(st.integers(1, 12), st.integers(0, k), st.integers(0, k)),
+            min_size=1,
+            max_size=3,
+        )
     )
     computed = ints(*(n for n, _, _ in rows))
     lengths = ints(*(1 + drafts for _, drafts, _ in rows))
     accepted = ints(*(1 + min(drafts, good) for _, drafts, good in rows))
     width = subject.block_table_width(17)
-    order = np.random.default_rng(data.draw(st.integers(0, 99))).permutation(np.arange(1, 1 + len(rows) * width))
+    order = np.random.default_rng(data.draw(st.integers(0, 99))).permutation(
+        np.arange(1, 1 + len(rows) * width)
+    )
     table = torch.from_numpy(order).view(len(rows), width).int()
     num_blocks = 1 + table.numel()
     layers = [
@@ -256,13 +315,17 @@ def test_home_gets_the_shifted_window_and_the_state_and_nothing_else_changes(mod
         for layer in (1, 2)
     ]
     expected = [(window.clone(), state.clone()) for window, state in layers]
-    for i, (n, q, a) in enumerate(zip(computed.tolist(), lengths.tolist(), accepted.tolist(), strict=True)):
+    for i, (n, q, a) in enumerate(
+        zip(computed.tolist(), lengths.tolist(), accepted.tolist(), strict=True)
+    ):
         current_block = (n + q - 1) // subject.block_size
         for j in range(a):
             home = (n + j + 1) // subject.block_size - 1
             if (n + j + 1) % subject.block_size == 0 and current_block + j != home:
                 for (window, state), (old_window, old_state) in zip(expected, layers, strict=True):
-                    window[table[i, home], : kernel - 1] = old_window[table[i, current_block], j : j + kernel - 1]
+                    window[table[i, home], : kernel - 1] = old_window[
+                        table[i, current_block], j : j + kernel - 1
+                    ]
                     state[table[i, home]] = old_state[table[i, current_block + j]]
     postprocess_mamba(due(subject, computed, lengths, accepted), table, layers, subject, True)
     for (window, state), (right_window, right_state) in zip(layers, expected, strict=True):

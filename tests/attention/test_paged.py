@@ -1,7 +1,7 @@
 """What each part of a step reads, its own tokens, positions and blocks; and that every way to compute it is right.
 
-FlashAttention and FlashInfer are stand-ins here: they check what their packages require of the arguments.
-Tolerance: 1e-5 of the largest output, see tests/kernels/paged_attention/test_launch.py.
+FlashAttention and FlashInfer are stand-ins here: they check what their packages require of the
+arguments. Tolerance: 1e-5 of the largest output, see tests/kernels/paged_attention/test_launch.py.
 """
 
 import importlib.util
@@ -73,11 +73,15 @@ def test_each_part_has_its_rows(decodes, prefills, kernel_block_size):
         used = -(-max(totals) // kernel_block_size)
         assert torch.equal(part.block_table, table[row : row + len(lengths), :used])
         for i, n in enumerate(lengths):
-            assert part.positions[i, :n].tolist() == list(range(computed[row + i], computed[row + i] + n))
+            assert part.positions[i, :n].tolist() == list(
+                range(computed[row + i], computed[row + i] + n)
+            )
         assert part.num_tokens == sum(lengths)
         row, token = row + len(lengths), token + part.num_tokens
     assert (row, token) == (len(lens), sum(lens))
-    assert [part.rows.num_rows for part in metadata.parts] == [n for n in (len(decodes), len(prefills)) if n]
+    assert [part.rows.num_rows for part in metadata.parts] == [
+        n for n in (len(decodes), len(prefills)) if n
+    ]
 
 
 def test_padding_rows_are_decodes_at_position_zero():
@@ -107,16 +111,29 @@ def attend(
     """What a compute makes of the rows that run anything, given what a kernel takes; NaN for tokens of no row."""
     running = query_start_loc.diff().nonzero()[:, 0]
     lengths, totals = query_start_loc.diff()[running].long(), seq_lens[running].tolist()
-    positions = torch.cat([torch.arange(end - n, end) for n, end in zip(lengths.tolist(), totals, strict=True)])
+    positions = torch.cat(
+        [torch.arange(end - n, end) for n, end in zip(lengths.tolist(), totals, strict=True)]
+    )
     rows = Ragged(lengths, torch.device("cpu"))
-    seen = [min(end, n + window - 1) if window else end for n, end in zip(lengths.tolist(), totals, strict=True)]
+    seen = [
+        min(end, n + window - 1) if window else end
+        for n, end in zip(lengths.tolist(), totals, strict=True)
+    ]
     part = AttentionPart(
-        0, len(positions), rows, rows.padded(positions), block_table[running], max(seen), window=window or None
+        0,
+        len(positions),
+        rows,
+        rows.padded(positions),
+        block_table[running],
+        max(seen),
+        window=window or None,
     )
     hidden = {"grid": grid} if grid else {}
     out = torch.full_like(query, torch.nan, memory_format=torch.contiguous_format)
     for _ in range(2):  # the second layer finds what the first has planned
-        found = compute.attend(query[: len(positions)], (key_cache, value_cache), part, scale, **hidden)
+        found = compute.attend(
+            query[: len(positions)], (key_cache, value_cache), part, scale, **hidden
+        )
         out[: len(positions)] = found
     return out
 
@@ -138,11 +155,15 @@ STEPS = {
     "prefills": ONE.but(rows=((9, 0, False), (1, 6, False), (4, 3, False)), block_size=16),
     "windows": ONE.but(rows=((1, 12, False), (1, 3, False), (1, 7, False)), window=4, stale=1),
     "a window alone": ONE.but(window=3, block_size=2),
-    "drafts in a window": ONE.but(rows=((3, 9, False), (1, 4, False), (2, 2, False)), window=5, block_size=2),
+    "drafts in a window": ONE.but(
+        rows=((3, 9, False), (1, 4, False), (2, 2, False)), window=5, block_size=2
+    ),
     "multi-head": ONE.but(rows=((1, 2, False), (1, 2, False)), kv_heads=3, per_kv=1),
 }
 steps = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
-ROW = st.tuples(st.integers(1, FOLDED_QUERIES + 4), st.integers(0, 20), st.sampled_from([False, False, True]))
+ROW = st.tuples(
+    st.integers(1, FOLDED_QUERIES + 4), st.integers(0, 20), st.sampled_from([False, False, True])
+)
 DECODES = st.lists(st.tuples(st.just(1), st.integers(0, 20), st.booleans()), min_size=1, max_size=3)
 CASES = shapes(
     MIXED, rows=(st.lists(ROW, min_size=1, max_size=3) | DECODES).map(tuple), kv_heads=[1, 2, 3], per_kv=[1, 2, 3, 5],
@@ -157,7 +178,9 @@ def problem(step):
     made = []
 
     class Kept:
-        attend = staticmethod(lambda query, caches, part, scale: made.append((part, query, caches)) or query)
+        attend = staticmethod(
+            lambda query, caches, part, scale: made.append((part, query, caches)) or query
+        )
 
     Attention(step).run(partial(attend, Kept))
     return made[0]
@@ -169,15 +192,20 @@ def check_window(step):
 
 def check_triton(step):
     check(Attention(step), partial(attend, paged.TRITON))
-    file = ConfigFile({"hidden_size": 8, "num_attention_heads": step.kv_heads * step.per_kv}, "config.json")
+    file = ConfigFile(
+        {"hidden_size": 8, "num_attention_heads": step.kv_heads * step.per_kv}, "config.json"
+    )
     spec = FullAttentionSpec(4, step.kv_heads, step.head_size, torch.float32)
     layer = GridAttention(file, "head", spec)
     layer.grid = 4
     part, query, caches = problem(step)
     outputs = [
-        layer.attend(query, caches, replace(part, compute=compute, plans={})) for compute in (paged.TRITON, paged.TORCH)
+        layer.attend(query, caches, replace(part, compute=compute, plans={}))
+        for compute in (paged.TRITON, paged.TORCH)
     ]
-    assert 0 < float((outputs[0] - outputs[1]).abs().max()) <= 1e-5 * float(outputs[1].abs().max()), "not one kernel's"
+    assert (
+        0 < float((outputs[0] - outputs[1]).abs().max()) <= 1e-5 * float(outputs[1].abs().max())
+    ), "not one kernel's"
 
 
 @pytest.mark.parametrize("name", ["windows", "drafts in a window"])
@@ -217,7 +245,9 @@ def test_a_lone_query_has_no_mask():
 def test_layers_of_one_geometry_share_what_is_computed(step):
     part, query, (key_cache, value_cache) = problem(step)
     made = part.token_index(key_cache), part.mask(step.per_kv, query.dtype)
-    assert part.token_index(value_cache) is made[0] and part.mask(step.per_kv, query.dtype) is made[1]
+    assert (
+        part.token_index(value_cache) is made[0] and part.mask(step.per_kv, query.dtype) is made[1]
+    )
     if part.window is None:
         assert part.token_index(key_cache, grid=3) is not made[0]
         assert part.mask(step.per_kv, query.dtype, grid=3) is not made[1]
@@ -229,7 +259,9 @@ def test_layers_of_one_geometry_share_what_is_computed(step):
 
 def test_other_heads_and_dtypes_have_a_mask_of_their_own():
     part = problem(STEPS["drafts"])[0]
-    masks = [part.mask(*key) for key in ((1, torch.float32), (2, torch.float32), (1, torch.float64))]
+    masks = [
+        part.mask(*key) for key in ((1, torch.float32), (2, torch.float32), (1, torch.float64))
+    ]
     assert [mask.shape[2] for mask in masks] == [3, 6, 3]
     assert [mask.dtype for mask in masks] == [torch.float32, torch.float32, torch.float64]
 
@@ -237,11 +269,15 @@ def test_other_heads_and_dtypes_have_a_mask_of_their_own():
 def by_definition(query, key_cache, value_cache, block_table, starts, lens, scale, before):
     """Attention of flat rows, each over its own blocks."""
     out = torch.empty_like(query)
-    for span, total, blocks in zip(starts.unfold(0, 2, 1).tolist(), lens.tolist(), block_table.long(), strict=True):
+    for span, total, blocks in zip(
+        starts.unfold(0, 2, 1).tolist(), lens.tolist(), block_table.long(), strict=True
+    ):
         place, own = torch.arange(total), slice(*span)
         at = blocks[place // key_cache.shape[1]], place % key_cache.shape[1]
         ends = range(total - (span[1] - span[0]), total)
-        out[own] = attention(query[own], key_cache[at], value_cache[at], ends, scale, window=before + 1)
+        out[own] = attention(
+            query[own], key_cache[at], value_cache[at], ends, scale, window=before + 1
+        )
     return out
 
 
@@ -270,10 +306,15 @@ def flash_attn_varlen_func(
     for ints in (cu_seqlens_q, seqused_k, block_table):
         assert ints.dtype == torch.int32 and ints.stride(-1) == 1
     assert q.is_contiguous() and k.stride(-1) == v.stride(-1) == 1 and k.shape == v.shape
-    assert q.shape[0] == int(cu_seqlens_q[-1]) and len(cu_seqlens_q) == len(seqused_k) + 1 == len(block_table) + 1
+    assert (
+        q.shape[0] == int(cu_seqlens_q[-1])
+        and len(cu_seqlens_q) == len(seqused_k) + 1 == len(block_table) + 1
+    )
     assert max_seqlen_q == int(cu_seqlens_q.diff().max()) and max_seqlen_k >= int(seqused_k.max())
     assert window_size[1] == 0
-    return by_definition(q, k, v, block_table, cu_seqlens_q, seqused_k, softmax_scale, window_size[0])
+    return by_definition(
+        q, k, v, block_table, cu_seqlens_q, seqused_k, softmax_scale, window_size[0]
+    )
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
@@ -282,7 +323,9 @@ class BatchPrefillWithPagedKVCacheWrapper:
     plans = 0
 
     def __init__(self, float_workspace_buffer, kv_layout="NHD"):
-        assert float_workspace_buffer.dtype == torch.uint8 and len(float_workspace_buffer) == 128 << 20
+        assert (
+            float_workspace_buffer.dtype == torch.uint8 and len(float_workspace_buffer) == 128 << 20
+        )
         assert kv_layout == "NHD"
 
     def plan(
@@ -314,7 +357,10 @@ class BatchPrefillWithPagedKVCacheWrapper:
         for ints in (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len):
             assert ints.dtype == torch.int32 and ints.is_contiguous()
         assert int(paged_kv_indptr[-1]) == len(paged_kv_indices)
-        assert int(paged_kv_last_page_len.min()) >= 1 and int(paged_kv_last_page_len.max()) <= page_size
+        assert (
+            int(paged_kv_last_page_len.min()) >= 1
+            and int(paged_kv_last_page_len.max()) <= page_size
+        )
         pages = paged_kv_indptr.diff()
         self.heads = num_qo_heads, num_kv_heads, head_dim_qk, page_size
         self.table = torch.zeros(len(pages), int(pages.max()), dtype=torch.int32)
@@ -325,8 +371,12 @@ class BatchPrefillWithPagedKVCacheWrapper:
 
     def run(self, q, paged_kv_cache):
         k, v = paged_kv_cache
-        assert (*q.shape[1:2], *k.shape[2:], k.shape[1]) == self.heads and q.shape[0] == int(self.starts[-1])
-        return by_definition(q, k, v, self.table, self.starts, self.lens, self.scale, self.window_left)
+        assert (*q.shape[1:2], *k.shape[2:], k.shape[1]) == self.heads and q.shape[0] == int(
+            self.starts[-1]
+        )
+        return by_definition(
+            q, k, v, self.table, self.starts, self.lens, self.scale, self.window_left
+        )
 
 
 @pytest.fixture
@@ -358,18 +408,24 @@ def test_flashinfer_is_called_as_it_requires_and_planned_once(fakes, step, monke
 @pytest.mark.usefixtures("fakes")
 def test_flashinfer_plans_again_for_layers_of_other_sizes(monkeypatch):
     compute, part = compute_of("flashinfer"), SimpleNamespace(plans={})
-    monkeypatch.setattr(compute, "_plan", lambda query, cache, *_: SimpleNamespace(run=lambda *_: cache.shape[2]))
+    monkeypatch.setattr(
+        compute, "_plan", lambda query, cache, *_: SimpleNamespace(run=lambda *_: cache.shape[2])
+    )
     for heads, queries in ((1, 4), (2, 4), (1, 4), (1, 2)):
         cache = torch.zeros(5, 16, heads, 8)
         assert compute.attend(torch.zeros(3, queries, 8), (cache, cache), part, 0.5) == heads
     assert len(part.plans) == 3
 
 
-@pytest.mark.parametrize(("name", "package"), [("flash_attn", "vllm"), ("flashinfer", "flashinfer")])
+@pytest.mark.parametrize(
+    ("name", "package"), [("flash_attn", "vllm"), ("flashinfer", "flashinfer")]
+)
 def test_a_missing_package_is_one_line(name, package, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     compute_of.cache_clear()
-    with pytest.raises(ConfigError, match=f"attention with {name} needs a package that is missing .*{package}"):
+    with pytest.raises(
+        ConfigError, match=f"attention with {name} needs a package that is missing .*{package}"
+    ):
         compute_of(name)
     compute_of.cache_clear()
 
@@ -379,7 +435,10 @@ def test_a_part_belongs_to_the_compute_that_it_was_built_for():
     triton = compute_of("triton")
     built = build_paged_attention_metadata(batch, table, torch.arange(5), 4, triton)
     assert all(part.compute is triton for part in built.parts)
-    assert build_paged_attention_metadata(batch, table, torch.arange(5), 4).parts[0].compute is paged.TORCH
+    assert (
+        build_paged_attention_metadata(batch, table, torch.arange(5), 4).parts[0].compute
+        is paged.TORCH
+    )
 
 
 @pytest.mark.parametrize(

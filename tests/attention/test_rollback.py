@@ -22,7 +22,9 @@ def test_the_host_counts_written_states_as_the_device_does(block_size: int | Non
     """One request, random accepted drafts: `advance` counts `RecomputeCursors.base_pos`, without reading that back."""
     rng = np.random.default_rng(0)
     rollback = RecomputeSpec(3, ring_len=13)
-    cursors = RecomputeCursors.allocate(1, rollback.ring_len, rollback.max_query_len, torch.device("cpu"))
+    cursors = RecomputeCursors.allocate(
+        1, rollback.ring_len, rollback.max_query_len, torch.device("cpu")
+    )
     computed = flushed = 5
     cursors.restart(torch.tensor([0]), torch.tensor([computed]))
     gained, seen = 0, set()
@@ -30,7 +32,9 @@ def test_the_host_counts_written_states_as_the_device_does(block_size: int | Non
     for _ in range(200):
         length = int(rng.integers(1, 5))
         cu_seqlens = torch.tensor([0, length])
-        commit_reference(cursors, torch.tensor([0]), torch.tensor([gained]), cu_seqlens, table, block_size)
+        commit_reference(
+            cursors, torch.tensor([0]), torch.tensor([gained]), cu_seqlens, table, block_size
+        )
         gained = int(rng.integers(1, length + 1))
         start, computed = computed, computed + gained
         before, progress = flushed, StateProgress(start, flushed)
@@ -39,4 +43,6 @@ def test_the_host_counts_written_states_as_the_device_does(block_size: int | Non
         assert flushed == int(cursors.base_pos[0])
         seen.add((flushed > before, flushed == start))
     assert {(False, False), (True, True)} <= seen
-    assert ((True, False) in seen) == (block_size is not None), "only a boundary leaves a history behind it"
+    assert ((True, False) in seen) == (block_size is not None), (
+        "only a boundary leaves a history behind it"
+    )

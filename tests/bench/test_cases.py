@@ -26,7 +26,11 @@ QUICK = [cell for cell in ALL if cell.quick and cell.tier != "gpu"]
 
 def named(words, cells=ALL):
     """The first cell on a CPU, of the quick ones if there is one, whose key has all these words."""
-    found = [cell for cell in cells if cell.tier != "gpu" and all(word in cell.key for word in words.split())]
+    found = [
+        cell
+        for cell in cells
+        if cell.tier != "gpu" and all(word in cell.key for word in words.split())
+    ]
     return max(found, key=lambda cell: cell.quick)
 
 
@@ -34,7 +38,9 @@ def named(words, cells=ALL):
 
 
 def test_every_suite_has_cells():
-    missing = {"device"} if torch.version.cuda else set()  # the pretend device needs a build for the CPU
+    missing = (
+        {"device"} if torch.version.cuda else set()
+    )  # the pretend device needs a build for the CPU
     assert set(registry.unavailable()) == missing
     wanted = [suite for suite in registry.suites() if suite not in missing]
     assert list(dict.fromkeys(cell.suite for cell in ALL)) == wanted
@@ -80,7 +86,9 @@ def test_grid_says_what_is_quick_and_passes_the_seed():
     def build(seed, **params):
         seen.append((seed, params))
 
-    made = list(cases.grid("s", "b", "cpu", build, {"x": (1, 2), "y": ("a", "b")}, [(2,), (1, "b")]))
+    made = list(
+        cases.grid("s", "b", "cpu", build, {"x": (1, 2), "y": ("a", "b")}, [(2,), (1, "b")])
+    )
     assert [cell.quick for cell in made] == [False, True, True, True]
     made[1].make()
     assert seen == [(cases.seed("b", {"x": 1, "y": "b"}), {"x": 1, "y": "b"})]
@@ -91,41 +99,73 @@ def test_a_suite_that_cannot_be_imported_loses_its_own_cells_alone(monkeypatch):
     monkeypatch.delattr(sys.modules["bench.ssd"], "cells")
     assert set(registry.unavailable()) == {"offload", "ssd"}
     assert "offload" in registry.unavailable()["offload"]
-    assert [cell.key for cell in registry.cells()] == [c.key for c in ALL if c.suite not in ("offload", "ssd")]
+    assert [cell.key for cell in registry.cells()] == [
+        c.key for c in ALL if c.suite not in ("offload", "ssd")
+    ]
 
 
 def test_kernels_and_listing_need_neither_triton_nor_data():
     names = [
-        path.name for path in (FOLDER.parent / "hybrid_kv" / "kernels").iterdir() if (path / "__init__.py").exists()
+        path.name
+        for path in (FOLDER.parent / "hybrid_kv" / "kernels").iterdir()
+        if (path / "__init__.py").exists()
     ]
     code = "import sys, bench.harness.registry as r; r.cells()"
-    code = "; ".join([code, *(f"import hybrid_kv.kernels.{name}" for name in names), "print('triton' in sys.modules)"])
-    done = subprocess.run([sys.executable, "-c", code], cwd=FOLDER.parent, capture_output=True, text=True, check=False)
+    code = "; ".join(
+        [
+            code,
+            *(f"import hybrid_kv.kernels.{name}" for name in names),
+            "print('triton' in sys.modules)",
+        ]
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=FOLDER.parent, capture_output=True, text=True, check=False
+    )
     assert (done.stdout.strip(), done.returncode) == ("False", 0) and len(names) == 8, done.stderr
 
 
 def test_only_the_timing_module_reads_a_clock():
     modules = {"time", "timeit"}
-    host = {"perf_counter", "perf_counter_ns", "thread_time", "process_time", "monotonic", "do_bench"}
+    host = {
+        "perf_counter",
+        "perf_counter_ns",
+        "thread_time",
+        "process_time",
+        "monotonic",
+        "do_bench",
+    }
     for path in sorted([*FOLDER.glob("**/*.py"), *Path(cases.__file__).parent.glob("*.py")]):
-        # vllm_worker.py runs where vLLM is installed, and nothing of ours: it brings the same clock.
+        # vllm_worker.py runs where vLLM is installed, and nothing of ours: it brings the same
+        # clock.
         if path.name in ("clock.py", "vllm_worker.py"):
             continue
         # A race on a GPU reads the events of many launches that are in flight at once.
         names = host if path.name == "gpu.py" else host | {"elapsed_time"}
         for node in ast.walk(ast.parse(path.read_text())):
-            imported = [a.name for a in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            imported = (
+                [a.name for a in node.names]
+                if isinstance(node, ast.Import | ast.ImportFrom)
+                else []
+            )
             if isinstance(node, ast.ImportFrom):
                 imported.append(node.module)
             assert not (modules | names) & set(imported), f"{path} imports a clock"
-            used = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+            used = (
+                node.attr
+                if isinstance(node, ast.Attribute)
+                else node.id
+                if isinstance(node, ast.Name)
+                else ""
+            )
             assert used not in names, f"{path} reads a clock of its own"
 
 
 # ---- the cells ----
 
 
-@pytest.mark.parametrize("cell", [cell for cell in QUICK if cell.tier == "cpu"], ids=lambda cell: cell.key)
+@pytest.mark.parametrize(
+    "cell", [cell for cell in QUICK if cell.tier == "cpu"], ids=lambda cell: cell.key
+)
 def test_a_quick_cell_is_right_before_and_after_it_is_timed(benchmark, cell):
     case = cell.make()
     assert checked(cell.key, case) >= 0
@@ -151,7 +191,11 @@ def test_a_quick_count_is_exact(cell):
 
 def test_as_many_calls_as_a_case_allows():
     """`max_repeats` calls after one reset are right and not one less than what the benchmark says it does."""
-    for words in ("block_tables/step decode", "kernel_blocks/expand engine num_ids=32", "scheduler/decode all K=3"):
+    for words in (
+        "block_tables/step decode",
+        "kernel_blocks/expand engine num_ids=32",
+        "scheduler/decode all K=3",
+    ):
         case = named(words).make()
         for _ in range(2):
             case.reset()
@@ -168,13 +212,17 @@ def test_a_made_case_shares_nothing_with_another():
 
 
 def held_blocks(mode, K):
-    return {name: count.value for name, count in named(f"memory/held mode={mode} K={K}").make().items()}
+    return {
+        name: count.value for name, count in named(f"memory/held mode={mode} K={K}").make().items()
+    }
 
 
 @pytest.mark.parametrize("K", [0, 3])
 def test_held_blocks_follow_the_formulas(K):
     """1,000 tokens of prompt, then 128 or a few more; blocks of 16, four Mamba groups and one of attention."""
-    end = 1000 + 128 // (1 + K) * (1 + K)  # cached before the last step's tokens; that step runs 1 + K
+    end = 1000 + 128 // (1 + K) * (
+        1 + K
+    )  # cached before the last step's tokens; that step runs 1 + K
     columns = -(-(end + (1 + K if 128 % (1 + K) else 0)) // 16)
     none, everything = held_blocks("none", K), held_blocks("all", K)
     assert none["prompt"] == 63 + 4 * (1 + K)
@@ -254,34 +302,58 @@ PLANTS = [
     ("bench.kernel_blocks.NumpyWay.prepare", idle, "kernel_blocks/expand numpy"),
     ("bench.kernel_blocks.TorchWay.prepare", idle, "kernel_blocks/expand torch"),
     ("bench.kernel_blocks.TorchWay.prepare", idle, "kernel_blocks/expand triton"),
-    ("hybrid_kv.cache.block_table.BlockTables.append_block_ids", idle, "kernel_blocks/expand engine"),
+    (
+        "hybrid_kv.cache.block_table.BlockTables.append_block_ids",
+        idle,
+        "kernel_blocks/expand engine",
+    ),
     ("hybrid_kv.cache.block_table.BlockTables._apply_staged", idle, "block_tables/step decode"),
     ("hybrid_kv.kernels.block_tables.host.HostTables.map_slots", idle, "block_tables/step prefill"),
     ("bench.slot_mapping.slot_mapping", shifted, "slot_mapping/tokens cp_size=2"),
-    ("hybrid_kv.cache.manager.KVCacheManager.find_longest_cache_hit", short_hit, "prefix_lookup/hit shared=all"),
+    (
+        "hybrid_kv.cache.manager.KVCacheManager.find_longest_cache_hit",
+        short_hit,
+        "prefix_lookup/hit shared=all",
+    ),
     ("hybrid_kv.cache.block_hash.BlockHashes.chain", stale, "prefix_lookup/hash"),
     ("hybrid_kv.cache.manager.KVCacheManager._give_back", idle, "scheduler/decode align K=3"),
     ("bench.causal_conv1d.causal_conv1d", second_shifted, "causal_conv1d/prefill"),
     ("bench.causal_conv1d.causal_conv1d_update_reference", shifted, "causal_conv1d/update K=3"),
     ("bench.state_update.selective_state_update_slots_reference", stale, "state_update/slots K=3"),
-    ("hybrid_kv.kernels.recompute.reference.recompute_flush_reference", idle, "state_update/recompute flush=True"),
+    (
+        "hybrid_kv.kernels.recompute.reference.recompute_flush_reference",
+        idle,
+        "state_update/recompute flush=True",
+    ),
     ("hybrid_kv.models.layers.GatedRMSNorm.forward", gate_first, "gated_norm/norm"),
     ("bench.ssd.chunk_scan", second_shifted, "ssd/chunk_scan"),
     ("bench.paged_attention.token_index", flipped_table, "paged_attention/decode length=4"),
-    ("hybrid_kv.kernels.paged_attention.slot_cells", lambda f: lambda slots, size: f(slots.abs(), size), "write_kv"),
+    (
+        "hybrid_kv.kernels.paged_attention.slot_cells",
+        lambda f: lambda slots, size: f(slots.abs(), size),
+        "write_kv",
+    ),
     ("hybrid_kv.cache.offload.KVOffload.load", idle, "offload/load host"),
     ("hybrid_kv.cache.offload.KVOffload._to_host", flipped_blocks, "offload/store host"),
     ("hybrid_kv.models.exact.ExactModel.logits", other_hidden, "end_to_end/exact"),
-    ("hybrid_kv.attention.mamba.MambaMetadataBuilder.build", no_window, "engine_step/decode_block all K=3"),
+    (
+        "hybrid_kv.attention.mamba.MambaMetadataBuilder.build",
+        no_window,
+        "engine_step/decode_block all K=3",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("target", "inject", "words"), PLANTS, ids=[inject[0] for inject in PLANTS])
+@pytest.mark.parametrize(
+    ("target", "inject", "words"), PLANTS, ids=[inject[0] for inject in PLANTS]
+)
 def test_a_injected_mistake_is_a_wrong_result(monkeypatch, target, inject, words):
     cell = named(words)
     assert checked(cell.key, cell.make()) >= 0
     monkeypatch.setattr(target, inject(resolve_name(target)))
-    case = named(words, registry.cells()).make()  # listed anew: an implementation may be bound in a cell
+    case = named(
+        words, registry.cells()
+    ).make()  # listed anew: an implementation may be bound in a cell
     with pytest.raises(AssertionError):
         checked(cell.key, case)
         checked(cell.key, case)  # what was right once
@@ -290,21 +362,39 @@ def test_a_injected_mistake_is_a_wrong_result(monkeypatch, target, inject, words
 def test_references_are_right():
     """Against torch's own."""
     g = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(length, heads, 8, generator=g).double() for length, heads in ((3, 4), (7, 2), (7, 2)))
+    q, k, v = (
+        torch.randn(length, heads, 8, generator=g).double()
+        for length, heads in ((3, 4), (7, 2), (7, 2))
+    )
     mask = torch.ones(3, 7, dtype=torch.bool).tril(4)
     parts = [q.transpose(0, 1), *(part.repeat_interleave(2, 1).transpose(0, 1) for part in (k, v))]
-    wanted = torch.nn.functional.scaled_dot_product_attention(*parts, mask, scale=0.3).transpose(0, 1)
-    assert np.allclose(_reference.attention(*(part.numpy() for part in (q, k, v)), 0.3), wanted, atol=1e-12)
-    window, x = torch.randn(2, 3, 5, generator=g).double(), torch.randn(2, 6, 5, generator=g).double()
+    wanted = torch.nn.functional.scaled_dot_product_attention(*parts, mask, scale=0.3).transpose(
+        0, 1
+    )
+    assert np.allclose(
+        _reference.attention(*(part.numpy() for part in (q, k, v)), 0.3), wanted, atol=1e-12
+    )
+    window, x = (
+        torch.randn(2, 3, 5, generator=g).double(),
+        torch.randn(2, 6, 5, generator=g).double(),
+    )
     weight, bias = torch.randn(5, 4, generator=g).double(), torch.randn(5, generator=g).double()
     inputs = torch.cat([window, x], 1).transpose(1, 2)
-    wanted = torch.nn.functional.silu(torch.nn.functional.conv1d(inputs, weight[:, None], bias, groups=5))
+    wanted = torch.nn.functional.silu(
+        torch.nn.functional.conv1d(inputs, weight[:, None], bias, groups=5)
+    )
     made = _reference.convolution(*(part.numpy() for part in (window, x, weight, bias)))
     assert np.allclose(made, wanted.transpose(1, 2), atol=1e-12)
     # One head, one state element: a scalar recurrence by hand.
     one = np.ones((1, 2, 1, 1))
     y, states = _reference.recurrence(
-        one[:, 0] * 4, one * 3, one[..., 0] * 0.5, np.array([-2 * np.log(2)]), one * 2, one * 5, np.array([7.0])
+        one[:, 0] * 4,
+        one * 3,
+        one[..., 0] * 0.5,
+        np.array([-2 * np.log(2)]),
+        one * 2,
+        one * 5,
+        np.array([7.0]),
     )
     assert np.allclose(states.ravel(), [2 + 3, 2.5 + 3])
     assert np.allclose(y.ravel(), [25 + 21, 27.5 + 21])
@@ -330,9 +420,13 @@ def wrong_by_a_tenth(function):
 
 NANO = "nemotron-3-nano-tp8"
 KERNELS = {
-    causal_conv1d.causal_conv1d_prefill_reference: lambda f: causal_conv1d.prompts(0, NANO, 40, 2, f, "cpu"),
+    causal_conv1d.causal_conv1d_prefill_reference: lambda f: causal_conv1d.prompts(
+        0, NANO, 40, 2, f, "cpu"
+    ),
     ssd.chunk_scan_prefill_reference: lambda f: ssd.prompts(0, NANO, 40, 2, f, "cpu"),
-    gated_norm.gated_rms_norm_reference: lambda f: gated_norm.norm(0, NANO, 3, f, "cpu", torch.bfloat16),
+    gated_norm.gated_rms_norm_reference: lambda f: gated_norm.norm(
+        0, NANO, 3, f, "cpu", torch.bfloat16
+    ),
     paged_attention.by_torch: lambda f: paged_attention.pages(0, NANO, 2, 3, 48, f, "cpu"),
 }
 
@@ -345,7 +439,9 @@ def test_a_wrong_kernel_is_a_wrong_result(plain, build):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cell", [cell for cell in ALL if cell.tier == "gpu" and cell.quick], ids=lambda cell: cell.key)
+@pytest.mark.parametrize(
+    "cell", [cell for cell in ALL if cell.tier == "gpu" and cell.quick], ids=lambda cell: cell.key
+)
 def test_gpu_cells_are_right(cell):
     case = cell.make()
     assert checked(cell.key, case) >= 0

@@ -19,13 +19,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 def test_a_cache_that_is_right_never_shows(model: Model) -> None:
     kinds = {"nothing": lambda texts, index, cache: tensors_of(texts.right.layers[index], cache)}
     shown = count_shown(model, NUM_TRIALS, 0, kinds)
-    assert shown == {Cell(cache, scope, "nothing"): 0 for cache in ("window", "kv") for scope in SCOPES}
+    assert shown == {
+        Cell(cache, scope, "nothing"): 0 for cache in ("window", "kv") for scope in SCOPES
+    }
 
 
 def test_caches_of_noise_show_in_nearly_every_trial(model: Model) -> None:
     noise = {
         "signs": lambda texts, index, cache: [
-            1.0 - 2.0 * torch.rand_like(tensor).round() for tensor in tensors_of(texts.right.layers[index], cache)
+            1.0 - 2.0 * torch.rand_like(tensor).round()
+            for tensor in tensors_of(texts.right.layers[index], cache)
         ]
     }
     shown = count_shown(model, NUM_TRIALS, 0, noise)

@@ -71,11 +71,16 @@ def test_a_worker_that_ends_says_its_last_line(stub: Path) -> None:
     with pytest.raises(HybridKVError, match="its process ended with code 1: no memory"):
         VLLMProcess("folder", 8, 512)
     stub.write_text('print(\'{"version": "9.9"}\', flush=True)\ninput()\nraise SystemExit("gone")')
-    with VLLMProcess("folder", 8, 512) as process, pytest.raises(HybridKVError, match="code 1: gone"):
+    with (
+        VLLMProcess("folder", 8, 512) as process,
+        pytest.raises(HybridKVError, match="code 1: gone"),
+    ):
         process.generate([[5]], 1)
 
 
-def test_the_real_worker_keeps_chatter_from_its_answers(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_worker_keeps_chatter_from_its_answers(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (checkpoint / "vllm.py").write_text(VLLM)
     monkeypatch.setenv("PYTHONPATH", str(checkpoint))
     monkeypatch.setattr(vllm_process, "PYTHON", Path(sys.executable))
@@ -91,11 +96,15 @@ def test_the_real_worker_keeps_chatter_from_its_answers(checkpoint: Path, monkey
         VLLMProcess(broken, 8, 512)
 
 
-def test_without_the_environment_it_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_environment_it_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(vllm_process, "PYTHON", tmp_path / ".venv-vllm" / "bin" / "python")
     with pytest.raises(ConfigError, match="run `make peers`"):
         VLLMProcess("folder", 8, 512)
-    with pytest.raises(ConfigError, match=r"^no \.venv-vllm: run `make peers`, or .* --rival transformers alone$"):
+    with pytest.raises(
+        ConfigError, match=r"^no \.venv-vllm: run `make peers`, or .* --rival transformers alone$"
+    ):
         families.main([])
 
 
@@ -132,7 +141,10 @@ def test_a_checkpoint_that_vllm_refuses_has_its_reason(
     out = tmp_path / "rows.csv"
     with pytest.raises(VoidError, match=r"^a rival did not run where it should: guard$"):
         families.main(["--family", "guard", "--rival", "vllm", "--rounds", "1", "--out", str(out)])
-    assert "guard            vllm                ValueError: no head of 16\n" in capsys.readouterr().out
+    assert (
+        "guard            vllm                ValueError: no head of 16\n"
+        in capsys.readouterr().out
+    )
     (reason,) = read_rows(out).query("metric == 'runs'")["params"]
     assert "no head of 16" in reason
 
@@ -163,23 +175,33 @@ def test_decode_is_all_less_the_prefill(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("wrong", [[[7, 2]], [[1, 7]]])
-def test_a_token_that_changes_while_it_is_timed_is_no_time(monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
+def test_a_token_that_changes_while_it_is_timed_is_no_time(
+    monkeypatch: pytest.MonkeyPatch, wrong: Any
+) -> None:
     monkeypatch.setattr(families, "NEW_TOKENS", 2)
     with pytest.raises(WrongResultError, match="tokens of engine"):
         families.measure("guard", {ENGINE: fixed(wrong, 1.0, 1.0)}, [[9]], [[1, 2]], 1)
 
 
 @pytest.mark.parametrize(("margin", "is_rounding"), [(0.019, True), (-0.019, True), (0.021, False)])
-def test_a_difference_is_rounding_up_to_twice_what_the_dtype_costs(margin: float, is_rounding: bool) -> None:
+def test_a_difference_is_rounding_up_to_twice_what_the_dtype_costs(
+    margin: float, is_rounding: bool
+) -> None:
     one = families.Difference(0, 1, 2, margin, 0.01)
     assert one.is_rounding is is_rounding and str(one).endswith(": rounding") is is_rounding
 
 
 @pytest.mark.parametrize(("equal", "rounded", "code"), [(8, 0, 0), (7, 0, 1), (6, 2, 0), (6, 1, 1)])
 def test_other_tokens_of_the_engine_are_a_failure_unless_they_are_rounding(
-    equal: int, rounded: int, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    equal: int,
+    rounded: int,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found = families.Family("guard", equal={(1, ENGINE): 1, (8, ENGINE): equal}, rounded={(8, ENGINE): rounded})
+    found = families.Family(
+        "guard", equal={(1, ENGINE): 1, (8, ENGINE): equal}, rounded={(8, ENGINE): rounded}
+    )
     monkeypatch.setattr(families, "compare", lambda *_: found)
     assert families.main(["--family", "guard", "--rival", "transformers"]) == code
     assert f"1/1 {equal}/8" in capsys.readouterr().out

@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def committed(folder: Path) -> Path | None:
     """The results of the last commit, without the rows that commands have appended since; None outside of git."""
     packed = folder / "results.zip"
-    if subprocess.run(["git", "archive", "-o", packed, "HEAD", "results"], cwd=ROOT, capture_output=True).returncode:
+    if subprocess.run(
+        ["git", "archive", "-o", packed, "HEAD", "results"], cwd=ROOT, capture_output=True
+    ).returncode:
         return None
     shutil.unpack_archive(packed, folder)
     return folder / "results"
@@ -26,12 +28,16 @@ def committed(folder: Path) -> Path | None:
 
 def test_every_page_shows_the_rows_of_the_repository(tmp_path: Path) -> None:
     """Those of the working tree, or those of the last commit: `make guard` leaves rows behind."""
-    found = [load(folder) for folder in (ROOT / "results", committed(tmp_path)) if folder is not None]
+    found = [
+        load(folder) for folder in (ROOT / "results", committed(tmp_path)) if folder is not None
+    ]
     texts = {page.name: page.read_text(encoding="utf-8") for page in figures.pages()}
     for name, text in texts.items():
         made = [figures.rewrite(text, rows) for rows in found]
         assert text in made, f"{name} is behind results/*.csv; run: make figures"
-    blocks = [name for text in texts.values() for name in re.findall(r"<!-- figures:([\w-]+) -->", text)]
+    blocks = [
+        name for text in texts.values() for name in re.findall(r"<!-- figures:([\w-]+) -->", text)
+    ]
     assert sorted(blocks) == sorted(figures.BLOCKS)
 
 
@@ -44,7 +50,9 @@ def test_blocks_are_rewritten_and_nothing_else_is(tmp_path: Path) -> None:
 
 
 def test_a_block_without_rows_stays(tmp_path: Path) -> None:
-    text = "".join(f"<!-- figures:{name} -->\nold {name}\n<!-- /figures -->\n" for name in figures.BLOCKS)
+    text = "".join(
+        f"<!-- figures:{name} -->\nold {name}\n<!-- /figures -->\n" for name in figures.BLOCKS
+    )
     assert figures.rewrite(text, results(tmp_path)) == text
 
 
@@ -54,10 +62,15 @@ def test_step_and_curve(tmp_path: Path) -> None:
     ratio = {"metric": "ratio_to_engine", "unit": "time ratio"}
     rows = [row(38, {**params, "subject": "engine"}, value=52e3, **total)]
     rows += [row(38, {**params, "subject": "vllm"}, value=157e3, **total)]
-    rows += [row(38, {**params, "subject": "vllm"}, value=3.0, ci_low=2.9, ci_high=3.1, **total | ratio)]
+    rows += [
+        row(38, {**params, "subject": "vllm"}, value=3.0, ci_low=2.9, ci_high=3.1, **total | ratio)
+    ]
     for name, times in (("0 append", 3.5), ("8 append", 9.0)):
         case = {**params, "scenario": name, "subject": "vllm"}
-        rows += [row(38, case, value=60e3, **total), row(38, case, value=times, ci_low=2, ci_high=9, **total | ratio)]
+        rows += [
+            row(38, case, value=60e3, **total),
+            row(38, case, value=times, ci_low=2, ci_high=9, **total | ratio),
+        ]
     found = results(tmp_path, *everything(), *rows)
     made = {name: (block(found) or "").splitlines() for name, block in figures.BLOCKS.items()}
     assert made["step"][0] == "| µs | vllm | engine |"
@@ -72,32 +85,63 @@ def test_step_and_curve(tmp_path: Path) -> None:
 
 
 def test_families_by_the_cells_that_ran(tmp_path: Path) -> None:
-    same = {"suite": "guard", "benchmark": "families", "unit": "logit", "params": {"family": "bamba"}, "value": 2e-14}
+    same = {
+        "suite": "guard",
+        "benchmark": "families",
+        "unit": "logit",
+        "params": {"family": "bamba"},
+        "value": 2e-14,
+    }
     cells = ("none_async", "align_drafts_mixed_recompute", "align_mtp")
-    made = [row(**same, metric=f"largest_logit_difference/bamba:{name}") for name in (*cells, "cached_tokens")]
+    made = [
+        row(**same, metric=f"largest_logit_difference/bamba:{name}")
+        for name in (*cells, "cached_tokens")
+    ]
     made += [row(**same, metric="largest_logit_difference/bamba")]
     made += [row(**{**same, "value": 3e-6}, metric="distance_from_transformers/bamba")]
     other = {**same, "params": {"family": "lfm2"}}
     made += [row(**other, metric=f"largest_logit_difference/lfm2:{name}") for name in cells[:2]]
     made += [
-        row(**other, metric=f"{metric}/lfm2") for metric in ("largest_logit_difference", "distance_from_transformers")
+        row(**other, metric=f"{metric}/lfm2")
+        for metric in ("largest_logit_difference", "distance_from_transformers")
     ]
     text, *lines = (figures.families_table(results(tmp_path, *made)) or "").splitlines()
     assert text == "All with none, align, recompute; scripted drafts; scheme `slots`."
-    assert lines[3:] == ["| `bamba` | 3.0e-06 | 2.0e-14 | 3 | MTP |", "| `lfm2` | 2.0e-14 | 2.0e-14 | 2 | |"]
+    assert lines[3:] == [
+        "| `bamba` | 3.0e-06 | 2.0e-14 | 3 | MTP |",
+        "| `lfm2` | 2.0e-14 | 2.0e-14 | 2 | |",
+    ]
 
 
 def test_known_bugs_by_what_caught_each_first(tmp_path: Path) -> None:
-    def of(run: int, bug: str, by: str, section: str = "", seconds: float | None = None) -> list[dict[str, object]]:
+    def of(
+        run: int, bug: str, by: str, section: str = "", seconds: float | None = None
+    ) -> list[dict[str, object]]:
         params = {"by": by, **({"section": section} if section else {})}
-        values = {"caught": float(bool(section)), **({} if seconds is None else {"seconds": seconds})}
+        values = {
+            "caught": float(bool(section)),
+            **({} if seconds is None else {"seconds": seconds}),
+        }
         common = {"suite": "mutants", "benchmark": bug, "unit": ""}
-        return [row(run, params, metric=metric, value=value, **common) for metric, value in values.items()]
+        return [
+            row(run, params, metric=metric, value=value, **common)
+            for metric, value in values.items()
+        ]
 
-    made = of(1, "A01", "quick") + of(2, "A01", "quick", "plan", 4.0) + of(3, "A01", "full", "layout", 90.0)
+    made = (
+        of(1, "A01", "quick")
+        + of(2, "A01", "quick", "plan", 4.0)
+        + of(3, "A01", "full", "layout", 90.0)
+    )
     made += of(1, "A02", "quick", "plan", 40.0) + of(1, "A04", "quick", "", 50.0)
-    made += of(2, "A04", "sanitizer", "sanitizer", 6.0) + of(1, "B01", "quick") + of(2, "B01", "full")
-    made += of(1, "B02", "http", "probes", 9.0) + of(1, "none", "quick") + of(1, "runner.py:17", "quick")
+    made += (
+        of(2, "A04", "sanitizer", "sanitizer", 6.0) + of(1, "B01", "quick") + of(2, "B01", "full")
+    )
+    made += (
+        of(1, "B02", "http", "probes", 9.0)
+        + of(1, "none", "quick")
+        + of(1, "runner.py:17", "quick")
+    )
     lines = (figures.mutants_table(results(tmp_path, *made)) or "").splitlines()
     assert lines[0] == (
         "3 of 4 are caught, 2 of them by the quick guard or unit tests, 1 in 30 s of one core at most; the median "
@@ -111,6 +155,9 @@ def test_known_bugs_by_what_caught_each_first(tmp_path: Path) -> None:
 def test_a_quick_run_does_not_replace_the_full_ones_tables(tmp_path: Path) -> None:
     quick = [one | {"run_id": "quick", "time_utc": "2030-01-01T00:00:00Z"} for one in everything()]
     chosen = [one for one in quick if one["benchmark"] in ("layout", "expand")][:4]
-    with_quick, without = results(tmp_path / "a", *everything(), *chosen), results(tmp_path / "b", *everything())
+    with_quick, without = (
+        results(tmp_path / "a", *everything(), *chosen),
+        results(tmp_path / "b", *everything()),
+    )
     for name, block in figures.BLOCKS.items():
         assert block(with_quick) == block(without), name

@@ -40,21 +40,27 @@ def test_every_cell_has_its_rival():
     rivals = [cell for cell in CELLS if cell.params["subject"] == "transformers"]
     engines = [cell for cell in CELLS if cell.params["subject"] == ENGINE]
     assert {cell.promise for cell in engines} == {None}
-    assert [{**cell.params, "subject": ENGINE} for cell in rivals] == [cell.params for cell in engines]
+    assert [{**cell.params, "subject": ENGINE} for cell in rivals] == [
+        cell.params for cell in engines
+    ]
     high = [cell.params for cell in rivals if cell.promise != 1.0]
     assert [cell.promise for cell in rivals if cell.params in high] == [3.0, 3.0]
     found = [(params["count"], params["batch"], params["variant"]) for params in high]
     assert found == [(24, 8, "drafts"), (64, 8, "drafts")]
 
 
-@pytest.mark.parametrize(("variant", "subject"), [*((v, ENGINE) for v in generate.VARIANTS), ("plain", "transformers")])
+@pytest.mark.parametrize(
+    ("variant", "subject"), [*((v, ENGINE) for v in generate.VARIANTS), ("plain", "transformers")]
+)
 def test_questions_get_the_answers_that_each_gets_alone(two, variant, subject):
     case = two(variant, subject)
     texts, stop, wanted = generate._questions(3)
     assert case.check() == 0
     case.reset()
     assert case.run() == wanted
-    assert [len(answer) for answer in wanted] == [16, 13, 16] and [answer[-1] == stop for answer in wanted] == [0, 1, 0]
+    assert [len(answer) for answer in wanted] == [16, 13, 16] and [
+        answer[-1] == stop for answer in wanted
+    ] == [0, 1, 0]
     assert len({len(text) for text in texts}) > 1, "nothing is padded"
 
 
@@ -64,7 +70,11 @@ def test_a_cached_run_starts_with_an_empty_cache(two):
     case.reset()
     texts, params = generate._questions(3)[0], generate.SamplingParams(max_tokens=1)
     outputs = llm.generate(texts, params, progress=False)
-    assert [output.cached_tokens for output in outputs] == [0, 256, 256]  # the others wait for the first
+    assert [output.cached_tokens for output in outputs] == [
+        0,
+        256,
+        256,
+    ]  # the others wait for the first
 
 
 @pytest.mark.parametrize("wrong", [[[1, 2]], [[1]], [[1, 2, 3], [4]]])
@@ -86,7 +96,9 @@ def test_another_token_is_no_result(short, subject, monkeypatch):
     (cell,) = [cell for cell in short if cell.params["subject"] == subject]
     case = cell.make()
     wrong = [[1, 2, 3]] * 8
-    engine = SimpleNamespace(generate=lambda *_, **__: [SimpleNamespace(token_ids=tokens) for tokens in wrong])
+    engine = SimpleNamespace(
+        generate=lambda *_, **__: [SimpleNamespace(token_ids=tokens) for tokens in wrong]
+    )
     monkeypatch.setattr(generate, "_engine", lambda model: engine)
     monkeypatch.setattr(generate, "_generate", lambda model, ids: wrong)
     with pytest.raises(WrongResultError, match="generate/greedy"):
@@ -95,7 +107,9 @@ def test_another_token_is_no_result(short, subject, monkeypatch):
 
 def results(high, benchmark="greedy"):
     cells = [cell for cell in CELLS if cell.benchmark == benchmark]
-    engine, rival = next(pair for pair in zip(cells[::2], cells[1::2], strict=True) if pair[1].promise == 1)
+    engine, rival = next(
+        pair for pair in zip(cells[::2], cells[1::2], strict=True) if pair[1].promise == 1
+    )
     time, receipt = Interval(2.0, 1.9, 2.1), Receipt(True, True, 0.0)
     return [
         Measurement(rival, time, Interval(high - 0.1, high - 0.2, high), 9, receipt),
@@ -107,11 +121,18 @@ def results(high, benchmark="greedy"):
 def test_the_table_and_the_exit_code(high, code, monkeypatch, capsys, tmp_path):
     out = tmp_path / "rows.csv"
     made = {"greedy": results(high), "questions": results(1.7, "questions")}
-    monkeypatch.setattr(generate, "contests", lambda: [one.cell for each in made.values() for one in each])
+    monkeypatch.setattr(
+        generate, "contests", lambda: [one.cell for each in made.values() for one in each]
+    )
     monkeypatch.setattr(command, "measure_together", lambda group, _: made[group[0].benchmark])
     assert generate.main(["--out", str(out)]) == code
     printed = capsys.readouterr().out
-    assert f"({high - 0.1:.2f}; {high - 0.2:.2f} to {high:.2f})" in printed and "(1.60; 1.50 to 1.70)" in printed
+    assert (
+        f"({high - 0.1:.2f}; {high - 0.2:.2f} to {high:.2f})" in printed
+        and "(1.60; 1.50 to 1.70)" in printed
+    )
     assert "generate/greedy, cpu time" in printed and "generate/questions, cpu time" in printed
-    assert ("fail: generate/greedy" in printed) == bool(code) and "fail: generate/questions" not in printed
+    assert ("fail: generate/greedy" in printed) == bool(
+        code
+    ) and "fail: generate/questions" not in printed
     assert len(read_rows(out)) == 6

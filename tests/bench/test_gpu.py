@@ -82,7 +82,11 @@ def test_contests_are_right_in_the_interpreter(name):
         "kernel_blocks": {*kernel_blocks.WAYS},
     }
     assert set(found) == wanted.get(name, {"triton", "torch"})
-    wanted = {"state_update": ["vllm"], "single token": ["vllm", "mamba_ssm"], "conv_update": ["vllm"]}
+    wanted = {
+        "state_update": ["vllm"],
+        "single token": ["vllm", "mamba_ssm"],
+        "conv_update": ["vllm"],
+    }
     assert missing == wanted.get(name, [])
     assert all(0 <= error < 0.02 for error in found.values())
 
@@ -95,7 +99,8 @@ def check_peer(package):
         load_peer("mamba_ssm.ops.triton.selective_state_update")
     single = state_update.state_updates("cpu", "tiny", 2, 0)
     drafts = state_update.state_updates("cpu", "tiny", 2, 3)
-    # Its arithmetic is that of its inputs, which the interpreter would do on the raw bits of bfloat16.
+    # Its arithmetic is that of its inputs, which the interpreter would do on the raw bits of
+    # bfloat16.
     conv = causal_conv1d.conv_updates("cpu", "tiny", 2, 3, torch.float32)
     raced = (single, drafts, conv) if package == "vllm" else (single,)
     cases = [contest.rivals[package].make() for contest in raced]
@@ -132,7 +137,12 @@ def test_all_kinds_in_both_runs(everything):
     updates = {one.params["K"] for one in everything if one.benchmark == "state_update"}
     assert updates == {0, 1, 3, 5, 7}
     # What waits for the device cannot be captured.
-    eager = {(one.benchmark, name) for one in everything for name, rival in one.rivals.items() if not rival.graph}
+    eager = {
+        (one.benchmark, name)
+        for one in everything
+        for name, rival in one.rivals.items()
+        if not rival.graph
+    }
     expansions = {("kernel_blocks", name) for name in kernel_blocks.WAYS}  # they start on the host
     assert {name for _, name in eager - expansions} == {"torch"} and expansions <= eager
     assert ("gated_norm", "torch") not in eager
@@ -140,29 +150,47 @@ def test_all_kinds_in_both_runs(everything):
 
 def test_bytes_are_those_of_the_model(everything):
     def one(benchmark, **params):
-        return next(c for c in everything if c.benchmark == benchmark and params.items() <= c.params.items())
+        return next(
+            c for c in everything if c.benchmark == benchmark and params.items() <= c.params.items()
+        )
 
     nano = SHAPES["nemotron-3-nano"].state
     step = one("state_update", model="nemotron-3-nano", num_reqs=16, K=3)
-    assert step.rivals["slots"].num_bytes == 16 * sum(state_bytes.slots_bytes(nano, torch.float32, 4).values())
+    assert step.rivals["slots"].num_bytes == 16 * sum(
+        state_bytes.slots_bytes(nano, torch.float32, 4).values()
+    )
     assert step.rivals["vllm"].num_bytes == step.rivals["slots"].num_bytes
     # A flush reads the lower plane as well and writes both.
     states = 64 * 64 * 128
-    assert step.rivals["recompute_flush"].num_bytes - step.rivals["recompute_step"].num_bytes == 16 * 6 * states
+    assert (
+        step.rivals["recompute_flush"].num_bytes - step.rivals["recompute_step"].num_bytes
+        == 16 * 6 * states
+    )
     (weights,) = step.means.values()
     traffic = mean_traffic(nano, torch.float32, 3)
-    assert weights == {"recompute_step": 1 - traffic.flush_rate, "recompute_flush": traffic.flush_rate}
+    assert weights == {
+        "recompute_step": 1 - traffic.flush_rate,
+        "recompute_flush": traffic.flush_rate,
+    }
     assert 0 < traffic.flush_rate < 0.5
     conv = one("conv_update", model="nemotron-3-nano", num_reqs=16, K=3)
     assert conv.rivals["triton"].num_bytes == 16 * 6144 * 2 * (3 + 4 + 4 + 6)
     prefill = one("conv_prefill", model="nemotron-3-nano", num_tokens=2048)
     assert prefill.rivals["triton"].num_bytes == 2048 * 6144 * 2 * 2
     scan = one("chunk_scan", model="nemotron-3-nano", num_tokens=2048)
-    assert scan.rivals["triton"].num_bytes == 2048 * 2 * (4096 + 4096 + 1024 + 1024 + 64) + 4 * 2 * 4 * states
+    assert (
+        scan.rivals["triton"].num_bytes
+        == 2048 * 2 * (4096 + 4096 + 1024 + 1024 + 64) + 4 * 2 * 4 * states
+    )
     delta = one("delta_update", model="kimi-linear", num_reqs=16, K=3)
-    assert delta.rivals["triton"].num_bytes == 16 * (5 * 4 * 32 * 128 * 128 + 4 * 2 * 32 * (5 * 128 + 1))
+    assert delta.rivals["triton"].num_bytes == 16 * (
+        5 * 4 * 32 * 128 * 128 + 4 * 2 * 32 * (5 * 128 + 1)
+    )
     delta = one("delta_prefill", model="qwen3-next", num_tokens=2048)
-    assert delta.rivals["triton"].num_bytes == 2048 * 2 * 128 * (16 + 16 + 32 + 32 + 0.5) + 4 * 2 * 4 * 32 * 128 * 128
+    assert (
+        delta.rivals["triton"].num_bytes
+        == 2048 * 2 * 128 * (16 + 16 + 32 + 32 + 0.5) + 4 * 2 * 4 * 32 * 128 * 128
+    )
     decode = one("paged_attention", model="nemotron-3-nano", num_reqs=128, length=4)
     assert decode.rivals["triton"].num_bytes == 128 * 128 * 2 * (2 * 2048 * 2 + 2 * 4 * 32)
     assert one("gated_norm", num_tokens=2048).rivals["triton"].num_bytes == 3 * 2048 * 4096 * 2
@@ -247,7 +275,11 @@ def test_rows():
     contest = Contest(
         "x",
         {"K": 3},
-        {"a": rival(4e-9, 2000, error=0.25), "b": rival(2e-9, 500, error=(0.5, 0.75)), "c": rival(1e-9)},
+        {
+            "a": rival(4e-9, 2000, error=0.25),
+            "b": rival(2e-9, 500, error=(0.5, 0.75)),
+            "c": rival(1e-9),
+        },
         {"mean": {"a": 0.75, "b": 0.25}},
     )
     results, _ = race(contest, Fake(), 5, random.Random(0))
@@ -267,7 +299,12 @@ def test_rows():
     assert found["b", "gpu_time"].params["receipt"]["max_error"] == 0.75
     assert found["mean", "gpu_time"].params["receipt"]["max_error"] == 0.75
     better = {row.metric: row.better for row in found.values()}
-    assert better == {"gpu_time": "lower", "bandwidth": "higher", "share_of_copy": "higher", "ratio_to_a": "lower"}
+    assert better == {
+        "gpu_time": "lower",
+        "bandwidth": "higher",
+        "share_of_copy": "higher",
+        "ratio_to_a": "lower",
+    }
     for row in found.values():
         assert row.suite == "gpu" and row.benchmark == "x" and row.params["K"] == 3 and row.n == 5
         assert row.unit in TIME_UNITS and row.ci_low <= row.value <= row.ci_high
@@ -281,7 +318,9 @@ def test_an_end_to_end_contest_is_compared_by_the_wall_with_the_hosts_part():
     assert {metric for name, metric in found if name == "a"} == metrics
     assert {metric for name, metric in found if name == COPY} == {"gpu_time", "bandwidth"}
     wholes = {one.name: [whole.wall for whole in one.whole] for one in results if one.name != COPY}
-    assert sorted(wholes["a"] + wholes["b"]) == [n * 1e-6 for n in range(1, 7)]  # one of each rival in each round
+    assert sorted(wholes["a"] + wholes["b"]) == [
+        n * 1e-6 for n in range(1, 7)
+    ]  # one of each rival in each round
     for name, walls in wholes.items():
         assert found[name, "end_to_end_time"].value == pytest.approx(1e9 * sorted(walls)[1])
         assert found[name, "host_time"].value == pytest.approx(1e9 * sorted(walls)[1] / 2)
@@ -292,9 +331,15 @@ def test_an_end_to_end_contest_is_compared_by_the_wall_with_the_hosts_part():
 @pytest.mark.parametrize(("us", "verdict"), [(11.0, "pass"), (16.0, "fail"), (8.0, "fail")])
 def test_a_time_outside_of_the_interval_of_its_prediction_fails(us, verdict, capsys):
     # 4.12 µs a launch, 20 MB at 0.866 of 3.35 TB/s; memory bounds it: 0.805 to 1.33 times as long.
-    contest = Contest("state_update", {"K": 0}, {name: rival(us / 1e6, 20_000_000) for name in ("slots", "vllm")})
+    contest = Contest(
+        "state_update", {"K": 0}, {name: rival(us / 1e6, 20_000_000) for name in ("slots", "vllm")}
+    )
     results, _ = race(contest, Fake(), 3, random.Random(0))
-    (found,) = [one for one in rows(contest, results, gpu.GPUS["h100"]) if one.metric == "ratio_to_predicted"]
+    (found,) = [
+        one
+        for one in rows(contest, results, gpu.GPUS["h100"])
+        if one.metric == "ratio_to_predicted"
+    ]
     assert (found.params["subject"], found.verdict) == ("slots", verdict)
     assert found.value == pytest.approx(us / 11.014, rel=1e-3)
     gpu._print(contest, results, {}, gpu.GPUS["h100"])
@@ -302,8 +347,15 @@ def test_a_time_outside_of_the_interval_of_its_prediction_fails(us, verdict, cap
 
 
 def test_a_data_sheet_is_found_by_the_name_of_a_device():
-    names = ("NVIDIA H100 80GB HBM3", "NVIDIA GB200", "NVIDIA RTX PRO 6000 Blackwell Server Edition", "Tesla T4")
-    assert [*map(gpu.known_gpu, names)] == [gpu.GPUS.get(name) for name in ("h100", "gb200", "rtx_pro_6000", "t4")]
+    names = (
+        "NVIDIA H100 80GB HBM3",
+        "NVIDIA GB200",
+        "NVIDIA RTX PRO 6000 Blackwell Server Edition",
+        "Tesla T4",
+    )
+    assert [*map(gpu.known_gpu, names)] == [
+        gpu.GPUS.get(name) for name in ("h100", "gb200", "rtx_pro_6000", "t4")
+    ]
 
 
 def test_a_share_is_that_of_its_own_rounds():
@@ -394,14 +446,18 @@ def test_what_passes_through_the_cache_is_larger_than_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: about)
     for name in ("ones", "zeros"):
         make = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda size, dtype, device, make=make: make(size, dtype=dtype))
+        monkeypatch.setattr(
+            torch, name, lambda size, dtype, device, make=make: make(size, dtype=dtype)
+        )
     monkeypatch.setattr(Cuda, "capture", lambda self, run: run)
     device = Cuda()
     ring = device._ring
     assert all(part.nbytes >= 4 * 4096 for part in ring)
     ring[0].fill_(7)
     device._evict()
-    assert bool((ring[1] == 7).all()) and int(device._sum) == ring[2].numel()  # written, then another one is read
+    assert (
+        bool((ring[1] == 7).all()) and int(device._sum) == ring[2].numel()
+    )  # written, then another one is read
     entry = device.copy()
     assert entry.num_bytes == 2 * ring[0].nbytes
     case = entry.make()
@@ -417,5 +473,9 @@ def test_on_a_gpu():
     contest = gated_norm.norms("cuda", "nemotron-3-nano", 512)
     results, _ = race(contest, device, 5, random.Random(0))
     assert all((one.seconds > 0).all() for one in results)
-    assert {row.metric for row in rows(contest, results)} >= {"gpu_time", "bandwidth", "share_of_copy"}
+    assert {row.metric for row in rows(contest, results)} >= {
+        "gpu_time",
+        "bandwidth",
+        "share_of_copy",
+    }
     assert np.isfinite(results[-1].seconds).all()

@@ -46,7 +46,10 @@ def test_ctrl_c_while_modules_are_imported_is_one_line(tmp_path):
     (tmp_path / "torch.py").write_text(HOLD + "hold()\n")
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).resolve().parents[2])])
     command = [sys.executable, "-m", "bench", "--quick"]
-    assert interrupted(command, tmp_path / "fifo", PYTHONPATH=path)[:2] == (130, "error: interrupted\n")
+    assert interrupted(command, tmp_path / "fifo", PYTHONPATH=path)[:2] == (
+        130,
+        "error: interrupted\n",
+    )
 
 
 def is_over(process):
@@ -68,7 +71,9 @@ def test_a_comparison_that_is_interrupted_says_one_line_and_ends_its_workers(tmp
     )
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    code, err, worker = interrupted([sys.executable, "-c", code], tmp_path / "fifo", TMPDIR=str(temporary))
+    code, err, worker = interrupted(
+        [sys.executable, "-c", code], tmp_path / "fifo", TMPDIR=str(temporary)
+    )
     assert (code, err) == (130, "error: interrupted\n")
     assert is_over(worker)
     assert list(temporary.iterdir()) == []
@@ -78,7 +83,9 @@ def test_a_comparison_that_is_interrupted_says_one_line_and_ends_its_workers(tmp
 def test_a_history_that_is_interrupted_ends_asv(tmp_path, monkeypatch):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    (tmp_path / "asv.py").write_text(f"import os\nos.environ['FIFO'] = {str(fifo)!r}\n{STUCK}\nhold()\n")
+    (tmp_path / "asv.py").write_text(
+        f"import os\nos.environ['FIFO'] = {str(fifo)!r}\n{STUCK}\nhold()\n"
+    )
     monkeypatch.setattr(history, "ROOT", tmp_path)
     seen = []
 

@@ -20,7 +20,9 @@ pytest.importorskip("triton")
 def kernel_and_reference(ids: list[list[int]], bpk: int) -> tuple[list[list[int]], list[list[int]]]:
     """Kernel blocks of a table by the kernel and by torch, in which the interpreter has no part."""
     table, offsets = torch.tensor(ids, dtype=torch.int32), torch.arange(bpk, dtype=torch.int32)
-    return kernel_blocks.by_kernel(table, offsets).tolist(), kernel_blocks.expand_torch(table, offsets).tolist()
+    return kernel_blocks.by_kernel(table, offsets).tolist(), kernel_blocks.expand_torch(
+        table, offsets
+    ).tolist()
 
 
 @st.composite
@@ -30,7 +32,10 @@ def tables(draw: st.DrawFn) -> tuple[list[list[int]], int]:
     rows, width = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 7, 31, 700]))
     last = 2**31 // bpk - 1
     seed = draw(st.integers(0, 2**20))
-    ids = [[(seed + 7919 * (row * width + column)) % last for column in range(width)] for row in range(rows)]
+    ids = [
+        [(seed + 7919 * (row * width + column)) % last for column in range(width)]
+        for row in range(rows)
+    ]
     ids[-1][-1] = last
     return ids, bpk
 
@@ -45,10 +50,15 @@ def test_the_kernel_is_the_reference(table: tuple[list[list[int]], int]) -> None
 @pytest.mark.parametrize(("num_ids", "bpk"), [(1, 1), (70, 34)])
 @pytest.mark.parametrize("subject", kernel_blocks.WAYS)
 def test_uploads_and_launches_are_counted(subject: str, num_ids: int, bpk: int) -> None:
-    found = {name: count.value for name, count in interpreted(kernel_blocks.count, num_ids, bpk, subject).items()}
+    found = {
+        name: count.value
+        for name, count in interpreted(kernel_blocks.count, num_ids, bpk, subject).items()
+    }
     on_host = subject in ("list", "numpy")
     assert (found["uploads"], found["launches"]) == (1, int(not on_host))
-    ids_of_engine = 16 * -(-4 * num_ids // 16)  # and six more arrays, none of them longer than 16 bytes
+    ids_of_engine = 16 * -(
+        -4 * num_ids // 16
+    )  # and six more arrays, none of them longer than 16 bytes
     wanted = {"engine": ids_of_engine + 6 * 16}.get(subject, 4 * num_ids * (bpk if on_host else 1))
     assert found["upload_bytes"] == wanted
 
@@ -72,6 +82,8 @@ def test_what_is_wrong_on_the_device_is_not_counted(subject: str) -> None:
 
 def test_no_rival_is_held_against_the_engine() -> None:
     """Its launch does a whole step's work, so no ratio of these times is a verdict."""
-    expansions = [cell for cell in kernel_blocks.cells() if cell.benchmark in ("expand", "expand_device")]
+    expansions = [
+        cell for cell in kernel_blocks.cells() if cell.benchmark in ("expand", "expand_device")
+    ]
     assert {cell.promise for cell in expansions if cell.params["subject"] != "engine"} == {0.0}
     assert {cell.promise for cell in expansions if cell.params["subject"] == "engine"} == {None}

@@ -19,15 +19,21 @@ from tests.bench.harness.test_measurement import cell, failing_after, steady
 @pytest.fixture
 def registry(monkeypatch):
     def use(*made):
-        monkeypatch.setattr(command, "cells", lambda quick: [one for one in made if one.quick or not quick])
+        monkeypatch.setattr(
+            command, "cells", lambda quick: [one for one in made if one.quick or not quick]
+        )
         monkeypatch.setattr(command, "unavailable", dict)
 
     return use
 
 
 def test_the_command_prints_and_appends(registry, tmp_path, capsys):
-    rivals = grid("offload", "rivals", "cpu", lambda seed, **_: steady(), {"subject": ("r", "engine")}, [()])
-    count = replace(cell(lambda: {"blocks": Count(1234, "blocks")}, "count", mode="all"), benchmark="held")
+    rivals = grid(
+        "offload", "rivals", "cpu", lambda seed, **_: steady(), {"subject": ("r", "engine")}, [()]
+    )
+    count = replace(
+        cell(lambda: {"blocks": Count(1234, "blocks")}, "count", mode="all"), benchmark="held"
+    )
     registry(*rivals, cell(steady, x=1), count)
     out = tmp_path / "r.csv"
     assert main(["--quick", "--out", str(out)]) == 0
@@ -35,7 +41,13 @@ def test_the_command_prints_and_appends(registry, tmp_path, capsys):
     assert "offload/rivals, cpu time (how many times that of engine)" in printed
     assert "1,234" in printed and "blocks, blocks" in printed and "largest error" in printed
     frame = read_rows(out)
-    assert list(frame["metric"]) == ["cpu_time", "ratio_to_engine", "cpu_time", "cpu_time", "blocks"]
+    assert list(frame["metric"]) == [
+        "cpu_time",
+        "ratio_to_engine",
+        "cpu_time",
+        "cpu_time",
+        "blocks",
+    ]
     timed = frame[frame["unit"].isin(["ns", "time ratio"])]
     assert all(json.loads(text)["receipt"]["checked_after"] for text in timed["params"])
 
@@ -43,14 +55,20 @@ def test_the_command_prints_and_appends(registry, tmp_path, capsys):
 def test_a_wrong_result_fails_and_writes_nothing_of_its_group(registry, tmp_path):
     registry(cell(steady, x=1), cell(lambda: failing_after(1), x=2))
     out = tmp_path / "r.csv"
-    with pytest.raises(CheckFailedError, match=r"error: offload/b\[x=2\]: the injected mistake; nothing was timed"):
+    with pytest.raises(
+        CheckFailedError, match=r"error: offload/b\[x=2\]: the injected mistake; nothing was timed"
+    ):
         main(["--out", str(out)])
     assert len(read_rows(out)) == 1
 
 
 def test_suites_and_tiers_are_chosen(registry, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    registry(cell(steady, x=1), cell(lambda: {"blocks": Count(3, "blocks")}, "count", x=1), cell(None, "gpu", x=1))
+    registry(
+        cell(steady, x=1),
+        cell(lambda: {"blocks": Count(3, "blocks")}, "count", x=1),
+        cell(None, "gpu", x=1),
+    )
     monkeypatch.setattr(command, "unavailable", lambda: {"memory": "ImportError: no plan"})
     assert main(["--tier", "count"]) == 0
     out, err = capsys.readouterr()

@@ -32,7 +32,9 @@ def wheel(tmp_path: Path) -> Iterator[Path]:
     peers.use([])
 
 
-def test_a_module_that_claims_any_attribute_is_out_of_their_sight(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_claims_any_attribute_is_out_of_their_sight(
+    wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Theirs walk through all modules; llvmlite, which compiles the engine's tables, has a library that answers all."""
     library = ModuleType("llvmlite")
     monkeypatch.setitem(sys.modules, "llvmlite", library)
@@ -49,7 +51,11 @@ def test_installs_become_rivals_of_the_engine(wheel: Path) -> None:
     assert {cell.params["subject"] for cell in cells()} == {"engine"}
     peers.use([str(wheel)])
     assert peers.installs() == [peers.Install(wheel, "0.99.1")]
-    promised = {cell.params["scenario"]: cell.promise for cell in cells() if cell.params["subject"] != "engine"}
+    promised = {
+        cell.params["scenario"]: cell.promise
+        for cell in cells()
+        if cell.params["subject"] != "engine"
+    }
     assert len(promised) == 10
     assert {cell.params["subject"] for cell in cells()} == {"engine", "vllm 0.99.1 V1"}
     assert {name for name, promise in promised.items() if promise == 1.0} == {

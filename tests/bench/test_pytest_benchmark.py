@@ -11,7 +11,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_pytest_benchmark_times_a_cell_and_compares(tmp_path):
     file = tmp_path / "out.json"
-    options = ["--benchmark-only", "--benchmark-json", str(file), "-p", "no:xdist", "-k", "gated_norm/norm"]
+    options = [
+        "--benchmark-only",
+        "--benchmark-json",
+        str(file),
+        "-p",
+        "no:xdist",
+        "-k",
+        "gated_norm/norm",
+    ]
     command = [sys.executable, "-m", "pytest", "-q", "tests/bench/test_cases.py", *options]
     # A worker of xdist says so to its children, too, and pytest-benchmark times nothing there.
     alone = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}

@@ -52,7 +52,12 @@ ATTENTION = FullAttentionSpec(64, num_kv_heads=2, head_size=8, dtype=torch.float
     ],
 )  # fmt: skip
 def test_preferred_block_sizes(name: str, platform: str, default: int, preferred: int) -> None:
-    assert get_backend(name, platform).get_preferred_block_size(default, BackendContext(platform, False)) == preferred
+    assert (
+        get_backend(name, platform).get_preferred_block_size(
+            default, BackendContext(platform, False)
+        )
+        == preferred
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,7 +79,8 @@ def test_kernel_block_sizes(
 
 def test_no_common_kernel_block_size_is_an_error_with_the_flag() -> None:
     with pytest.raises(
-        ConfigError, match=r"no kernel block size of FLASHINFER divides the block size 24; .*--block-size"
+        ConfigError,
+        match=r"no kernel block size of FLASHINFER divides the block size 24; .*--block-size",
     ):
         select_kernel_block_size(24, [FlashInferBackend], CUDA)
 
@@ -82,10 +88,17 @@ def test_no_common_kernel_block_size_is_an_error_with_the_flag() -> None:
 @pytest.mark.parametrize(("backend", "block_dim"), [(TorchBackend, 0), (FlashAttentionBackend, 1)])
 @given(st.integers(1, 64), st.integers(1, 9), st.integers(1, 300))
 def test_the_block_dimension_is_known_at_any_geometry(
-    backend: type[AttentionBackend], block_dim: int, block_size: int, num_kv_heads: int, head_size: int
+    backend: type[AttentionBackend],
+    block_dim: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_size: int,
 ) -> None:
     assert backend.get_kv_cache_block_dim(block_size, num_kv_heads, head_size) == block_dim
-    assert backend.get_kv_cache_shape(9, block_size, num_kv_heads, head_size)[backend.get_kv_dim()] == 2
+    assert (
+        backend.get_kv_cache_shape(9, block_size, num_kv_heads, head_size)[backend.get_kv_dim()]
+        == 2
+    )
 
 
 def test_the_context_knows_a_float32_state() -> None:
@@ -108,7 +121,9 @@ def test_backends_are_found_by_name_platform_and_layer() -> None:
     assert backend_of(STATE, FlashInferBackend) is Mamba2Backend
     assert backend_of(MambaSpec(1, (BYTE,), mamba_type="gdn_attention"), TorchBackend) is GDNBackend
     assert backend_of(MambaSpec(1, (BYTE,), mamba_type="mamba1"), TorchBackend) is Mamba1Backend
-    assert backend_of(MambaSpec(1, (BYTE,), mamba_type="short_conv"), TorchBackend) is ShortConvBackend
+    assert (
+        backend_of(MambaSpec(1, (BYTE,), mamba_type="short_conv"), TorchBackend) is ShortConvBackend
+    )
     with pytest.raises(ConfigError, match="'rwkv'"):
         backend_of(MambaSpec(1, (BYTE,), mamba_type="rwkv"), TorchBackend)
 
@@ -118,7 +133,9 @@ class Uncaptured(TorchBackend):
 
 
 def test_groups_get_their_backend_and_a_state_is_never_split() -> None:
-    config = KVCacheConfig(4, (KVCacheGroupSpec(("m",), STATE), KVCacheGroupSpec(("a",), ATTENTION)))
+    config = KVCacheConfig(
+        4, (KVCacheGroupSpec(("m",), STATE), KVCacheGroupSpec(("a",), ATTENTION))
+    )
     groups = init_attn_backend(config, FlashInferBackend, CUDA)
     assert isinstance(groups, list)
     assert [(g.group_id, g.backend, g.kernel_block_size) for g in groups] == [
@@ -127,4 +144,7 @@ def test_groups_get_their_backend_and_a_state_is_never_split() -> None:
     ]
     assert len(CUDAGraphSupport) == 3
     assert get_attention_cg_support_info(groups) == CUDAGraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    assert get_attention_cg_support_info([*groups, replace(groups[0], backend=Uncaptured)]) == CUDAGraphSupport.NEVER
+    assert (
+        get_attention_cg_support_info([*groups, replace(groups[0], backend=Uncaptured)])
+        == CUDAGraphSupport.NEVER
+    )

@@ -20,15 +20,26 @@ def test_equal_exactly_as_far_as_tokens_and_salt_are(
     common: list[int], left: list[int], right: list[int], salt: str, other: str, block_size: int
 ) -> None:
     left, right = common + left, common + right
-    chains = [BlockHashes(name).chain(block_size, text, len(text)) for name, text in ((salt, left), (other, right))]
+    chains = [
+        BlockHashes(name).chain(block_size, text, len(text))
+        for name, text in ((salt, left), (other, right))
+    ]
     assert [len(chain) for chain in chains] == [len(left) // block_size, len(right) // block_size]
     same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))))
     equal = [a == b for a, b in zip(*chains, strict=False)]
-    assert equal == [salt == other and end <= same // block_size for end in range(1, len(equal) + 1)]
+    assert equal == [
+        salt == other and end <= same // block_size for end in range(1, len(equal) + 1)
+    ]
 
 
-@given(tokens, st.lists(st.integers(0, 24), max_size=6), st.lists(st.integers(1, 6), min_size=1, max_size=3))
-def test_growing_equals_from_scratch_in_every_block_size(text: list[int], steps: list[int], sizes: list[int]) -> None:
+@given(
+    tokens,
+    st.lists(st.integers(0, 24), max_size=6),
+    st.lists(st.integers(1, 6), min_size=1, max_size=3),
+)
+def test_growing_equals_from_scratch_in_every_block_size(
+    text: list[int], steps: list[int], sizes: list[int]
+) -> None:
     growing = BlockHashes("salt")
     known = 0
     for step in steps:
@@ -36,7 +47,9 @@ def test_growing_equals_from_scratch_in_every_block_size(text: list[int], steps:
         for size in sizes:
             # What lies behind the known tokens may still change: it must not be hashed.
             garbage = text[:known] + [9] * (len(text) - known)
-            assert growing.chain(size, garbage, known) == BlockHashes("salt").chain(size, text[:known], known)
+            assert growing.chain(size, garbage, known) == BlockHashes("salt").chain(
+                size, text[:known], known
+            )
 
 
 def test_a_shorter_question_gets_the_whole_chain() -> None:
@@ -49,11 +62,19 @@ def test_a_shorter_question_gets_the_whole_chain() -> None:
 
 def test_no_two_prefixes_or_block_sizes_share_a_hash() -> None:
     """Also where one token's bytes could run into the next one's."""
-    texts = [[0] * 6, [1] + [0] * 5, [256] + [0] * 5, [0, 1] + [0] * 4, [2**32] + [0] * 5, [0] * 5 + [1]]
+    texts = [
+        [0] * 6,
+        [1] + [0] * 5,
+        [256] + [0] * 5,
+        [0, 1] + [0] * 4,
+        [2**32] + [0] * 5,
+        [0] * 5 + [1],
+    ]
     seen: dict[bytes, tuple[int, ...]] = {}
     for text in texts:
         for end in range(1, 7):
-            # The same prefix in blocks of another size is another chain: its groups have other keys anyway.
+            # The same prefix in blocks of another size is another chain: its groups have other keys
+            # anyway.
             digest = BlockHashes().chain(end, text, end)[0]
             assert seen.setdefault(digest, tuple(text[:end])) == tuple(text[:end])
     assert len(set(seen.values())) == len(seen)

@@ -32,7 +32,9 @@ class Pool(RuleBasedStateMachine):
     def start(self, num_blocks: int) -> None:
         self.device, self.lost = Device(), list[BlockKey]()
         self.pool = BlockPool(num_blocks, self.lost.extend)
-        self.plain = list(range(1, num_blocks))  # free and not published, in the order of their release
+        self.plain = list(
+            range(1, num_blocks)
+        )  # free and not published, in the order of their release
         self.idle: list[int] = []  # free and published, least recently used first
         self.held: Counter[int] = Counter()
         self.shared: set[int] = set()  # published since they were handed out
@@ -89,7 +91,9 @@ class Pool(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def refresh(self, data: st.DataObject) -> None:
-        blocks = data.draw(st.lists(st.integers(1, self.pool.num_blocks - 1), unique=True, max_size=5))
+        blocks = data.draw(
+            st.lists(st.integers(1, self.pool.num_blocks - 1), unique=True, max_size=5)
+        )
         self.pool.refresh(ids(*blocks))
         moved = [block for block in blocks if block in self.idle]
         self.idle = [block for block in self.idle if block not in moved] + moved
@@ -125,11 +129,16 @@ class Pool(RuleBasedStateMachine):
         assert [*map(pool.lookup, KEYS)] == [*map(self.device.found, KEYS)]
         assert sorted(pool.published_keys()) == sorted(found.values())
         everything = np.arange(pool.num_blocks)
-        assert [pool.key_of(block) for block in everything.tolist()] == [found.get(b) for b in everything.tolist()]
+        assert [pool.key_of(block) for block in everything.tolist()] == [
+            found.get(b) for b in everything.tolist()
+        ]
         assert pool.idle_blocks().tolist() == self.idle
         assert np.flatnonzero(pool.is_idle(everything)).tolist() == sorted(self.idle)
         assert np.flatnonzero(pool.may_be_shared(everything)).tolist() == sorted(self.shared)
-        assert pool.ref_count.tolist() == [1, *(self.held[block] for block in everything[1:].tolist())]
+        assert pool.ref_count.tolist() == [
+            1,
+            *(self.held[block] for block in everything[1:].tolist()),
+        ]
 
 
 TestPool = Pool.TestCase

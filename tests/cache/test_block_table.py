@@ -38,7 +38,9 @@ def stage(tables, row, new, overwrite=False):
 def update(tables, batch, padded=None, num_tokens_padded=None):
     """`batch`: row, first position and number of tokens of each request."""
     rows, firsts, lens = (np.array(part, dtype=np.int64) for part in zip(*batch, strict=True))
-    positions = np.concatenate([np.arange(first, first + n) for first, n in zip(firsts, lens, strict=True)])
+    positions = np.concatenate(
+        [np.arange(first, first + n) for first, n in zip(firsts, lens, strict=True)]
+    )
     count = len(positions) if num_tokens_padded is None else num_tokens_padded
     return tables.update(rows, lens, torch.from_numpy(positions), padded or len(batch), count)
 
@@ -57,7 +59,9 @@ class Shape:
 
 SHAPES = (
     Shape((7, 3, 12), (1, 34, 4), (16, 16, 4), (0, 1, 2), 5, (1, 0, 1)),
-    Shape((9, 9, 9, 70), (1, 1, 1, 8), (8, 8, 8, 1), (3,), 6, (1, 0, 1)),  # three Mamba groups in one stack
+    Shape(
+        (9, 9, 9, 70), (1, 1, 1, 8), (8, 8, 8, 1), (3,), 6, (1, 0, 1)
+    ),  # three Mamba groups in one stack
     Shape((70, 70), (2, 2), (4, 4), (0, 1), 4, (1, 0, 1)),
     Shape((4, 4, 6), (2, 2, 2), (6, 6, 6), (0, 1, 2), 4, (2, 1, 3)),
     Shape((20, 5), (3, 1), (5, 15), (0, 1), 3, (3, 0, 1)),
@@ -74,7 +78,14 @@ class Steps(RuleBasedStateMachine):
         tokens = 600
         cp = dict(zip(("cp_size", "cp_rank", "cp_interleave"), shape.cp, strict=True))
         self.tables = BlockTables(
-            sizes, shape.kernel, shape.rows, tokens, shape.widths, CPU, slot_groups=shape.slot_groups, **cp
+            sizes,
+            shape.kernel,
+            shape.rows,
+            tokens,
+            shape.widths,
+            CPU,
+            slot_groups=shape.slot_groups,
+            **cp,
         )
         self.held = {}  # row -> per group the ids
         self.staged = set()
@@ -100,7 +111,9 @@ class Steps(RuleBasedStateMachine):
         """A new request, or one that resumes: in any row that is free."""
         free = sorted(set(range(self.shape.rows)) - set(self.held) - self.staged)
         nothing = [[] for _ in self.shape.widths]
-        self.stage(data.draw(st.sampled_from(free)), nothing, self.new_ids(data, nothing, most), True)
+        self.stage(
+            data.draw(st.sampled_from(free)), nothing, self.new_ids(data, nothing, most), True
+        )
 
     @precondition(lambda self: set(self.held) - self.staged)
     @rule(data=st.data(), most=st.sampled_from([1, 1, 4, 40]))
@@ -130,16 +143,25 @@ class Steps(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data(), repeats=st.integers(1, 3))
     def step(self, data, repeats):
-        order = data.draw(st.permutations(sorted(self.held)))[: data.draw(st.integers(1, len(self.held)))]
+        order = data.draw(st.permutations(sorted(self.held)))[
+            : data.draw(st.integers(1, len(self.held)))
+        ]
         padded = data.draw(st.integers(len(order), self.shape.rows))
         for _ in range(repeats):
             self.run(data, order, padded)
 
     def run(self, data, order, padded):
-        reach = max(w * b * k for w, b, k in zip(self.shape.widths, self.shape.bpk, self.shape.kernel, strict=True))
+        reach = max(
+            w * b * k
+            for w, b, k in zip(self.shape.widths, self.shape.bpk, self.shape.kernel, strict=True)
+        )
         lens = data.draw(st.sampled_from([(1,), (1, 3), (64,), (1, 40)]))
         batch = [
-            (row, data.draw(st.integers(0, reach * self.shape.cp[0] + 3)), data.draw(st.sampled_from(lens)))
+            (
+                row,
+                data.draw(st.integers(0, reach * self.shape.cp[0] + 3)),
+                data.draw(st.sampled_from(lens)),
+            )
             for row in order
         ]
         num_tokens = sum(n for *_, n in batch)
@@ -147,7 +169,9 @@ class Steps(RuleBasedStateMachine):
         tables, slots = update(self.tables, batch, padded, num_tokens_padded)
         self.staged.clear()
         seen = []
-        for group, (table, width, bpk) in enumerate(zip(tables, self.shape.widths, self.shape.bpk, strict=True)):
+        for group, (table, width, bpk) in enumerate(
+            zip(tables, self.shape.widths, self.shape.bpk, strict=True)
+        ):
             assert table.shape == (padded, width * bpk)
             for position, row in enumerate(order):
                 expected = kernel_blocks(self.held[row][group], bpk, bpk)
@@ -157,14 +181,26 @@ class Steps(RuleBasedStateMachine):
         for group in range(len(self.shape.widths)):
             expected = [PAD_SLOT] * num_tokens_padded
             if group in self.shape.slot_groups:
-                tokens = [(row, position) for row, first, n in batch for position in range(first, first + n)]
-                width, size = self.shape.widths[group], self.shape.bpk[group] * self.shape.kernel[group]
+                tokens = [
+                    (row, position)
+                    for row, first, n in batch
+                    for position in range(first, first + n)
+                ]
+                width, size = (
+                    self.shape.widths[group],
+                    self.shape.bpk[group] * self.shape.kernel[group],
+                )
                 for i, (row, position) in enumerate(tokens):
                     blocks = (self.held[row][group] + [None] * width)[:width]
                     block_idx = position // (size * self.shape.cp[0])
                     known = block_idx >= width or blocks[block_idx] is not None
-                    # A position without a block has the slot of what lies there, which no reader may use.
-                    expected[i] = slot(blocks, position, size, *self.shape.cp) if known else int(slots[group, i])
+                    # A position without a block has the slot of what lies there, which no reader
+                    # may use.
+                    expected[i] = (
+                        slot(blocks, position, size, *self.shape.cp)
+                        if known
+                        else int(slots[group, i])
+                    )
             assert slots[group].tolist() == expected, group
         for row, groups in self.held.items():
             assert self.tables.num_blocks[row].tolist() == [len(ids) for ids in groups]
@@ -176,7 +212,9 @@ class Steps(RuleBasedStateMachine):
 
 
 TestSteps = Steps.TestCase
-TestSteps.settings = settings(max_examples=settings.default.max_examples * 3 // 2, stateful_step_count=25)
+TestSteps.settings = settings(
+    max_examples=settings.default.max_examples * 3 // 2, stateful_step_count=25
+)
 
 
 # ---- what does not change costs nothing ----
@@ -187,7 +225,9 @@ def written(tables, batch, padded=None):
     for table in (*tables.input_tables, tables.slot_mappings):
         table.fill_(UNTOUCHED)
     update(tables, batch, padded)
-    *inputs, slots = (int((table != UNTOUCHED).sum()) for table in (*tables.input_tables, tables.slot_mappings))
+    *inputs, slots = (
+        int((table != UNTOUCHED).sum()) for table in (*tables.input_tables, tables.slot_mappings)
+    )
     return inputs, slots
 
 
@@ -204,7 +244,9 @@ def test_a_step_writes_what_changed():
     stage(tables, 2, [[97, 96], []])
     stage(tables, 7, [[95], [94]])
     assert written(tables, decodes) == ([2, 0], 12), "row 7 is not in the batch"
-    assert written(tables, [decodes[1], decodes[0], *decodes[2:]]) == ([8 + 9, 4 * (8 + 9)], 12), "two rows swapped"
+    assert written(tables, [decodes[1], decodes[0], *decodes[2:]]) == ([8 + 9, 4 * (8 + 9)], 12), (
+        "two rows swapped"
+    )
     stage(tables, 5, [[93], [92]], overwrite=True)
     assert written(tables, [decodes[1], decodes[0], *decodes[2:]]) == ([1, 4], 12), "a new owner"
     assert written(tables, [decodes[1], *decodes[2:5]], 6) == (
@@ -251,7 +293,11 @@ def check_a_step(kind):
     for row in (0, 1, 2, 3, 4, 0, 1):  # more than are staged at once
         stage(tables, row, [[10 + row], [20 + row], [30 + row]], overwrite=True)
     found, slots = update(tables, [(1, 3, 2), (0, 5, 1)], 3)
-    assert [table[:, 0].tolist() for table in found] == [[11, 10, 0], [21 * 34, 20 * 34, 0], [31 * 4, 30 * 4, 0]]
+    assert [table[:, 0].tolist() for table in found] == [
+        [11, 10, 0],
+        [21 * 34, 20 * 34, 0],
+        [31 * 4, 30 * 4, 0],
+    ]
     assert slots[0, :3].tolist() == [11 * 16 + 3, 11 * 16 + 4, 10 * 16 + 5]
 
 
@@ -300,7 +346,9 @@ def test_too_many_blocks_for_the_row_raise():
 @pytest.mark.gpu
 def test_tables_on_a_gpu_follow_those_of_the_host():
     here = make()
-    there = BlockTables([16 * n for n in BPK], [16] * len(BPK), ROWS, 64, WIDTHS, torch.device("cuda"))
+    there = BlockTables(
+        [16 * n for n in BPK], [16] * len(BPK), ROWS, 64, WIDTHS, torch.device("cuda")
+    )
     for step in range(3):
         for tables in (here, there):
             stage(tables, step, [[5 + step], [6, 7 + step], [8]], overwrite=True)

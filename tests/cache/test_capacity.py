@@ -39,7 +39,9 @@ def mamba(block_size: int, mode: str, k: int = 0) -> MambaSpec:
 
 
 def config_of(*specs: KVCacheSpec, num_blocks: int = 1000) -> KVCacheConfig:
-    return KVCacheConfig(num_blocks, tuple(KVCacheGroupSpec((str(i),), spec) for i, spec in enumerate(specs)))
+    return KVCacheConfig(
+        num_blocks, tuple(KVCacheGroupSpec((str(i),), spec) for i, spec in enumerate(specs))
+    )
 
 
 def ints(*values: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
@@ -49,12 +51,16 @@ def ints(*values: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 class Served:
     """A request at a manager, from its first chunk to its last token."""
 
-    def __init__(self, manager: KVCacheManager, name: str, prompt: int, output: int, k: int) -> None:
+    def __init__(
+        self, manager: KVCacheManager, name: str, prompt: int, output: int, k: int
+    ) -> None:
         self.manager, self.name, self.k = manager, name, k
         self.prompt, self.last = prompt, prompt + output - 1
         self.computed = 0
         self.held: list[int] = []  # after each step that gave a token
-        self.num_seen: Callable[[int], int] = lambda computed: computed  # by the state that the next step reads
+        self.num_seen: Callable[[int], int] = lambda computed: (
+            computed
+        )  # by the state that the next step reads
 
     def step(self) -> bool:
         """The next chunk or decode; False if the pool is too full for it."""
@@ -64,13 +70,19 @@ class Served:
         else:
             end = self.manager.chunk_end(self.computed, self.prompt, self.prompt)
         made = self.manager.allocate_slots(
-            self.name, self.computed, end - self.computed, is_decode, num_seen_tokens=self.num_seen(self.computed)
+            self.name,
+            self.computed,
+            end - self.computed,
+            is_decode,
+            num_seen_tokens=self.num_seen(self.computed),
         )
         if made is None:
             return False
         self.computed = self.computed + 1 if is_decode else end
         if self.computed >= self.prompt:
-            self.held.append(sum(int(np.count_nonzero(ids)) for ids in self.manager.block_ids(self.name)))
+            self.held.append(
+                sum(int(np.count_nonzero(ids)) for ids in self.manager.block_ids(self.name))
+            )
         return True
 
     def run(self) -> bool:
@@ -92,14 +104,19 @@ class Served:
 def test_blocks_of_all_steps_are_those_that_a_manager_gives(
     mode: str, k: int, ranks: int, sizes: tuple[int, int], lengths: list[tuple[int, int]]
 ) -> None:
-    config = over_context(config_of(attention(sizes[0]), attention(sizes[0]), mamba(sizes[1], mode, k)), ranks)
+    config = over_context(
+        config_of(attention(sizes[0]), attention(sizes[0]), mamba(sizes[1], mode, k)), ranks
+    )
     held = []
     for prompt, output in lengths:
         request = Served(KVCacheManager(config, mode != "none"), "a", prompt, output, k)
         assert request.run()
         held.append(request.held)
     assert [len(steps) for steps in held] == [output for _, output in lengths]
-    prompts, outputs = ints(*(prompt for prompt, _ in lengths)), ints(*(output for _, output in lengths))
+    prompts, outputs = (
+        ints(*(prompt for prompt, _ in lengths)),
+        ints(*(output for _, output in lengths)),
+    )
     assert block_steps(config, prompts, outputs, k).tolist() == [sum(steps) for steps in held]
     most = most_blocks(config, prompts, outputs).tolist()
     found = capacity(config, prompts, outputs, 10**6, k)
@@ -133,7 +150,12 @@ def test_equal_requests_in_step_meet_their_most_in_mode_align_too(k: int) -> Non
         def all_run(count: int, config: KVCacheConfig = config) -> bool:
             manager = KVCacheManager(config, True)
             requests = [Served(manager, str(i), 10, 20, k) for i in range(count)]
-            return all(request.step() for _ in range(21) for request in requests if request.computed < request.last)
+            return all(
+                request.step()
+                for _ in range(21)
+                for request in requests
+                if request.computed < request.last
+            )
 
         assert all_run(found.num_fit)
         assert not all_run(found.num_fit + 1)
@@ -147,12 +169,18 @@ def test_requests_that_the_engine_rejects_are_left_out_and_long_answers_cut() ->
     # 9 blocks hold 36 tokens; the second computes 37.
     found = capacity(config, ints(4, 30), ints(1, 8), 1000, 0)
     assert (found.num_refused, found.num_fit) == (1, 9)
-    with pytest.raises(ConfigError, match="none of 2 requests has a prompt below 4 tokens and fits in 9 blocks"):
+    with pytest.raises(
+        ConfigError, match="none of 2 requests has a prompt below 4 tokens and fits in 9 blocks"
+    ):
         capacity(config, ints(4, 30), ints(1, 8), 4, 0)
 
 
-@given(k=st.integers(0, 3), size=st.integers(4, 8), more=st.integers(0, 16), output=st.integers(2, 40))
-def test_states_that_are_written_late_are_counted_at_the_latest(k: int, size: int, more: int, output: int) -> None:
+@given(
+    k=st.integers(0, 3), size=st.integers(4, 8), more=st.integers(0, 16), output=st.integers(2, 40)
+)
+def test_states_that_are_written_late_are_counted_at_the_latest(
+    k: int, size: int, more: int, output: int
+) -> None:
     """A step finds at most the ring's tokens, or the rest of a block and those of two steps, behind a state."""
     ring_len = shortest_ring_len(1 + k) + more
     state = MambaSpec(size, (), mamba_cache_mode="align", rollback=RecomputeSpec(k, ring_len))

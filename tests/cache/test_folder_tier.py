@@ -1,7 +1,8 @@
 """A folder of blocks has the files that it should have, whatever other processes, disks and clocks do.
 
-A state machine keeps a list of the files beside a tier that reads a clock of its own. The rules are those that
-`cache.folder_tier` promises, implemented again: none of its functions and constants is used.
+A state machine keeps a list of the files beside a tier that reads a clock of its own. The rules are
+those that `cache.folder_tier` promises, implemented again: none of its functions and constants is
+used.
 """
 
 from __future__ import annotations
@@ -36,14 +37,30 @@ from hybrid_kv.cache.block_pool import BlockKey
 from hybrid_kv.cache.folder_tier import FolderTier, OffloadStats
 from hybrid_kv.config import ConfigError
 
-FRAME, SAME_MODEL = 72, 28  # bytes: of header and checksum; of format, version and model in the header
+FRAME, SAME_MODEL = (
+    72,
+    28,
+)  # bytes: of header and checksum; of format, version and model in the header
 PAYLOADS = (40, 64)  # bytes of a block, by group
 KEYS: list[BlockKey] = [(group, bytes([number]) * 16) for group in (0, 1) for number in range(5)]
 MODELS = OWN, OTHER = b"own." * 4, b"else" * 4
-LIMITS = (None, 111, 112, 112 + 136, 2 * 112 + 136, 2 * 112 + 2 * 136, 5 * 112)  # a file has 112 or 136 bytes
+LIMITS = (
+    None,
+    111,
+    112,
+    112 + 136,
+    2 * 112 + 136,
+    2 * 112 + 2 * 136,
+    5 * 112,
+)  # a file has 112 or 136 bytes
 LOOK, SCAN, DAY = 1.0, 30.0, 24 * 3600.0  # seconds
-DEAD, FOREIGN = 2**22 + 1, 2**22 + 2  # process ids that Linux never assigns; the second stands for another user's
-AHEAD = 10**6  # seconds that the machine's clock is ahead of the real one: what a tier has just touched looks old
+DEAD, FOREIGN = (
+    2**22 + 1,
+    2**22 + 2,
+)  # process ids that Linux never assigns; the second stands for another user's
+AHEAD = (
+    10**6
+)  # seconds that the machine's clock is ahead of the real one: what a tier has just touched looks old
 
 KEY, MODEL = st.sampled_from(KEYS), st.sampled_from(MODELS)
 SOME = st.lists(KEY, min_size=1, max_size=3, unique=True)
@@ -95,12 +112,23 @@ class Folder(RuleBasedStateMachine):
         self.clock, self.stack, self.warnings = Clock(), ExitStack(), list[str]()
         self.stack.enter_context(patch.object(folder_tier, "time", self.clock))
         self.stack.enter_context(
-            patch.object(folder_tier.LOGGER, "warning", lambda text, *given: self.warnings.append(text % given))
+            patch.object(
+                folder_tier.LOGGER,
+                "warning",
+                lambda text, *given: self.warnings.append(text % given),
+            )
         )
         self.top = Path(tempfile.mkdtemp())
         self.root, self.aside = self.top / "root", self.top / "aside"
-        self.stats, self.due, self.num_written, self.num_warnings = OffloadStats(), Counter[str](), 0, 0
-        self.others = {model: FolderTier(self.root, model, None, OffloadStats()) for model in MODELS}
+        self.stats, self.due, self.num_written, self.num_warnings = (
+            OffloadStats(),
+            Counter[str](),
+            0,
+            0,
+        )
+        self.others = {
+            model: FolderTier(self.root, model, None, OffloadStats()) for model in MODELS
+        }
         self.files: dict[Path, File] = {}
         self.strangers: dict[Path, bytes] = {}
 
@@ -163,7 +191,9 @@ class Folder(RuleBasedStateMachine):
 
     def put(self, model: bytes, key: BlockKey, data: torch.Tensor) -> Path:
         path = self.path(key, model)
-        self.files[path] = File(file_content(model, key, bytes(data.tolist())), self.clock.time_ns())
+        self.files[path] = File(
+            file_content(model, key, bytes(data.tolist())), self.clock.time_ns()
+        )
         return path
 
     @invariant()
@@ -243,7 +273,9 @@ class Folder(RuleBasedStateMachine):
     @rule(key=KEY)
     def read_what_cannot_be_read(self, key: BlockKey) -> None:
         if self.exists(key):
-            with patch.object(folder_tier, "open", side_effect=OSError("input/output error"), create=True):
+            with patch.object(
+                folder_tier, "open", side_effect=OSError("input/output error"), create=True
+            ):
                 assert not self.tier.read(key, empty(key))
             self.warn_once()
 
@@ -295,7 +327,9 @@ class Folder(RuleBasedStateMachine):
         elif how == 1:
             del data[at % len(data) :]
         elif how == 2:
-            data[:] = file_content(OWN, (0, bytes([7]) * 16), bytes(len(data) - FRAME))  # of another block
+            data[:] = file_content(
+                OWN, (0, bytes([7]) * 16), bytes(len(data) - FRAME)
+            )  # of another block
         else:
             ends = (0, SAME_MODEL) if how == 3 else (SAME_MODEL, len(data))
             data[ends[0] + at % (ends[1] - ends[0])] ^= 1 << at % 8
@@ -330,8 +364,12 @@ class Folder(RuleBasedStateMachine):
             self.files[path].used -= late * 10**9
             os.utime(path, ns=(self.files[path].used,) * 2)
 
-    @rule(model=MODEL, read=st.sets(KEY, max_size=6), keys=SOME, seconds=st.sampled_from([0.5, 1.0]))
-    def another_reads(self, model: bytes, read: set[BlockKey], keys: Sequence[BlockKey], seconds: float) -> None:
+    @rule(
+        model=MODEL, read=st.sets(KEY, max_size=6), keys=SOME, seconds=st.sampled_from([0.5, 1.0])
+    )
+    def another_reads(
+        self, model: bytes, read: set[BlockKey], keys: Sequence[BlockKey], seconds: float
+    ) -> None:
         """What it has used is not the first to go."""
         self.agree()
         self.clock.now += seconds
@@ -356,8 +394,14 @@ class Folder(RuleBasedStateMachine):
             self.files.clear()
             self.strangers.clear()
 
-    @rule(key=KEY, kind=st.sampled_from(["link", "dangling link", "folder", "pipe"]), others=st.permutations(KEYS))
-    def something_strange_has_the_name(self, key: BlockKey, kind: str, others: Sequence[BlockKey]) -> None:
+    @rule(
+        key=KEY,
+        kind=st.sampled_from(["link", "dangling link", "folder", "pipe"]),
+        others=st.permutations(KEYS),
+    )
+    def something_strange_has_the_name(
+        self, key: BlockKey, kind: str, others: Sequence[BlockKey]
+    ) -> None:
         """A link, even to a good block, a folder or a pipe is neither read nor replaced nor deleted."""
         path = self.path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -449,7 +493,9 @@ class Folder(RuleBasedStateMachine):
 
         with patch.object(os, "kill", signal_own):
             self.start(limit)
-        assert {name: (folder / name).exists() for name in stays} == {name: does for name, (_, does) in stays.items()}
+        assert {name: (folder / name).exists() for name in stays} == {
+            name: does for name, (_, does) in stays.items()
+        }
         for name in stays:
             (folder / name).unlink(missing_ok=True)
 
@@ -502,7 +548,9 @@ def test_the_root_must_be_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gone_after", [1, 2, 3])
-def test_a_file_that_goes_while_it_is_looked_at_is_replaced(gone_after: int, tmp_path: Path) -> None:
+def test_a_file_that_goes_while_it_is_looked_at_is_replaced(
+    gone_after: int, tmp_path: Path
+) -> None:
     """Another process may evict it after any look, also after the last one before the new file takes its place."""
     tier = FolderTier(tmp_path, OWN, None, stats := OffloadStats())
     block = KEYS[0], empty(KEYS[0])
@@ -533,7 +581,9 @@ def test_the_file_of_another_block_is_corrupt_whichever_comes_first(
     assert tier.stats.corrupt_files == 1
 
 
-def test_a_damaged_file_that_another_process_deletes_first_is_no_fault_of_its_successor(tmp_path: Path) -> None:
+def test_a_damaged_file_that_another_process_deletes_first_is_no_fault_of_its_successor(
+    tmp_path: Path,
+) -> None:
     tier = FolderTier(tmp_path, OWN, None, OffloadStats())
     tier.write([(KEYS[0], empty(KEYS[0]))])
     (path := tier.path(KEYS[0])).write_bytes(b"")
@@ -621,4 +671,6 @@ def test_two_writers_never_see_half_a_block(tmp_path: Path) -> None:
     assert not [*tmp_path.rglob("*.tmp")]
     # However the threads share the work: one of them writes more than the six of twenty that fit.
     assert sum(tier.stats.folder_evictions for tier in tiers)
-    assert [(t.stats.corrupt_files, t.stats.truncated_files, t.stats.write_failures) for t in tiers] == [(0, 0, 0)] * 2
+    assert [
+        (t.stats.corrupt_files, t.stats.truncated_files, t.stats.write_failures) for t in tiers
+    ] == [(0, 0, 0)] * 2

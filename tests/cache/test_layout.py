@@ -19,7 +19,12 @@ from hybrid_kv.cache.backend import (
     TorchBackend,
     init_attn_backend,
 )
-from hybrid_kv.cache.layout import allocate_raw_buffers, allocate_row_memory, bind_views, mamba_views
+from hybrid_kv.cache.layout import (
+    allocate_raw_buffers,
+    allocate_row_memory,
+    bind_views,
+    mamba_views,
+)
 from hybrid_kv.cache.spec import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -61,10 +66,14 @@ def hybrid_config(
     attention = FullAttentionSpec(block_size, num_kv_heads, head_size, torch.float16)
     width = attention.page_size_bytes // 16
     state = MambaSpec(
-        64, window_and_states(((2, width), torch.float16), ((width,), torch.float32)), attention.page_size_bytes
+        64,
+        window_and_states(((2, width), torch.float16), ((width,), torch.float32)),
+        attention.page_size_bytes,
     )
     names = [tuple(f"{kind}{i}" for i in range(num_layers)) for kind in "ma"]
-    return KVCacheConfig(num_blocks, (KVCacheGroupSpec(names[0], state), KVCacheGroupSpec(names[1], attention)))
+    return KVCacheConfig(
+        num_blocks, (KVCacheGroupSpec(names[0], state), KVCacheGroupSpec(names[1], attention))
+    )
 
 
 def touched(raw: torch.Tensor, view: torch.Tensor) -> set[int]:
@@ -97,7 +106,9 @@ def test_every_page_of_every_view_stays_inside_its_bytes(
     head_size: int,
 ) -> None:
     backend.size = kernel_block_size  # type: ignore[attr-defined]
-    config = hybrid_config(num_blocks, kernel_block_size * blocks_per_kv_block, num_kv_heads, head_size)
+    config = hybrid_config(
+        num_blocks, kernel_block_size * blocks_per_kv_block, num_kv_heads, head_size
+    )
     groups = init_attn_backend(config, backend, BackendContext("cpu", False))
     (raw,) = buffers = allocate_raw_buffers(config, CPU)
     views = bind_views(config, groups, buffers)
@@ -119,22 +130,32 @@ def test_groups_share_buffers_by_position_and_a_short_group_skips_its_last() -> 
     config = KVCacheConfig(3, (*config.groups, short))
     buffers = allocate_raw_buffers(config, CPU)
     assert [buffer.numel() for buffer in buffers] == [3 * config.page_size_bytes] * 2
-    views = bind_views(config, init_attn_backend(config, FlashAttentionBackend, BackendContext("cpu", False)), buffers)
+    views = bind_views(
+        config,
+        init_attn_backend(config, FlashAttentionBackend, BackendContext("cpu", False)),
+        buffers,
+    )
     assert views.keys() == {"m0", "m1", "m2", "a0", "a1"}
     for name, parts in views.items():
         buffer = buffers[1 if name.endswith("1") else 0]
-        assert {part.untyped_storage().data_ptr() for part in parts} == {buffer.untyped_storage().data_ptr()}
+        assert {part.untyped_storage().data_ptr() for part in parts} == {
+            buffer.untyped_storage().data_ptr()
+        }
         assert parts[0].data_ptr() == buffer.data_ptr()
 
 
 def test_layers_of_one_group_may_have_pages_of_their_own() -> None:
-    specs = tuple((f"a{heads}", FullAttentionSpec(32, heads, 8, torch.float16)) for heads in (3, 1, 2))
+    specs = tuple(
+        (f"a{heads}", FullAttentionSpec(32, heads, 8, torch.float16)) for heads in (3, 1, 2)
+    )
     shared = UniformTypeKVCacheSpecs(32, specs)
     names = ("a1", "a2", "a3")
     config = KVCacheConfig(3, (KVCacheGroupSpec(names, shared),))
     buffers = allocate_raw_buffers(config, CPU)
     assert [buffer.numel() for buffer in buffers] == [3 * page for page in (1024, 2048, 3072)]
-    views = bind_views(config, [AttentionGroup(0, names, shared, FlashAttentionBackend, 16)], buffers)
+    views = bind_views(
+        config, [AttentionGroup(0, names, shared, FlashAttentionBackend, 16)], buffers
+    )
     for name, raw, page in zip(names, buffers, (1024, 2048, 3072), strict=True):
         for block in range(3):
             own = set(range(block * page, (block + 1) * page))
@@ -146,13 +167,19 @@ def test_layers_of_one_group_may_have_pages_of_their_own() -> None:
 def test_the_number_of_blocks_is_the_configurations() -> None:
     config = hybrid_config(num_blocks=3, block_size=32)
     larger = [torch.zeros(5 * config.page_size_bytes, dtype=torch.int8)]
-    views = bind_views(config, init_attn_backend(config, FlashInferBackend, BackendContext("cpu", False)), larger)
+    views = bind_views(
+        config, init_attn_backend(config, FlashInferBackend, BackendContext("cpu", False)), larger
+    )
     assert [part.shape[0] for part in views["m0"]] == [3, 3]
     assert [part.shape for part in views["a0"]] == [(3, 32, 1, 8)] * 2
 
 
-@pytest.mark.parametrize("window, state", [("float32", "float32"), ("bfloat16", "float32"), ("float64", "float64")])
-def test_recompute_keeps_float32_states_as_two_planes_in_the_same_bytes(window: str, state: str) -> None:
+@pytest.mark.parametrize(
+    "window, state", [("float32", "float32"), ("bfloat16", "float32"), ("float64", "float64")]
+)
+def test_recompute_keeps_float32_states_as_two_planes_in_the_same_bytes(
+    window: str, state: str
+) -> None:
     dtypes = getattr(torch, window), getattr(torch, state)
     inputs = (
         StatePart("x", (4, 2), dtypes[0]),
@@ -178,7 +205,9 @@ def test_recompute_keeps_float32_states_as_two_planes_in_the_same_bytes(window: 
 
 
 @pytest.mark.parametrize("backend", [AnyTorch, AnyFlash])
-def test_a_latent_cache_is_one_view_whatever_the_backend(backend: type[AnyTorch] | type[AnyFlash]) -> None:
+def test_a_latent_cache_is_one_view_whatever_the_backend(
+    backend: type[AnyTorch] | type[AnyFlash],
+) -> None:
     """One vector per token, in the token's block and slot, over kernel blocks."""
     spec = MLAAttentionSpec(6, 5, torch.float32)
     config = KVCacheConfig(4, (KVCacheGroupSpec(("a",), spec),))

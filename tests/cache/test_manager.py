@@ -38,12 +38,19 @@ def attention(block_size: int) -> FullAttentionSpec:
 
 def mamba(block_size: int, mode: str = "all", k: int = 0) -> MambaSpec:
     return MambaSpec(
-        block_size, (StatePart("state", (8,), torch.float16),), mamba_cache_mode=mode, rollback=SlotsSpec(k)
+        block_size,
+        (StatePart("state", (8,), torch.float16),),
+        mamba_cache_mode=mode,
+        rollback=SlotsSpec(k),
     )
 
 
 def manager(
-    *specs: KVCacheSpec, num_blocks: int = 100, caching: bool = True, lookahead: int = 0, limit: int | None = None
+    *specs: KVCacheSpec,
+    num_blocks: int = 100,
+    caching: bool = True,
+    lookahead: int = 0,
+    limit: int | None = None,
 ) -> KVCacheManager:
     groups = tuple(KVCacheGroupSpec((str(i),), spec) for i, spec in enumerate(specs))
     return KVCacheManager(KVCacheConfig(num_blocks, groups), caching, lookahead, limit)
@@ -52,7 +59,9 @@ def manager(
 class Owner:
     """A request at the manager, run as the scheduler would."""
 
-    def __init__(self, subject: KVCacheManager, name: str, tokens: Sequence[int], salt: str = "") -> None:
+    def __init__(
+        self, subject: KVCacheManager, name: str, tokens: Sequence[int], salt: str = ""
+    ) -> None:
         self.subject, self.name, self.tokens = subject, name, list(tokens)
         self.hashes = BlockHashes(salt)
         self.computed = 0
@@ -62,7 +71,9 @@ class Owner:
     def look(self) -> PrefixHit:
         return self.subject.find_longest_cache_hit(self.hashes, self.tokens, use_offload=True)
 
-    def allocate(self, end: int, is_decode: bool = False, hit: PrefixHit = NO_HIT) -> NewBlocks | None:
+    def allocate(
+        self, end: int, is_decode: bool = False, hit: PrefixHit = NO_HIT
+    ) -> NewBlocks | None:
         start = hit.num_tokens or self.computed
         new = self.subject.allocate_slots(self.name, start, end - start, is_decode, hit, start)
         if new is not None:
@@ -72,7 +83,9 @@ class Owner:
         return new
 
     def publish(self, end: int, is_decode: bool = False) -> None:
-        self.subject.cache_blocks(self.name, self.hashes, self.tokens, StateProgress(end, end), is_decode)
+        self.subject.cache_blocks(
+            self.name, self.hashes, self.tokens, StateProgress(end, end), is_decode
+        )
         self.computed = end
 
     def run(self, *ends: int, is_decode: bool = False) -> Owner:
@@ -118,14 +131,18 @@ def test_any_order_of_operations_keeps_ownership_whole(
         else:
             before = [list(ids) for ids in subject.block_ids(request)]
             free = subject.pool.num_free_blocks
-            new = subject.allocate_slots(request, known, max(0, number - known), False, num_seen_tokens=known)
+            new = subject.allocate_slots(
+                request, known, max(0, number - known), False, num_seen_tokens=known
+            )
             if new is None:
                 assert subject.pool.num_free_blocks == free
                 assert [list(ids) for ids in subject.block_ids(request)] == before
             else:
                 tokens[request] = max(number, known)
                 after = [list(ids) for ids in subject.block_ids(request)]
-                assert after == [old + list(ids) for old, ids in zip(before, new.per_group(), strict=True)]
+                assert after == [
+                    old + list(ids) for old, ids in zip(before, new.per_group(), strict=True)
+                ]
                 assert [len(ids) for ids in after] == [1 + k, -(-tokens[request] // 4)]
         subject.check_integrity(running=tuple(tokens))
     for request in list(tokens):
@@ -138,7 +155,9 @@ def test_a_request_of_exactly_the_pool_without_the_null_block_fits() -> None:
     """vllm!47272: no request gets the null block."""
     for mode, held in (("none", 1 + 2), ("align", 2 + 2), ("all", 5 + 2)):
         for extra in (0, 1):
-            subject = manager(mamba(4, mode, 2), attention(4), num_blocks=held + 5 + extra, caching=mode != "none")
+            subject = manager(
+                mamba(4, mode, 2), attention(4), num_blocks=held + 5 + extra, caching=mode != "none"
+            )
             assert subject.can_ever_fit(20) == bool(extra)
 
 
@@ -151,7 +170,9 @@ def test_lookahead_needs_attention_blocks_but_none_behind_max_model_len() -> Non
         owner.finish()
     # 20 tokens and 2 positions behind them: 6 attention blocks, 3 states, and 3 for drafts.
     for usable in (11, 12):
-        subject = manager(mamba(8, "all", 3), attention(4), lookahead=3, limit=22, num_blocks=1 + usable)
+        subject = manager(
+            mamba(8, "all", 3), attention(4), lookahead=3, limit=22, num_blocks=1 + usable
+        )
         assert subject.can_ever_fit(20) == (usable == 12)
 
 
@@ -204,7 +225,9 @@ def test_no_request_ever_holds_more_than_its_spec_says(mode: str, data: st.DataO
 def test_a_hit_is_the_longest_prefix_that_is_there(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.sampled_from([1, 2, 3, 4, 8]), min_size=1, max_size=3))
     kinds = [data.draw(st.booleans()) for _ in sizes]
-    subject = manager(*(mamba(n) if state else attention(n) for n, state in zip(sizes, kinds, strict=True)))
+    subject = manager(
+        *(mamba(n) if state else attention(n) for n, state in zip(sizes, kinds, strict=True))
+    )
     owner = Owner(subject, "a", TEXT[:30]).run()
     present = [set(range(30 // n)) for n in sizes]
     for _ in range(data.draw(st.integers(0, 6))):
@@ -226,8 +249,12 @@ def test_a_hit_is_the_longest_prefix_that_is_there(data: st.DataObject) -> None:
     groups = range(len(sizes))
     hit = Owner(subject, "b", text).look()
     unit = int(np.lcm.reduce(sizes))
-    assert hit.num_tokens == max(n for n in range(31) if all(restores(group, n) for group in groups))
-    assert hit.group_tokens == tuple(max(n for n in range(31) if restores(group, n)) for group in groups)
+    assert hit.num_tokens == max(
+        n for n in range(31) if all(restores(group, n) for group in groups)
+    )
+    assert hit.group_tokens == tuple(
+        max(n for n in range(31) if restores(group, n)) for group in groups
+    )
     longer = hit.num_tokens + unit
     if max(hit.group_tokens) >= longer:
         assert hit.vetoed_by is not None
@@ -263,7 +290,10 @@ def test_a_hit_is_taken_whole_or_not_at_all(usable: int) -> None:
 
 
 def test_nothing_is_found_before_it_was_computed() -> None:
-    """vllm!56525: scheduled is not written. An owner that is dropped in between has published nothing."""
+    """vllm!56525: scheduled is not written.
+
+    An owner that is dropped in between has published nothing.
+    """
     subject = manager(attention(4), mamba(4))
     owner = Owner(subject, "a", TEXT[:12])
     owner.allocate(12)
@@ -277,7 +307,10 @@ def test_align_publishes_only_states_that_a_chunk_left_on_a_boundary() -> None:
     subject = manager(attention(4), mamba(4, "align"))
     owner = Owner(subject, "a", TEXT[:30]).run(3, 6, 12, 19, 20, 27)
     chain = owner.hashes.chain(4, TEXT[:30], 30)
-    found = [[subject.pool.lookup((group, digest)) is not None for digest in chain[:6]] for group in (0, 1)]
+    found = [
+        [subject.pool.lookup((group, digest)) is not None for digest in chain[:6]]
+        for group in (0, 1)
+    ]
     assert found == [[True] * 6, [False, False, True, False, True, False]]
     hits = [Owner(subject, "b", TEXT[:length]).look() for length in (9, 13, 20, 21, 26)]
     assert hits == [
@@ -298,7 +331,13 @@ def test_align_publishes_the_boundaries_that_verify_steps_passed() -> None:
         owner.allocate(end, is_decode=True)
         owner.publish(accepted, is_decode=True)
         subject.check_integrity(["a"])
-    assert [Owner(subject, "b", TEXT[:n]).look().num_tokens for n in (9, 12, 13, 16, 17)] == [8, 8, 12, 12, 16]
+    assert [Owner(subject, "b", TEXT[:n]).look().num_tokens for n in (9, 12, 13, 16, 17)] == [
+        8,
+        8,
+        12,
+        12,
+        16,
+    ]
 
 
 # A further tier.
@@ -397,7 +436,10 @@ def test_what_failed_to_load_is_not_found_and_not_lost() -> None:
     owner.finish()
     subject.check_integrity()
     assert subject.pool.num_free_blocks == 99
-    assert subject.find_longest_cache_hit(owner.hashes, owner.tokens, use_offload=False).num_tokens == 4
+    assert (
+        subject.find_longest_cache_hit(owner.hashes, owner.tokens, use_offload=False).num_tokens
+        == 4
+    )
     tier.fails = False
     assert owner.allocate(13, hit=owner.look()) is not None
     assert len(tier.loaded) == 3
@@ -433,7 +475,9 @@ def depths(subject: KVCacheManager, owner: Owner) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("mode", ["align", "all"])
 @pytest.mark.parametrize("sizes", [(4, 4), (4, 8), (8, 4)])
-def test_the_deepest_blocks_of_all_groups_are_evicted_first_and_together(mode: str, sizes: tuple[int, int]) -> None:
+def test_the_deepest_blocks_of_all_groups_are_evicted_first_and_together(
+    mode: str, sizes: tuple[int, int]
+) -> None:
     """A state is worth nothing without the attention blocks before it, and attention nothing without a state."""
     subject = manager(attention(sizes[0]), mamba(sizes[1], mode))
     owner = Owner(subject, "a", TEXT[:34]).run(8, 16, 24, 32, 34)
@@ -491,7 +535,9 @@ def test_integrity_sees_a_stranger_and_a_double_owner() -> None:
         subject.check_integrity(running=("a", "b", "c"))
 
 
-def test_a_block_that_became_another_requests_is_not_refreshed_by_the_one_that_gave_it_back() -> None:
+def test_a_block_that_became_another_requests_is_not_refreshed_by_the_one_that_gave_it_back() -> (
+    None
+):
     subject = manager(attention(4), mamba(4, "align"), num_blocks=30)
     pool = subject.pool
     long = Owner(subject, "a", TEXT[:30]).run(4, 8, 12)
@@ -506,7 +552,9 @@ def test_a_block_that_became_another_requests_is_not_refreshed_by_the_one_that_g
     before = pool._lru.ids().tolist()
     assert set(before) & set(idle)
     long.finish()
-    assert pool._lru.ids().tolist()[: len(before)] == before, "the older request's blocks are no younger than they were"
+    assert pool._lru.ids().tolist()[: len(before)] == before, (
+        "the older request's blocks are no younger than they were"
+    )
 
 
 @pytest.mark.parametrize("mode", ["align", "all"])
@@ -559,7 +607,9 @@ def test_of_one_that_was_begun_elsewhere_no_state_before_the_last_is_published()
     request = Owner(subject, "a", TEXT[:24])
     subject.adopt("a", 24)
     request.publish(24)
-    assert not request.look().num_tokens  # the last token is never taken, and at 16 there is no state
+    assert (
+        not request.look().num_tokens
+    )  # the last token is never taken, and at 16 there is no state
     longer = Owner(subject, "b", TEXT[:25])
     assert longer.look().num_tokens == 24
     assert not Owner(subject, "c", TEXT[:17]).look().num_tokens

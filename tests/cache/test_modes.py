@@ -11,7 +11,8 @@ from hybrid_kv.cache.modes import MODES, Mode
 @pytest.mark.parametrize(
     "name, logical_blocks, current_blocks, held, needed, first_published, chunk_end, blocks",
     [
-        # 10 tokens in blocks of 4; a chunk of tokens 1 … 13 of 20, hits in units of 8; three new logical blocks.
+        # 10 tokens in blocks of 4; a chunk of tokens 1 … 13 of 20, hits in units of 8; three new
+        # logical blocks.
         ("none", 1, [0, 0, 0], 1, 0, 1, 14, 3),
         ("align", 3, [0, 0, 2], 2, 2, 2, 8, 1),
         ("all", 3, [0, 0, 2], 3, 0, 1, 14, 3),
@@ -34,7 +35,11 @@ def test_each_mode_has_its_own_logical_blocks(
     assert mode.first_needed(9, 4) == needed
     assert mode.first_published(1, 2, 10, 4, is_decode=False) == first_published
     assert mode.chunk_end(1, 14, 20, 4, 8) == chunk_end
-    assert [mode.may_replace(8, chosen) for chosen in (4, 8, 16)] == [name != "align", True, name != "align"]
+    assert [mode.may_replace(8, chosen) for chosen in (4, 8, 16)] == [
+        name != "align",
+        True,
+        name != "align",
+    ]
     assert mode.num_blocks(3, is_decode=False) == blocks
     assert mode.num_blocks(3, is_decode=True) == 3
 

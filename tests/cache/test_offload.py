@@ -36,7 +36,9 @@ def attention(num_kv_heads: int = 1) -> FullAttentionSpec:
     return FullAttentionSpec(BLOCK, num_kv_heads, 8, torch.float16)
 
 
-def mamba(mode: str = "align", page: int = PAGE, block_size: int = BLOCK, width: int = 5) -> MambaSpec:
+def mamba(
+    mode: str = "align", page: int = PAGE, block_size: int = BLOCK, width: int = 5
+) -> MambaSpec:
     parts = window_and_states(((3, 4), torch.float16), ((2, width), torch.float32))
     return MambaSpec(block_size, parts, page, mamba_cache_mode=mode)
 
@@ -45,13 +47,17 @@ def hybrid(num_blocks: int = 6, state: KVCacheSpec | None = None) -> KVCacheConf
     """An attention group of two layers, a Mamba group of two and a short one: 2, 2 and 1 pages a block."""
     state = state or mamba()
     names = [("a0", "a1"), ("m0", "m1"), ("m2",)]
-    return KVCacheConfig(num_blocks, tuple(map(KVCacheGroupSpec, names, (attention(), state, state))))
+    return KVCacheConfig(
+        num_blocks, tuple(map(KVCacheGroupSpec, names, (attention(), state, state)))
+    )
 
 
 def uniform(num_blocks: int = 5) -> KVCacheConfig:
     """One group whose three layers have pages of 1, 3 and 2 times `PAGE` bytes, listed in another order."""
     specs = (("c", attention(2)), ("a", attention(1)), ("b", attention(3)))
-    return KVCacheConfig(num_blocks, (KVCacheGroupSpec(("a", "b", "c"), UniformTypeKVCacheSpecs(BLOCK, specs)),))
+    return KVCacheConfig(
+        num_blocks, (KVCacheGroupSpec(("a", "b", "c"), UniformTypeKVCacheSpecs(BLOCK, specs)),)
+    )
 
 
 def page_sizes(config: KVCacheConfig) -> list[int]:
@@ -61,14 +67,20 @@ def page_sizes(config: KVCacheConfig) -> list[int]:
 def buffers_of(config: KVCacheConfig, kernel_blocks: int = 1) -> list[torch.Tensor]:
     """Random bytes in tensors that, like a layer's, count kernel blocks first: `[num_blocks * kernel_blocks, …]`."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(config.num_blocks * kernel_blocks, size // kernel_blocks) for size in page_sizes(config)]
+    shapes = [
+        (config.num_blocks * kernel_blocks, size // kernel_blocks) for size in page_sizes(config)
+    ]
     return [torch.randint(0, 256, shape, generator=generator).to(torch.uint8) for shape in shapes]
 
 
-def content(config: KVCacheConfig, buffers: Sequence[torch.Tensor], group: int, block: int) -> bytes:
+def content(
+    config: KVCacheConfig, buffers: Sequence[torch.Tensor], group: int, block: int
+) -> bytes:
     """The pages of all layers of the group, read without the code under test."""
     layers = zip(config.groups[group].layer_names, buffers, page_sizes(config), strict=False)
-    return b"".join(bytes(raw.flatten().tolist())[block * size : (block + 1) * size] for _, raw, size in layers)
+    return b"".join(
+        bytes(raw.flatten().tolist())[block * size : (block + 1) * size] for _, raw, size in layers
+    )
 
 
 def key(number: int, group: int = 0) -> BlockKey:
@@ -128,7 +140,9 @@ def test_raw_buffers_may_have_any_dtype_and_room_to_spare(dtype: torch.dtype) ->
     raw = [torch.arange(4096).to(torch.uint8).view(dtype)]
     store, _ = make(config, raw)
     store.store([(key(1), 5)])
-    assert fetched(store, key(1)) == [content(config, [buffer.view(torch.uint8) for buffer in raw], 0, 5)]
+    assert fetched(store, key(1)) == [
+        content(config, [buffer.view(torch.uint8) for buffer in raw], 0, 5)
+    ]
 
 
 @pytest.mark.gpu
@@ -154,7 +168,10 @@ NUMBERS = range(4)
 KEYS = [key(number, group) for number in NUMBERS for group in (0, 1, 2)]
 BYTES = (2 * PAGE, 2 * PAGE, PAGE)
 LIMITS = tuple(
-    size + more for size in (0, PAGE, 2 * PAGE, 3 * PAGE, 6 * PAGE) for more in (-1, 0, 1) if size or more >= 0
+    size + more
+    for size in (0, PAGE, 2 * PAGE, 3 * PAGE, 6 * PAGE)
+    for more in (-1, 0, 1)
+    if size or more >= 0
 )
 
 
@@ -165,13 +182,19 @@ class Tiers:
         self.config, self.folder, self.due = hybrid(), folder, Counter[str]()
         self.store_, self.buffers = make(self.config, host_bytes=host_bytes, folder=folder)
         self.host, self.filed = HostCopies(host_bytes, BYTES), set[BlockKey]()
-        self.contents = {key_: (i * 16 + 7).to_bytes(1, "big") * BYTES[key_[0]] for i, key_ in enumerate(KEYS)}
+        self.contents = {
+            key_: (i * 16 + 7).to_bytes(1, "big") * BYTES[key_[0]] for i, key_ in enumerate(KEYS)
+        }
 
     def pages(self, group: int, block: int) -> list[torch.Tensor]:
         return [raw[block] for raw in self.buffers[: len(self.config.groups[group].layer_names)]]
 
     def inodes(self) -> dict[Path, int]:
-        return {} if self.folder is None else {path: path.stat().st_ino for path in self.folder.rglob("*.kv")}
+        return (
+            {}
+            if self.folder is None
+            else {path: path.stat().st_ino for path in self.folder.rglob("*.kv")}
+        )
 
     def store(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
         items = [*zip(keys, blocks, strict=False)]
@@ -207,7 +230,9 @@ class Tiers:
             self.due["misses"] += missing or 1
             return
         assert pages is not None
-        assert [bytes(page.data.tolist()) for page in pages] == [self.contents[key_] for key_ in keys]
+        assert [bytes(page.data.tolist()) for page in pages] == [
+            self.contents[key_] for key_ in keys
+        ]
         assert {page.data.untyped_storage().nbytes() - BYTES[page.key[0]] for page in pages} == {0}
         self.due["host_hits"] += len(keys) - len(absent)
         self.due["folder_hits"] += len(absent)
@@ -223,7 +248,9 @@ class Tiers:
 
     def check(self) -> None:
         self.due["host_evictions"] = self.host.num_left
-        assert asdict(self.store_.stats) == {name: self.due[name] for name in asdict(self.store_.stats)}
+        assert asdict(self.store_.stats) == {
+            name: self.due[name] for name in asdict(self.store_.stats)
+        }
         assert self.store_.host_used == self.host.used
         for key_ in KEYS:
             assert self.store_.contains(key_) == (key_ in self.host or key_ in self.filed)
@@ -250,7 +277,9 @@ def test_both_tiers_have_what_they_should_have(
     with tempfile.TemporaryDirectory() as folder:
         tiers = Tiers(host_bytes, Path(folder) if with_folder else None)
         for event, keys, blocks in operations:
-            tiers.store(keys, blocks) if event == "store" else tiers.fetch(keys, blocks, event == "damage")
+            tiers.store(keys, blocks) if event == "store" else tiers.fetch(
+                keys, blocks, event == "damage"
+            )
             tiers.check()
 
 
@@ -268,7 +297,9 @@ def test_fetched_pages_survive_the_eviction_of_their_block() -> None:
     assert content(config, buffers, 0, 4) == expected
 
 
-def test_a_restart_finds_the_blocks_of_its_own_model_and_layout_in_a_pool_of_any_size(tmp_path: Path) -> None:
+def test_a_restart_finds_the_blocks_of_its_own_model_and_layout_in_a_pool_of_any_size(
+    tmp_path: Path,
+) -> None:
     options: dict[str, Any] = {"folder": tmp_path, "host_bytes": 0, "namespace": "a"}
     store, buffers = make(**options)
     store.store([(key(1, 0), 1), (key(1, 1), 2)])
@@ -287,7 +318,8 @@ def test_a_restart_finds_the_blocks_of_its_own_model_and_layout_in_a_pool_of_any
 
 def test_blocks_that_no_hash_can_name_are_rejected_with_both_numbers_and_the_flag() -> None:
     with pytest.raises(
-        ConfigError, match=r"block_size=6 of group 1 .* hash_block_size=4; .*mamba_cache_mode=\"align\""
+        ConfigError,
+        match=r"block_size=6 of group 1 .* hash_block_size=4; .*mamba_cache_mode=\"align\"",
     ):
         make(hybrid(state=mamba(block_size=6)))
     KVOffload(hybrid(), buffers_of(hybrid()), 2, host_bytes=0)

@@ -16,10 +16,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_kv.attention.rollback import RecomputeSpec
-from hybrid_kv.cache.backend import BackendContext, FlashAttentionBackend, Mamba2Backend, _SSMBackend, get_backend
+from hybrid_kv.cache.backend import (
+    BackendContext,
+    FlashAttentionBackend,
+    Mamba2Backend,
+    _SSMBackend,
+    get_backend,
+)
 from hybrid_kv.cache.layout import allocate_raw_buffers
 from hybrid_kv.cache.modes import MODES
-from hybrid_kv.cache.plan import BlockSizes, CachePlan, describe, plan_cache, update_block_size_for_backend
+from hybrid_kv.cache.plan import (
+    BlockSizes,
+    CachePlan,
+    describe,
+    plan_cache,
+    update_block_size_for_backend,
+)
 from hybrid_kv.cache.spec import (
     FullAttentionSpec,
     KVCacheSpec,
@@ -40,15 +52,21 @@ MAX_MODEL_LEN = 131072
 def plan_of(name: str, platform: str, mode: str = "none", k: int = 0) -> CachePlan:
     cache = CacheConfig(num_blocks=4096, mamba_cache_mode=mode)
     shape = model_shape(CONFIGS[name], cache=cache, num_speculative_tokens=k)
-    context, backend = BackendContext.for_layers(platform, shape.layers), get_backend("auto", platform)
+    context, backend = (
+        BackendContext.for_layers(platform, shape.layers),
+        get_backend("auto", platform),
+    )
     return plan_cache(shape.layers, cache, backend, context, MAX_MODEL_LEN, shape.mamba_chunk_size)
 
 
-def vllm_022_sizes(config: dict[str, Any], platform: str, mode: str, k: int) -> tuple[int, int, int, int]:
+def vllm_022_sizes(
+    config: dict[str, Any], platform: str, mode: str, k: int
+) -> tuple[int, int, int, int]:
     """(block size, Mamba block size, state bytes, padded page), from the rules of vLLM 0.22.
 
-    `platforms/interface.py` (`update_block_size_for_backend`, `_align_hybrid_block_size`), `platforms/xpu.py` (gated
-    delta net), `layers/mamba/mamba_utils.py` (state shapes), with FlashAttention (`backends/flash_attn.py`).
+    `platforms/interface.py` (`update_block_size_for_backend`, `_align_hybrid_block_size`),
+    `platforms/xpu.py` (gated delta net), `layers/mamba/mamba_utils.py` (state shapes), with
+    FlashAttention (`backends/flash_attn.py`).
     """
     bf16 = 2
     if config["model_type"] == "qwen3_next":
@@ -58,7 +76,11 @@ def vllm_022_sizes(config: dict[str, Any], platform: str, mode: str, k: int) -> 
         ssm = values * config["linear_key_head_dim"] * bf16
     elif config["model_type"] == "nemotron_h":
         inner = config["mamba_num_heads"] * config["mamba_head_dim"]
-        conv = (config["conv_kernel"] - 1 + k) * (inner + 2 * config["n_groups"] * config["ssm_state_size"]) * bf16
+        conv = (
+            (config["conv_kernel"] - 1 + k)
+            * (inner + 2 * config["n_groups"] * config["ssm_state_size"])
+            * bf16
+        )
         ssm = inner * config["ssm_state_size"] * 4
     else:
         inner = config["mamba_expand"] * config["hidden_size"]
@@ -92,7 +114,9 @@ def test_sizes_are_those_of_vllm_022(name: str, platform: str, mode: str, k: int
     assert {group.spec.page_size_bytes for group in plan.config.groups} == {sizes.page_size_bytes}
 
 
-def test_vllm_37467_a_state_space_backend_is_never_queried_for_a_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_37467_a_state_space_backend_is_never_queried_for_a_block_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def query(cls: type, *_: object) -> int:
         raise AssertionError(f"{cls.__name__} was queried for a block size")
 
@@ -109,8 +133,16 @@ def test_vllm_37467_a_state_space_backend_is_never_queried_for_a_block_size(monk
 
 TOKEN_BYTES = 2 * 4 * 2  # of K and V of a layer: one head of 4 elements in bf16
 WAY_OUT = re.compile(r": give it at least (\d+) (blocks|B of memory)$")
-MULTIPLES = {"TORCH": 1, "CPU_ATTN": 16, "FLASH_ATTN": 16}  # kernels that take any multiple of so many tokens
-FIXED = (64, 32, 16)  # of FlashInfer, and of FlashAttention beside float32 states (flash-attention#1974)
+MULTIPLES = {
+    "TORCH": 1,
+    "CPU_ATTN": 16,
+    "FLASH_ATTN": 16,
+}  # kernels that take any multiple of so many tokens
+FIXED = (
+    64,
+    32,
+    16,
+)  # of FlashInfer, and of FlashAttention beside float32 states (flash-attention#1974)
 
 
 def cdiv(a: Any, b: int) -> Any:
@@ -121,12 +153,14 @@ def cdiv(a: Any, b: int) -> Any:
 class Drawn:
     """A model of states and attention in two stages, its flags, and what a plan of it should say.
 
-    `ring` is the length of the recompute scheme's rings; `memory` says whether it pays for them, and for how much more
-    than `wanted` blocks. Without it these are given by their number.
+    `ring` is the length of the recompute scheme's rings; `memory` says whether it pays for them,
+    and for how much more than `wanted` blocks. Without it these are given by their number.
     """
 
     mode: Annotated[str, st.sampled_from([*MODES])]
-    backend: Annotated[str, st.sampled_from(["TORCH", "TORCH", "FLASH_ATTN", "FLASHINFER", "CPU_ATTN"])]
+    backend: Annotated[
+        str, st.sampled_from(["TORCH", "TORCH", "FLASH_ATTN", "FLASHINFER", "CPU_ATTN"])
+    ]
     platform: Annotated[str, st.sampled_from(["cuda", "xpu", "cpu"])]
     num_states: Annotated[int, st.integers(0, 8)]
     num_attention: Annotated[int, st.integers(1, 8)]
@@ -136,14 +170,17 @@ class Drawn:
     k: Annotated[int, st.integers(0, 3)]
     rows: Annotated[int, st.integers(0, 64)]
     given: Annotated[int | None, st.none() | st.sampled_from([1, 16, 48, 64]) | st.integers(1, 200)]
-    given_states: Annotated[int | None, st.none() | st.integers(1, 60) | st.sampled_from([16, 64, 128, 256])]
+    given_states: Annotated[
+        int | None, st.none() | st.integers(1, 60) | st.sampled_from([16, 64, 128, 256])
+    ]
     chunk: Annotated[int | None, st.sampled_from([None, 16, 32]) | st.integers(1, 60)]
     limit: Annotated[int, st.integers(1, 3000)]
     ranks: Annotated[int, st.integers(1, 3)]
     cut: Annotated[int, st.integers(0, 15)]
     wanted: Annotated[int, st.integers(1, 12) | st.integers(1, 60) | st.integers(1, 4000)]
     memory: Annotated[
-        tuple[bool, int] | None, st.none() | st.tuples(st.booleans(), st.sampled_from([0, -1]) | st.integers(0, 1000))
+        tuple[bool, int] | None,
+        st.none() | st.tuples(st.booleans(), st.sampled_from([0, -1]) | st.integers(0, 1000)),
     ]
 
     def __post_init__(self) -> None:
@@ -161,7 +198,9 @@ class Drawn:
 
     @property
     def layers(self) -> dict[str, KVCacheSpec]:
-        parts = window_and_states(((2, 2 * self.width), torch.bfloat16), ((self.width, 4), torch.float32))
+        parts = window_and_states(
+            ((2, 2 * self.width), torch.bfloat16), ((self.width, 4), torch.float32)
+        )
         kind, inputs = (
             "gdn_attention" if self.is_delta else "mamba2",
             (StatePart("x", (3, self.width), torch.bfloat16),),
@@ -178,7 +217,11 @@ class Drawn:
         kinds = [[name for name in self.layers if name[0] == kind] for kind in "sa"]
         few, many = (choose(len(names) for names in kinds if names) for choose in (min, max))
         length = many if many < 1.5 * few else few
-        return [names[i :: cdiv(len(names), length)] for names in kinds for i in range(cdiv(len(names), length))]
+        return [
+            names[i :: cdiv(len(names), length)]
+            for names in kinds
+            for i in range(cdiv(len(names), length))
+        ]
 
     def kernel_block(self, size: int) -> int | None:
         """The largest that divides a block; None if none does."""
@@ -195,7 +238,11 @@ class Drawn:
         if self.given is not None:
             return self.given
         return (
-            128 if self.backend == "CPU_ATTN" else 64 if (self.backend, self.platform) == ("FLASH_ATTN", "xpu") else 16
+            128
+            if self.backend == "CPU_ATTN"
+            else 64
+            if (self.backend, self.platform) == ("FLASH_ATTN", "xpu")
+            else 16
         )
 
     def aligned(self, mode: str, given_states: int | None) -> int:
@@ -227,7 +274,10 @@ class Drawn:
         return [names[:cut], names[cut:]]
 
     def stages(self, size: int) -> list[dict[str, Any]]:
-        own = [[[name for name in group if name in names] for group in self.groups] for names in self.stage_names()]
+        own = [
+            [[name for name in group if name in names] for group in self.groups]
+            for names in self.stage_names()
+        ]
         pages = [max(map(len, groups)) for groups in own]
         return [
             {"layers": [*chain(*groups)], "block_bytes": size * TOKEN_BYTES * num_pages}
@@ -243,8 +293,15 @@ class Drawn:
             return {"num_blocks": self.wanted}, self.wanted
         real = [stage for stage in self.stages(size) if stage["layers"]]
         block, (pays_rings, more) = max(stage["block_bytes"] for stage in real), self.memory
-        memory = self.wanted * block + more % block + pays_rings * max(self.rows * self.ring_row(s) for s in real)
-        left = [(max(0, memory - self.rows * self.ring_row(stage)), stage["block_bytes"]) for stage in real]
+        memory = (
+            self.wanted * block
+            + more % block
+            + pays_rings * max(self.rows * self.ring_row(s) for s in real)
+        )
+        left = [
+            (max(0, memory - self.rows * self.ring_row(stage)), stage["block_bytes"])
+            for stage in real
+        ]
         return {"memory_bytes": memory}, min(rest // block for rest, block in left)
 
     def plan(self, **pool: int) -> CachePlan:
@@ -252,16 +309,32 @@ class Drawn:
         layers, backend = self.layers, get_backend(self.backend, self.platform)
         context = BackendContext.for_layers(self.platform, layers)
         return plan_cache(
-            layers, cache, backend, context, self.limit, self.chunk, self.rows, self.stage_names(), self.ranks
+            layers,
+            cache,
+            backend,
+            context,
+            self.limit,
+            self.chunk,
+            self.rows,
+            self.stage_names(),
+            self.ranks,
         )
 
     def due(self, size: int, num_blocks: int) -> dict[str, Any]:
         """All metrics of the plan, without its notes."""
         usable, page, state = num_blocks - 1, size * TOKEN_BYTES, self.state_bytes
         held = sum(self.held(group[0], size, np.arange(1, self.limit + 1)) for group in self.groups)
-        longest, num_slots = int((held <= usable).sum()), max(map(len, self.groups)) * len(self.groups)
-        stages = [{**stage, "total_bytes": num_blocks * stage["block_bytes"]} for stage in self.stages(size)]
-        fullest = max(stages, key=lambda stage: stage["total_bytes"] + self.rows * self.ring_row(stage))
+        longest, num_slots = (
+            int((held <= usable).sum()),
+            max(map(len, self.groups)) * len(self.groups),
+        )
+        stages = [
+            {**stage, "total_bytes": num_blocks * stage["block_bytes"]}
+            for stage in self.stages(size)
+        ]
+        fullest = max(
+            stages, key=lambda stage: stage["total_bytes"] + self.rows * self.ring_row(stage)
+        )
         state_block = size if MODES[self.mode].keeps_states else self.given_states or self.limit
         rings = {
             "ring_len": self.ring,
@@ -278,12 +351,16 @@ class Drawn:
             "mamba_padding_percent": round(100 * (page - state) / state, 2) if state else 0.0,
             "groups": [
                 {
-                    "kind": ("gdn_attention" if self.is_delta else "mamba2") if group[0][0] == "s" else "attention",
+                    "kind": ("gdn_attention" if self.is_delta else "mamba2")
+                    if group[0][0] == "s"
+                    else "attention",
                     "num_layers": len(group),
                     "layers": group,
                     "block_size": state_block if group[0][0] == "s" else size,
                     "page_sizes_bytes": [page] * len(group),
-                    "kernel_block_size": state_block if group[0][0] == "s" else self.kernel_block(size),
+                    "kernel_block_size": state_block
+                    if group[0][0] == "s"
+                    else self.kernel_block(size),
                     "blocks_per_request": int(self.held(group[0], size, self.limit)),
                 }
                 for group in self.groups
@@ -327,27 +404,33 @@ class Drawn:
 @given(st.builds(Drawn))
 def test_a_plan_says_what_follows_from_layers_flags_and_memory(drawn: Drawn) -> None:
     if drawn.kernel_block(drawn.unit) is None:
-        allowed = f"multiples of {MULTIPLES[drawn.backend]}" if drawn.takes_multiples else "16, 32, 64"
+        allowed = (
+            f"multiples of {MULTIPLES[drawn.backend]}" if drawn.takes_multiples else "16, 32, 64"
+        )
         message = f"block size {drawn.unit} does not fit {drawn.backend}, whose kernel blocks are {allowed}"
         assert rejected(drawn, num_blocks=10**6) == message
         return
     size = drawn.aligned(drawn.mode, drawn.given_states)
     if not size:
-        assert rejected(drawn, num_blocks=10**6).startswith(f"mode {drawn.mode} needs a chunk size in config.json or ")
+        assert rejected(drawn, num_blocks=10**6).startswith(
+            f"mode {drawn.mode} needs a chunk size in config.json or "
+        )
         return
     if drawn.mode == "align" and drawn.given_states not in (None, size):
-        assert f"{drawn.given_states} cannot be kept: mode align needs the attention block size {size}" in rejected(
-            drawn, num_blocks=10**6
+        assert (
+            f"{drawn.given_states} cannot be kept: mode align needs the attention block size {size}"
+            in rejected(drawn, num_blocks=10**6)
         )
         return
     pool, num_blocks = drawn.pool(size)
     needed = int(sum(drawn.held(group[0], size, 1) for group in drawn.groups))
     if num_blocks - 1 < needed:
-        error, block_bytes = rejected(drawn, **pool), max(stage["block_bytes"] for stage in drawn.stages(size))
-        reason = (
-            f"the cache has {num_blocks} blocks of {block_bytes} B, one of them the null block, but a request of one"
+        error, block_bytes = (
+            rejected(drawn, **pool),
+            max(stage["block_bytes"] for stage in drawn.stages(size)),
         )
-        assert error.startswith(f"{reason} token needs {needed}: ")
+        blocks = f"the cache has {num_blocks} blocks of {block_bytes} B, one of them the null block"
+        assert error.startswith(f"{blocks}, but a request of one token needs {needed}: ")
         way_out = WAY_OUT.search(error)
         assert way_out is not None and (way_out[2] == "blocks") == ("num_blocks" in pool)
         (flag,) = pool
@@ -382,8 +465,12 @@ STATE = MambaSpec(1, window_and_states(((3, 16), torch.float16), ((2, 8, 8), tor
 FLASH, CUDA = get_backend("FLASH_ATTN", "cuda"), BackendContext("cuda", False)
 
 
-def sizes_of(layers: dict[str, KVCacheSpec], chunk_size: int | None = 16, **wishes: Any) -> BlockSizes:
-    return update_block_size_for_backend(layers, CacheConfig(**wishes), FLASH, CUDA, 1000, chunk_size)
+def sizes_of(
+    layers: dict[str, KVCacheSpec], chunk_size: int | None = 16, **wishes: Any
+) -> BlockSizes:
+    return update_block_size_for_backend(
+        layers, CacheConfig(**wishes), FLASH, CUDA, 1000, chunk_size
+    )
 
 
 @pytest.mark.parametrize(
@@ -393,13 +480,17 @@ def sizes_of(layers: dict[str, KVCacheSpec], chunk_size: int | None = 16, **wish
         ("all", None, 16, 16), ("all", 24, 16, 24), ("all", None, None, None), ("align", None, None, None),
     ],
 )  # fmt: skip
-def test_a_lone_state_fills_its_page(mode: str, given: int | None, chunk: int | None, due: int | None) -> None:
+def test_a_lone_state_fills_its_page(
+    mode: str, given: int | None, chunk: int | None, due: int | None
+) -> None:
     wishes = {"mamba_cache_mode": mode, "mamba_block_size": given}
     if due is None:
         with pytest.raises(ConfigError, match="chunk size"):
             sizes_of({"m": STATE}, chunk, **wishes)
     else:
-        assert sizes_of({"m": STATE}, chunk, **wishes) == BlockSizes(due, due, STATE.state_bytes, STATE.state_bytes)
+        assert sizes_of({"m": STATE}, chunk, **wishes) == BlockSizes(
+            due, due, STATE.state_bytes, STATE.state_bytes
+        )
 
 
 @pytest.mark.parametrize(
@@ -426,7 +517,9 @@ def test_a_plan_needs_a_size_and_context_parallel_ranks_attention() -> None:
     arguments = CacheConfig(num_blocks=9), FLASH, CUDA, 100, 128
     with pytest.raises(ConfigError, match="--num-blocks or --gpu-memory"):
         plan_cache({"m": STATE}, CacheConfig(), *arguments[1:])
-    with pytest.raises(ConfigError, match="--decode-context-parallel-size 2: the model has no attention"):
+    with pytest.raises(
+        ConfigError, match="--decode-context-parallel-size 2: the model has no attention"
+    ):
         plan_cache({"m": STATE}, *arguments, context_parallel=2)
     one_token = CacheConfig(num_blocks=2, mamba_block_size=1, mamba_cache_mode="all")
     plan_cache({"m": STATE}, one_token, *arguments[1:])
@@ -434,18 +527,28 @@ def test_a_plan_needs_a_size_and_context_parallel_ranks_attention() -> None:
 
 def test_narrower_attention_layers_get_longer_blocks_of_the_same_page() -> None:
     layers = {"wide": attention(4), "narrow": attention(1), "m": STATE}
-    plan = plan_cache(layers, CacheConfig(mamba_cache_mode="align", num_blocks=100), FLASH, CUDA, 1000, 16)
-    sizes = {name: group.spec.block_size for group in plan.config.groups for name in group.layer_names}
+    plan = plan_cache(
+        layers, CacheConfig(mamba_cache_mode="align", num_blocks=100), FLASH, CUDA, 1000, 16
+    )
+    sizes = {
+        name: group.spec.block_size for group in plan.config.groups for name in group.layer_names
+    }
     assert sizes["wide"] == sizes["m"] == plan.sizes.block_size
     assert sizes["narrow"] == 4 * sizes["wide"]
     assert len({group.spec.page_size_bytes for group in plan.config.groups}) == 1
 
 
 def test_attention_layers_alone_have_one_block_size_and_pages_of_their_own() -> None:
-    layers: dict[str, KVCacheSpec] = {name: attention(heads) for name, heads in (("a", 2), ("b", 3), ("c", 2))}
+    layers: dict[str, KVCacheSpec] = {
+        name: attention(heads) for name, heads in (("a", 2), ("b", 3), ("c", 2))
+    }
     plan = plan_cache(layers, CacheConfig(memory_bytes=100_000), FLASH, CUDA, 1000)
     (group,) = describe(plan)["groups"]
-    assert (group["layers"], group["block_size"], group["kernel_block_size"]) == (["a", "b", "c"], 16, 16)
+    assert (group["layers"], group["block_size"], group["kernel_block_size"]) == (
+        ["a", "b", "c"],
+        16,
+        16,
+    )
     assert group["page_sizes_bytes"] == [16 * 64, 16 * 96, 16 * 64]
     assert (plan.sizes.block_size, plan.sizes.page_size_bytes) == (16, 16 * 96)
     assert plan.config.num_blocks == 100_000 // (16 * (64 + 96 + 64))

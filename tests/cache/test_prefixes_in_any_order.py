@@ -1,8 +1,9 @@
 """Requests in any order: what a hit restores is what its text needs, byte for byte, from the device and from the host.
 
-The machine is the scheduler and the model at once. Of a block it writes a stamp of all tokens up to its end where the
-model would write K and V, or the state after them, and reads that stamp where the model would read. A block that is
-another request's, one that is published too early, or a prefix of another salt has another stamp.
+The machine is the scheduler and the model at once. Of a block it writes a stamp of all tokens up to
+its end where the model would write K and V, or the state after them, and reads that stamp where the
+model would read. A block that is another request's, one that is published too early, or a prefix of
+another salt has another stamp.
 """
 
 from __future__ import annotations
@@ -40,7 +41,13 @@ def attention(block_size: int) -> FullAttentionSpec:
 
 
 def mamba(mode: str) -> MambaSpec:
-    return MambaSpec(4, (StatePart("state", (8,), torch.float16),), PAGE, mamba_cache_mode=mode, rollback=SlotsSpec(K))
+    return MambaSpec(
+        4,
+        (StatePart("state", (8,), torch.float16),),
+        PAGE,
+        mamba_cache_mode=mode,
+        rollback=SlotsSpec(K),
+    )
 
 
 LAYOUTS: tuple[tuple[KVCacheSpec, ...], ...] = (
@@ -62,9 +69,15 @@ class Running:
 
 
 class Prefixes(RuleBasedStateMachine):
-    @initialize(layout=st.sampled_from(LAYOUTS), num_blocks=st.integers(8, 60), host=st.sampled_from([0, 600, 1 << 20]))
+    @initialize(
+        layout=st.sampled_from(LAYOUTS),
+        num_blocks=st.integers(8, 60),
+        host=st.sampled_from([0, 600, 1 << 20]),
+    )
     def start(self, layout: tuple[KVCacheSpec, ...], num_blocks: int, host: int) -> None:
-        config = KVCacheConfig(num_blocks, tuple(KVCacheGroupSpec((str(i),), spec) for i, spec in enumerate(layout)))
+        config = KVCacheConfig(
+            num_blocks, tuple(KVCacheGroupSpec((str(i),), spec) for i, spec in enumerate(layout))
+        )
         self.specs, self.raw = layout, torch.zeros(num_blocks, PAGE, dtype=torch.uint8)
         self.manager = KVCacheManager(config, enable_prefix_caching=True, max_model_len=LONGEST)
         if host:
@@ -89,8 +102,12 @@ class Prefixes(RuleBasedStateMachine):
                 ends = [*(ends if inside else []), end]
             for n in ends:
                 block = logical_blocks[(n - 1) // size]
-                assert block, f"group {group} writes the state or the block after {n} tokens nowhere"
-                assert self.manager.pool.key_of(block) is None, f"group {group} writes a block that lookups find"
+                assert block, (
+                    f"group {group} writes the state or the block after {n} tokens nowhere"
+                )
+                assert self.manager.pool.key_of(block) is None, (
+                    f"group {group} writes a block that lookups find"
+                )
                 self.raw[block] = self.stamp(one, n, group)
 
     def read(self, one: Running, end: int) -> None:
@@ -100,7 +117,9 @@ class Prefixes(RuleBasedStateMachine):
             ends = [end] if isinstance(spec, MambaSpec) else range(size, end + 1, size)
             for n in ends:
                 block = logical_blocks[(n - 1) // size]
-                assert block and torch.equal(self.raw[block], self.stamp(one, n, group)), f"group {group}, {n} tokens"
+                assert block and torch.equal(self.raw[block], self.stamp(one, n, group)), (
+                    f"group {group}, {n} tokens"
+                )
 
     # What the scheduler does.
 
@@ -150,7 +169,12 @@ class Prefixes(RuleBasedStateMachine):
             del self.running[name]
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), budget=st.sampled_from(BUDGET), accepted=st.integers(0, K), drafts=st.integers(0, K))
+    @rule(
+        data=st.data(),
+        budget=st.sampled_from(BUDGET),
+        accepted=st.integers(0, K),
+        drafts=st.integers(0, K),
+    )
     def step(self, data: st.DataObject, budget: int, accepted: int, drafts: int) -> None:
         name = data.draw(st.sampled_from(sorted(self.running)))
         one = self.running[name]
@@ -166,10 +190,14 @@ class Prefixes(RuleBasedStateMachine):
             return
         self.take(one, new)
         self.read(one, begin)
-        one.tokens += data.draw(st.lists(st.integers(1, 2), min_size=1 + min(accepted, drafts), max_size=1 + drafts))
+        one.tokens += data.draw(
+            st.lists(st.integers(1, 2), min_size=1 + min(accepted, drafts), max_size=1 + drafts)
+        )
         one.computed = len(one.tokens)
         self.write(one, begin, one.computed, is_decode=True)
-        self.manager.cache_blocks(name, one.hashes, one.tokens, StateProgress(one.computed, one.computed), True)
+        self.manager.cache_blocks(
+            name, one.hashes, one.tokens, StateProgress(one.computed, one.computed), True
+        )
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -187,9 +215,14 @@ class Prefixes(RuleBasedStateMachine):
     def is_whole(self) -> None:
         self.manager.check_integrity(tuple(self.running))
         for name, one in self.running.items():
-            held = [[block for block in logical_blocks if block] for logical_blocks in one.logical_blocks]
+            held = [
+                [block for block in logical_blocks if block]
+                for logical_blocks in one.logical_blocks
+            ]
             assert [ids.tolist() for ids in self.manager.block_ids(name)] == held
 
 
 TestPrefixes = Prefixes.TestCase
-TestPrefixes.settings = settings(max_examples=settings.default.max_examples * 5 // 2, stateful_step_count=40)
+TestPrefixes.settings = settings(
+    max_examples=settings.default.max_examples * 5 // 2, stateful_step_count=40
+)

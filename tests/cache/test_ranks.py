@@ -16,7 +16,9 @@ from hybrid_kv.models.shapes import model_shape
 from tests.model_configs import CONFIGS, NEMOTRON_3_NANO
 
 
-def plan_of(ranks: Ranks, name: str = NEMOTRON_3_NANO, k: int = 0, rows: int = 0, **wishes: Any) -> CachePlan:
+def plan_of(
+    ranks: Ranks, name: str = NEMOTRON_3_NANO, k: int = 0, rows: int = 0, **wishes: Any
+) -> CachePlan:
     cache = CacheConfig(**({"num_blocks": 4096, "mamba_cache_mode": "align"} | wishes))
     shape = model_shape(CONFIGS[name], cache=cache, num_speculative_tokens=k, ranks=ranks)
     rollback = rollback_spec(cache, k, False, list(shape.layers.values()))
@@ -49,9 +51,11 @@ def test_stages_divide_the_layers_as_vllm_does(layers: int, count: int, sizes: l
 
 
 def test_one_of_eight_ranks_of_nemotron_3_nano() -> None:
-    """2 KV heads: one on each rank, 2 * 128 * 2 B = 512 B a token. 8 of 64 Mamba heads, one of 8 groups: the window has
-    3 * (8 * 64 + 2 * 128) * 2 B = 4,608 B, the float32 state 8 * 64 * 128 * 4 B = 262,144 B: 266,752 B, 521 tokens of
-    attention, so blocks of 528 and pages of 270,336 B. Six layers in a group: 1,622,016 B a block.
+    """2 KV heads: one on each rank, 2 * 128 * 2 B = 512 B a token.
+
+    8 of 64 Mamba heads, one of 8 groups: the window has 3 * (8 * 64 + 2 * 128) * 2 B = 4,608 B, the
+    float32 state 8 * 64 * 128 * 4 B = 262,144 B: 266,752 B, 521 tokens of attention, so blocks of
+    528 and pages of 270,336 B. Six layers in a group: 1,622,016 B a block.
     """
     plan = plan_of(Ranks(tensor_parallel_size=8), num_blocks=None, memory_bytes=10**9)
     assert (plan.sizes.block_size, plan.sizes.mamba_state_bytes) == (528, 266_752)
@@ -65,13 +69,25 @@ def test_one_of_eight_ranks_of_nemotron_3_nano() -> None:
 def test_stages_share_the_groups_of_the_whole_model_and_the_blocks_of_the_poorest() -> None:
     """Attention at layers 5, 12, 19, 26, 33 and 42 of 52; stages of 17, 18 and 17 layers have 2, 3 and 1 of them.
 
-    Their Mamba layers are 8, 7 and 8, dealt in turn to four groups: 2 at most in a group of a stage. A block has as
-    many pages as the longest group of a stage has layers: 2, 3 and 2 of 2,146,304 B, as on one GPU.
+    Their Mamba layers are 8, 7 and 8, dealt in turn to four groups: 2 at most in a group of a
+    stage. A block has as many pages as the longest group of a stage has layers: 2, 3 and 2 of
+    2,146,304 B, as on one GPU.
     """
-    whole, plan = plan_of(Ranks()), plan_of(Ranks(pipeline_parallel_size=3), num_blocks=None, memory_bytes=10**9)
-    assert [group.layer_names for group in plan.config.groups] == [group.layer_names for group in whole.config.groups]
-    assert [stage.block_bytes for stage in plan.stages] == [pages * 2_146_304 for pages in (2, 3, 2)]
-    assert [sum(len(group.layer_names) for group in stage.groups) for stage in plan.stages] == [10, 10, 9]
+    whole, plan = (
+        plan_of(Ranks()),
+        plan_of(Ranks(pipeline_parallel_size=3), num_blocks=None, memory_bytes=10**9),
+    )
+    assert [group.layer_names for group in plan.config.groups] == [
+        group.layer_names for group in whole.config.groups
+    ]
+    assert [stage.block_bytes for stage in plan.stages] == [
+        pages * 2_146_304 for pages in (2, 3, 2)
+    ]
+    assert [sum(len(group.layer_names) for group in stage.groups) for stage in plan.stages] == [
+        10,
+        10,
+        9,
+    ]
     assert plan.config.num_blocks == 10**9 // (3 * 2_146_304) == 155
     assert plan.blocks_per_request == whole.blocks_per_request
 
@@ -79,9 +95,11 @@ def test_stages_share_the_groups_of_the_whole_model_and_the_blocks_of_the_poores
 def test_the_stage_with_most_layers_decides_and_pays_for_its_own_rings() -> None:
     """Two stages of 26: 3 attention layers each, 12 and 11 Mamba layers; of four groups one lacks a layer in stage 1.
 
-    A ring of 11 tokens takes for each of 10 rows and layer 11 * ((64 * 64 + 8 * 128) * 2 B + 64 * 4 B) = 115,456 B.
+    A ring of 11 tokens takes for each of 10 rows and layer 11 * ((64 * 64 + 8 * 128) * 2 B + 64 * 4
+    B) = 115,456 B.
     """
-    # K = 3: windows of 6 * 6144 * 2 B and 2 MiB of state are 2,120 tokens of attention, so blocks of 2,128.
+    # K = 3: windows of 6 * 6144 * 2 B and 2 MiB of state are 2,120 tokens of attention, so blocks
+    # of 2,128.
     rings, page = 10 * 12 * 115_456, 2128 * 1024
     memory = rings + 100 * 3 * page
     plan = plan_of(
@@ -125,5 +143,8 @@ def test_ranks_that_cannot_be(ranks: tuple[int, int, int], message: str) -> None
 
 
 def test_more_stages_than_layers_are_rejected() -> None:
-    with pytest.raises(ConfigError, match="--pipeline-parallel-size 53: the model has 52 layers; use at most as many"):
+    with pytest.raises(
+        ConfigError,
+        match="--pipeline-parallel-size 53: the model has 52 layers; use at most as many",
+    ):
         plan_of(Ranks(pipeline_parallel_size=53))

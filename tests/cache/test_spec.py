@@ -30,24 +30,39 @@ DTYPES = [torch.int8, torch.bfloat16, torch.float32]
 ATTENTION = FullAttentionSpec(16, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
 
 
-def mamba(mode: str = "none", k: int = 0, block_size: int = 64, padded: int | None = None) -> MambaSpec:
+def mamba(
+    mode: str = "none", k: int = 0, block_size: int = 64, padded: int | None = None
+) -> MambaSpec:
     parts = window_and_states(((3, 10), torch.bfloat16), ((4, 8), torch.float32))
     return MambaSpec(block_size, parts, padded, mamba_cache_mode=mode, rollback=SlotsSpec(k))
 
 
 @pytest.mark.parametrize(
     ("mode", "k", "blocks", "width"),
-    [("none", 0, 1, 1), ("none", 3, 4, 4), ("align", 0, 2, 4), ("align", 3, 5, 7), ("all", 0, 4, 4), ("all", 3, 7, 7)],
+    [
+        ("none", 0, 1, 1),
+        ("none", 3, 4, 4),
+        ("align", 0, 2, 4),
+        ("align", 3, 5, 7),
+        ("all", 0, 4, 4),
+        ("all", 3, 7, 7),
+    ],
 )
-def test_blocks_of_one_request_with_speculative_ones_in_every_mode(mode: str, k: int, blocks: int, width: int) -> None:
+def test_blocks_of_one_request_with_speculative_ones_in_every_mode(
+    mode: str, k: int, blocks: int, width: int
+) -> None:
     spec = mamba(mode, k, padded=256)
     assert spec.max_blocks_per_request(200) == blocks  # 200 tokens are four blocks of 64
     assert spec.block_table_width(200) == width
     assert spec.max_memory_usage_bytes(200) == blocks * 256
 
 
-@pytest.mark.parametrize(("mode", "blocks", "width"), [("none", 1, 1), ("align", 2, 4), ("all", 4, 4)])
-def test_recompute_has_a_ring_in_place_of_speculative_blocks(mode: str, blocks: int, width: int) -> None:
+@pytest.mark.parametrize(
+    ("mode", "blocks", "width"), [("none", 1, 1), ("align", 2, 4), ("all", 4, 4)]
+)
+def test_recompute_has_a_ring_in_place_of_speculative_blocks(
+    mode: str, blocks: int, width: int
+) -> None:
     inputs = (
         StatePart("x", (4, 2), torch.bfloat16),
         StatePart("B", (1, 8), torch.bfloat16),
@@ -66,19 +81,33 @@ def test_recompute_has_a_ring_in_place_of_speculative_blocks(mode: str, blocks: 
 
 
 def test_a_ring_longer_than_a_block_keeps_one_more_state() -> None:
-    assert [RecomputeSpec(3, ring_len).most_logical_blocks_behind(16) for ring_len in (16, 17, 23, 400)] == [1, 2, 2, 2]
-    assert [RecomputeSpec(7, 400).most_logical_blocks_behind(size) for size in (8, 14, 15, 64)] == [3, 3, 2, 2]
-    assert [RecomputeSpec(3, 12, late).most_logical_blocks_behind(16) for late in (0, 4, 5)] == [1, 1, 2]
+    assert [
+        RecomputeSpec(3, ring_len).most_logical_blocks_behind(16) for ring_len in (16, 17, 23, 400)
+    ] == [1, 2, 2, 2]
+    assert [RecomputeSpec(7, 400).most_logical_blocks_behind(size) for size in (8, 14, 15, 64)] == [
+        3,
+        3,
+        2,
+        2,
+    ]
+    assert [RecomputeSpec(3, 12, late).most_logical_blocks_behind(16) for late in (0, 4, 5)] == [
+        1,
+        1,
+        2,
+    ]
 
 
 def test_the_ring_that_a_user_gets() -> None:
     layers = [mamba()]
     assert rollback_spec(CacheConfig(), 3, True, layers) == SlotsSpec(3)
-    assert rollback_spec(CacheConfig(state_scheme="recompute"), 3, False, layers) == RecomputeSpec(3, 36)
+    assert rollback_spec(CacheConfig(state_scheme="recompute"), 3, False, layers) == RecomputeSpec(
+        3, 36
+    )
     given = CacheConfig(state_scheme="recompute", recompute_ring_len=11)
     assert rollback_spec(given, 3, True, layers) == RecomputeSpec(3, 11, 4)
     with pytest.raises(
-        ConfigError, match="recompute_ring_len=11 is too short for num_speculative_tokens=4, which needs 14"
+        ConfigError,
+        match="recompute_ring_len=11 is too short for num_speculative_tokens=4, which needs 14",
     ):
         rollback_spec(given, 4, False, layers)
     with pytest.raises(ConfigError, match="no Mamba layer"):
@@ -86,13 +115,16 @@ def test_the_ring_that_a_user_gets() -> None:
 
 
 def test_a_state_must_fit_its_page() -> None:
-    with pytest.raises(ConfigError, match=r"padded Mamba page \(187 B\) is smaller than the state \(188 B\)"):
+    with pytest.raises(
+        ConfigError, match=r"padded Mamba page \(187 B\) is smaller than the state \(188 B\)"
+    ):
         mamba(padded=187)
 
 
 @given(
     drawn=st.lists(
-        st.tuples(st.integers(1, 5), st.sampled_from([torch.int8, torch.bfloat16, torch.float32])), min_size=1
+        st.tuples(st.integers(1, 5), st.sampled_from([torch.int8, torch.bfloat16, torch.float32])),
+        min_size=1,
     ),
     more=st.none() | st.integers(0, 7),
 )
@@ -115,7 +147,10 @@ def test_the_elements_of_a_state_divide_a_page_without_padding() -> None:
     """Else the views of the second page begin inside the first."""
     state = MambaSpec(1, window_and_states(((1,), torch.float32), ((1,), torch.bfloat16)))
     config = KVCacheConfig(10, (KVCacheGroupSpec(("m",), state),))
-    with pytest.raises(ConfigError, match=r"torch.float32 in pages of 6 B, no multiple of 4; give all state parts one"):
+    with pytest.raises(
+        ConfigError,
+        match=r"torch.float32 in pages of 6 B, no multiple of 4; give all state parts one",
+    ):
         _ = config.block_bytes
     padded = KVCacheConfig(10, (KVCacheGroupSpec(("m",), replace(state, page_size_padded=8)),))
     assert padded.block_bytes == 8
@@ -143,7 +178,9 @@ def test_bytes_of_layers_whose_pages_differ() -> None:
     assert config.total_bytes == 10 * config.page_size_bytes == 10 * (128 + 256)
     twice = KVCacheConfig(10, (*config.groups, KVCacheGroupSpec(("c",), small)))
     assert twice.total_bytes == config.total_bytes
-    with pytest.raises(ConfigError, match="layer 0 of one group has pages of 128 B and of another 256 B"):
+    with pytest.raises(
+        ConfigError, match="layer 0 of one group has pages of 128 B and of another 256 B"
+    ):
         KVCacheConfig(10, (*config.groups, KVCacheGroupSpec(("c",), large))).total_bytes  # noqa: B018
     with pytest.raises(ConfigError, match="layers c have no spec"):
         KVCacheGroupSpec(("a", "c"), shared).layer_specs  # noqa: B018

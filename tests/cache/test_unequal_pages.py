@@ -17,7 +17,9 @@ PARAMS = SamplingParams(max_tokens=9)
 BOOK = answer_book("*+#*")
 TOKEN_BYTES = [16, 32, 48, 16]  # layer by layer
 # Two with a beginning in common, two without, all of them with full blocks.
-DRAWN = [np.random.default_rng(3).integers(0, 97, size=length).tolist() for length in (21, 33, 18, 40)]
+DRAWN = [
+    np.random.default_rng(3).integers(0, 97, size=length).tolist() for length in (21, 33, 18, 40)
+]
 PROMPTS = [*DRAWN, DRAWN[1][:24] + DRAWN[0]]
 
 
@@ -32,15 +34,21 @@ def engine(backend: str, **options: Any) -> LLM:
 
 def check(llm: LLM) -> None:
     outputs = llm.generate(PROMPTS, PARAMS, progress=False)
-    assert [output.token_ids for output in outputs] == [BOOK.answer(prompt, PARAMS, 80) for prompt in PROMPTS]
+    assert [output.token_ids for output in outputs] == [
+        BOOK.answer(prompt, PARAMS, 80) for prompt in PROMPTS
+    ]
 
 
 @pytest.mark.parametrize("backend", [SmallBlocksFirst.name, SmallKVFirst.name])
-def test_vllm_38554_blocks_of_unequal_pages_come_back_from_host_and_folder(backend: str, tmp_path: Path) -> None:
+def test_vllm_38554_blocks_of_unequal_pages_come_back_from_host_and_folder(
+    backend: str, tmp_path: Path
+) -> None:
     llm = engine(backend, kv_offload_bytes=1 << 20, kv_offload_folder=tmp_path)
     (group,) = llm.plan.config.groups
     assert isinstance(group.spec, UniformTypeKVCacheSpecs)
-    assert [len(buffer) for buffer in llm.runner.raw_buffers] == [80 * 8 * size for size in TOKEN_BYTES]
+    assert [len(buffer) for buffer in llm.runner.raw_buffers] == [
+        80 * 8 * size for size in TOKEN_BYTES
+    ]
     check(llm)
     llm.reset_prefix_cache()
     check(llm)
@@ -50,4 +58,6 @@ def test_vllm_38554_blocks_of_unequal_pages_come_back_from_host_and_folder(backe
 
     restarted = engine(backend, kv_offload_folder=tmp_path)
     check(restarted)
-    assert restarted.manager.offload is not None and restarted.manager.offload.stats.folder_hits >= 6
+    assert (
+        restarted.manager.offload is not None and restarted.manager.offload.stats.folder_hits >= 6
+    )

@@ -72,7 +72,9 @@ def test_a_request_holds_at_most_what_is_planned_and_there_is_one_that_does(
     ]
     assert spec.max_blocks_per_request(window + block_size + most) >= max(whole)
     assert spec.max_blocks_per_request(10**6) == max(whole)
-    assert replace(spec, max_step_tokens=None).max_blocks_per_request(length) == -(-length // block_size)
+    assert replace(spec, max_step_tokens=None).max_blocks_per_request(length) == -(
+        -length // block_size
+    )
     assert spec.block_table_width(length) == -(-length // block_size)
 
 
@@ -192,7 +194,9 @@ def test_vllm_55600_a_drafters_window_changes_no_other_block_size() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_offload_bytes": 1 << 20}, {"async_scheduling": True}])
-def test_a_window_with_smaller_blocks_beside_states_gives_the_right_tokens(options: dict[str, Any]) -> None:
+def test_a_window_with_smaller_blocks_beside_states_gives_the_right_tokens(
+    options: dict[str, Any],
+) -> None:
     book = answer_book("M-*")
     llm = LLM(
         book.model, block_size=8, num_blocks=90, max_num_seqs=3, max_num_batched_tokens=20, max_model_len=80,
@@ -202,7 +206,9 @@ def test_a_window_with_smaller_blocks_beside_states_gives_the_right_tokens(optio
     params = SamplingParams(max_tokens=9)
     for again in range(2):
         outputs = llm.generate([drawn[:n] for n in (20, 33, 50)], params, progress=False)
-        assert [output.token_ids for output in outputs] == [book.answer(drawn[:n], params, 80) for n in (20, 33, 50)]
+        assert [output.token_ids for output in outputs] == [
+            book.answer(drawn[:n], params, 80) for n in (20, 33, 50)
+        ]
         if again:
             assert [output.cached_tokens for output in outputs] == [16, 32, 48]
         elif "kv_offload_bytes" in options:
@@ -210,7 +216,11 @@ def test_a_window_with_smaller_blocks_beside_states_gives_the_right_tokens(optio
 
 
 def test_windows_of_several_sizes_are_groups_of_their_own() -> None:
-    specs: dict[str, KVCacheSpec] = {"a": window_spec(5, 4), "b": window_spec(9, 4), "c": window_spec(5, 4)}
+    specs: dict[str, KVCacheSpec] = {
+        "a": window_spec(5, 4),
+        "b": window_spec(9, 4),
+        "c": window_spec(5, 4),
+    }
     assert [group.layer_names for group in group_layers(specs)] == [("a",), ("c",), ("b",)]
 
 

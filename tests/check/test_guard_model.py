@@ -19,7 +19,10 @@ each_model = pytest.mark.parametrize("folder", FOLDERS.values(), ids=FOLDERS)
 
 @pytest.fixture
 def train():
-    """What trains them. It imports the models' modules, which takes seconds: not where tests are only collected."""
+    """What trains them.
+
+    It imports the models' modules, which takes seconds: not where tests are only collected.
+    """
     from accuracy import train
 
     yield train
@@ -38,12 +41,19 @@ def test_the_problems_are_those_that_the_models_were_trained_on():
     """A generator that changed no longer fits the shipped checkpoints, whose answers to its questions are all right."""
     drawn = [
         *(_stream(seed, 25, split) for seed in range(20) for split in ("train", "held_out")),
-        *(problems.eval_set(seed, 40, needs_latch=kind) for seed in range(3) for kind in (None, True, False)),
+        *(
+            problems.eval_set(seed, 40, needs_latch=kind)
+            for seed in range(3)
+            for kind in (None, True, False)
+        ),
         *(problems.eval_set(seed, 12, shots=2) for seed in range(3)),
         [problems.dataset(seed, 40) for seed in range(5)],
     ]
     made = [astuple(one) for part in drawn for one in part]
-    assert sha256(repr(made).encode()).hexdigest() == "1b357e50ecc67c54d057fe914e96b5713f646782988ffeb6e3ab60449da541ee"
+    assert (
+        sha256(repr(made).encode()).hexdigest()
+        == "1b357e50ecc67c54d057fe914e96b5713f646782988ffeb6e3ab60449da541ee"
+    )
 
 
 def test_training_and_evaluation_share_no_numbers():
@@ -89,10 +99,17 @@ def test_tokenizer_takes_any_text():
 # ----------------------------------------------------------------------------------- model
 
 
-# The largest logit of a question's last five tokens, and of the drafts there, by the modules that were trained.
+# The largest logit of a question's last five tokens, and of the drafts there, by the modules that
+# were trained.
 LOGITS = {
-    "nemotron_h": ((28.7398, 23.3648, 26.5903, 23.5942, 21.1426), (4.4925, 8.8501, 5.4295, 5.0846, 8.7534)),
-    "qwen3_5_moe_text": ((15.1817, 18.3096, 17.0122, 20.7586, 18.4858), (14.2748, 6.2307, 7.7202, 6.9355, 4.6660)),
+    "nemotron_h": (
+        (28.7398, 23.3648, 26.5903, 23.5942, 21.1426),
+        (4.4925, 8.8501, 5.4295, 5.0846, 8.7534),
+    ),
+    "qwen3_5_moe_text": (
+        (15.1817, 18.3096, 17.0122, 20.7586, 18.4858),
+        (14.2748, 6.2307, 7.7202, 6.9355, 4.6660),
+    ),
 }
 
 
@@ -107,7 +124,9 @@ def test_logits_and_drafts_are_those_of_the_trained_model(model_type):
         hidden, _ = model.decode(ids)
         drafted = model.draft_hidden(hidden[:, :-1], ids[:, 1:])
         found = [model.lm_head(part)[0, -5:].max(-1).values for part in (hidden, drafted)]
-    torch.testing.assert_close(torch.stack(found), torch.tensor(LOGITS[model_type]), rtol=0, atol=5e-4)
+    torch.testing.assert_close(
+        torch.stack(found), torch.tensor(LOGITS[model_type]), rtol=0, atol=5e-4
+    )
 
 
 @each_model
@@ -117,7 +136,10 @@ def test_a_saved_checkpoint_is_the_loaded_one(folder, tmp_path):
     save_checkpoint(load_checkpoint(folder), tmp_path)
     saved, shipped = (load_file(place / "model.safetensors") for place in (tmp_path, folder))
     assert saved.keys() == shipped.keys()
-    assert all(saved[name].dtype == value.dtype and torch.equal(saved[name], value) for name, value in shipped.items())
+    assert all(
+        saved[name].dtype == value.dtype and torch.equal(saved[name], value)
+        for name, value in shipped.items()
+    )
     assert all((tmp_path / name).read_bytes() == (folder / name).read_bytes() for name in CONFIGS)
 
 
@@ -150,12 +172,16 @@ def test_path_dropout_leaves_only_the_state(train):
 
 @pytest.mark.parametrize("model", FOLDERS)
 def test_steps_move_every_weight_and_lower_both_losses(train, model):
-    arguments = f"--model {model} --batch 2 --length 96 --device cpu --latch-only-steps 1 --mtp-from-step 0"
+    arguments = (
+        f"--model {model} --batch 2 --length 96 --device cpu --latch-only-steps 1 --mtp-from-step 0"
+    )
     trainer = train.Trainer(train.parser().parse_args([*arguments.split(), "--adam-lr", "0.02"]))
     before = {name: value.clone() for name, value in trainer.model.named_parameters()}
     losses = [trainer.train_step() for _ in range(10)]
     assert all(last < first - 0.5 for first, last in zip(losses[0], losses[-1], strict=True))
-    assert [name for name, value in trainer.model.named_parameters() if torch.equal(value, before[name])] == []
+    assert [
+        name for name, value in trainer.model.named_parameters() if torch.equal(value, before[name])
+    ] == []
 
 
 @pytest.mark.parametrize("model", FOLDERS)

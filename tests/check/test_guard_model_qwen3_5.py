@@ -38,14 +38,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tokens(length: int) -> list[int]:
-    return torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    return torch.randint(
+        0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)
+    ).tolist()
 
 
 @torch.no_grad()
 def test_logits_equal_the_engine(folder: Path) -> None:
-    llm = LLM(folder, dtype="float64", mamba_ssm_cache_dtype="float64", max_num_batched_tokens=90, max_model_len=512)
+    llm = LLM(
+        folder,
+        dtype="float64",
+        mamba_ssm_cache_dtype="float64",
+        max_num_batched_tokens=90,
+        max_model_len=512,
+    )
     plain = float64_pass(folder)
-    outputs = record_logits(llm, [tokens(203), tokens(5)], SamplingParams(max_tokens=8, ignore_eos=True))
+    outputs = record_logits(
+        llm, [tokens(203), tokens(5)], SamplingParams(max_tokens=8, ignore_eos=True)
+    )
     for output, logits in outputs:
         expected = plain(torch.tensor([output.prompt_token_ids + output.token_ids]))[0, :-1]
         assert (logits - expected).abs().max() <= 1e-12
@@ -55,7 +65,10 @@ def test_logits_equal_the_engine(folder: Path) -> None:
 def test_drafts_equal_the_engine_s_head(folder: Path) -> None:
     from accuracy.guard_model import load_checkpoint
 
-    plain, target = load_checkpoint(folder, torch.float64), load_model(folder, EngineConfig(dtype="float64"), CPU)
+    plain, target = (
+        load_checkpoint(folder, torch.float64),
+        load_model(folder, EngineConfig(dtype="float64"), CPU),
+    )
     head = load_head(folder, target)
     head.grid = 10**6
     ids = torch.tensor(tokens(60))

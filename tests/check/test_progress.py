@@ -17,7 +17,9 @@ def test_the_guard_in_a_pipe_prints_lines_alone() -> None:
     assert first.startswith("eviction ") and rest == ["", "1 of 1 checks passed"]
 
 
-@pytest.mark.parametrize(("out", "err", "shown"), [(True, True, True), (False, True, False), (True, False, False)])
+@pytest.mark.parametrize(
+    ("out", "err", "shown"), [(True, True, True), (False, True, False), (True, False, False)]
+)
 def test_a_bar_is_shown_where_nothing_is_redirected(
     monkeypatch: pytest.MonkeyPatch, out: bool, err: bool, shown: bool
 ) -> None:

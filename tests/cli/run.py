@@ -29,7 +29,11 @@ def printed(capsys: pytest.CaptureFixture[str], *args: object, code: int = 0) ->
 def refused(capsys: pytest.CaptureFixture[str], *args: object) -> str:
     """The one line on standard error of a command that cannot run; it prints nothing else."""
     code, out, err = run(capsys, *args)
-    assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("error: "), (code, out, err)
+    assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("error: "), (
+        code,
+        out,
+        err,
+    )
     return err
 
 

@@ -23,7 +23,9 @@ def test_outside_a_checkout_a_command_says_what_it_needs(
     assert run(capsys, "--help")[0] == 0
 
 
-def test_a_checkout_is_found_from_a_folder_inside_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_checkout_is_found_from_a_folder_inside_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(checkout, "__file__", str(tmp_path / "packages/hybrid_kv/cli/checkout.py"))
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setitem(checkout.COMMANDS, "toy", ("checkout_toy", help.RUN))

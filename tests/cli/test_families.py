@@ -14,10 +14,20 @@ from tests.cli.run import printed, run
 def test_a_checkpoint_is_written_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = tmp_path / "made"
     code, out, err = run(capsys, "checkpoint", "nemotron_h", str(folder), "--seed", "4")
-    assert (code, err) == (0, "") and out.startswith(f"{folder}: nemotron_h, tiny, ") and out.endswith("seed 4\n")
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
+    assert (
+        (code, err) == (0, "")
+        and out.startswith(f"{folder}: nemotron_h, tiny, ")
+        and out.endswith("seed 4\n")
+    )
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+        path.name for path in folder.iterdir()
+    }
     code, out, err = run(capsys, "checkpoint", "nemotron_h", str(folder))
-    assert (code, out, err) == (2, "", f"error: {folder} is there and not an empty folder; give another one\n")
+    assert (code, out, err) == (
+        2,
+        "",
+        f"error: {folder} is there and not an empty folder; give another one\n",
+    )
 
 
 def test_families_that_run_come_first(capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,9 +37,15 @@ def test_families_that_run_come_first(capsys: pytest.CaptureFixture[str]) -> Non
     assert "planned only" in out and "nemotron_h" in out
 
 
-def test_a_seed_of_more_than_64_bits_is_rejected(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_seed_of_more_than_64_bits_is_rejected(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     code, _, err = run(capsys, "checkpoint", "bamba", str(tmp_path / "new"), "--seed", str(2**64))
-    assert code == 2 and "less than or equal to 9223372036854775807" in err and not (tmp_path / "new").exists()
+    assert (
+        code == 2
+        and "less than or equal to 9223372036854775807" in err
+        and not (tmp_path / "new").exists()
+    )
 
 
 def test_an_exact_checkpoint_is_verified(tmp_path, capsys):
@@ -47,4 +63,7 @@ def test_an_exact_checkpoint_is_verified(tmp_path, capsys):
 def test_a_checkpoint_of_random_weights_is_not_exact(tmp_path, capsys):
     run(capsys, "checkpoint", "lfm2", str(tmp_path / "random"))
     code, out, _ = run(capsys, "checkpoint", "--verify", str(tmp_path / "random"))
-    assert code == 1 and "float32, whole: 218 tokens not exact: model.layers.0.operator_norm, after" in out
+    assert (
+        code == 1
+        and "float32, whole: 218 tokens not exact: model.layers.0.operator_norm, after" in out
+    )

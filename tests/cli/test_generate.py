@@ -39,7 +39,9 @@ def test_every_line_of_standard_input_is_a_prompt(
 ) -> None:
     monkeypatch.setattr("sys.stdin", Stdin("Question:\r\n\u00fc\n".encode()))
     file = tmp_path / "out.json"
-    code, out, _ = run(capsys, "generate", "--max-tokens", "2", "--json", "--out", str(file), "--device", "cpu")
+    code, out, _ = run(
+        capsys, "generate", "--max-tokens", "2", "--json", "--out", str(file), "--device", "cpu"
+    )
     assert code == 0
     outputs = json.loads(out)
     assert [output["prompt"] for output in outputs] == ["Question:", "\u00fc"]
@@ -48,15 +50,21 @@ def test_every_line_of_standard_input_is_a_prompt(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_a_checkpoint_takes_is_printed_before_it_is_loaded(capsys, tmp_path, monkeypatch, dtype):
+def test_what_a_checkpoint_takes_is_printed_before_it_is_loaded(
+    capsys, tmp_path, monkeypatch, dtype
+):
     write_checkpoint("qwen3_5_text", tmp_path)
     options = ("generate", "w5 w6", "--model", str(tmp_path), "--max-tokens", "2", "--dtype", dtype)
     code, out, err = run(capsys, *options)
     assert code == 0 and out.startswith("w5 w6")
     assert re.search(
-        rf"^loading qwen3_5_text in {dtype}: [\d,]+ B of weights on disk; a request of 4,096 tokens takes", err, re.M
+        rf"^loading qwen3_5_text in {dtype}: [\d,]+ B of weights on disk; a request of 4,096 tokens takes",
+        err,
+        re.M,
     )
-    monkeypatch.setattr("hybrid_kv.engine.build.load_model", None)  # printed although nothing could be loaded
+    monkeypatch.setattr(
+        "hybrid_kv.engine.build.load_model", None
+    )  # printed although nothing could be loaded
     with pytest.raises(TypeError):
         run(capsys, *options)
     assert "B of weights on disk" in capsys.readouterr().err

@@ -49,8 +49,14 @@ def test_equal_mean_and_percentile_are_one_length() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("lognormal:prompt=1000,output=200", r"write lognormal:prompt=MEAN/P99,output=MEAN/P99 in whole tokens"),
-        ("lognormal:prompt=1000/900,output=200/300", "prompt=1000/900 is not a lognormal distribution"),
+        (
+            "lognormal:prompt=1000,output=200",
+            r"write lognormal:prompt=MEAN/P99,output=MEAN/P99 in whole tokens",
+        ),
+        (
+            "lognormal:prompt=1000/900,output=200/300",
+            "prompt=1000/900 is not a lognormal distribution",
+        ),
         ("lognormal:prompt=10/20,output=10/150", "output=10/150 is not a lognormal distribution"),
         ("lognormal:prompt=0/0,output=1/1", "prompt=0/0 is not a lognormal distribution"),
     ],
@@ -65,16 +71,34 @@ def test_neither_a_distribution_nor_a_file(text: str, message: str) -> None:
     [
         ("a.csv", "prompt,output\n1,2\n", "a.csv, request 1: prompt_tokens='None' must be"),
         ("a.csv", "", "a.csv has no requests"),
-        ("a.csv", "prompt_tokens,output_tokens\n5,6\n7,0\n", "request 2: output_tokens='0' must be an integer from 1"),
-        ("a.csv", "prompt_tokens,output_tokens\n1e3,6\n", "a.csv, request 1: prompt_tokens='1e3' must be"),
-        ("a.jsonl", '{"prompt_tokens": 5, "output_tokens": true}', "request 1: output_tokens='True' must be"),
+        (
+            "a.csv",
+            "prompt_tokens,output_tokens\n5,6\n7,0\n",
+            "request 2: output_tokens='0' must be an integer from 1",
+        ),
+        (
+            "a.csv",
+            "prompt_tokens,output_tokens\n1e3,6\n",
+            "a.csv, request 1: prompt_tokens='1e3' must be",
+        ),
+        (
+            "a.jsonl",
+            '{"prompt_tokens": 5, "output_tokens": true}',
+            "request 1: output_tokens='True' must be",
+        ),
         ("a.jsonl", '{"prompt_tokens": 5, "output_tokens": 6}\n[1]\n', "is not a JSON object"),
         ("a.jsonl", '{"prompt_tokens": 5,', "is not a JSON object with"),
-        ("a.jsonl", '{"prompt_tokens": 9999999999, "output_tokens": 6}', "request 1: prompt_tokens='9999999999'"),
+        (
+            "a.jsonl",
+            '{"prompt_tokens": 9999999999, "output_tokens": 6}',
+            "request 1: prompt_tokens='9999999999'",
+        ),
         ("a.csv", b"\xff\xfe\x00", "write it as UTF-8 text"),
     ],
 )
-def test_a_file_that_is_wrong_says_where(tmp_path: Path, name: str, text: str | bytes, message: str) -> None:
+def test_a_file_that_is_wrong_says_where(
+    tmp_path: Path, name: str, text: str | bytes, message: str
+) -> None:
     (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=message):
         read_lengths(str(tmp_path / name))

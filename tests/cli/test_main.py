@@ -34,7 +34,9 @@ def test_every_setting_of_an_engine_is_an_option_of_the_commands_that_start_one(
 def test_help_groups_commands_by_what_one_wants(capsys: pytest.CaptureFixture[str]) -> None:
     out = run(capsys, "--help")[1]
     panels = {title: names for title, names in re.findall(r"╭─ (\w+).*?╮\n(.*?)╰", out, re.DOTALL)}
-    first = {title: re.findall(r"^│ (\w+) ", names, re.MULTILINE) for title, names in panels.items()}
+    first = {
+        title: re.findall(r"^│ (\w+) ", names, re.MULTILINE) for title, names in panels.items()
+    }
     assert list(first) == ["Options", "Check", "Measure", "Plan", "Run"]
     assert first["Check"] == ["guard", "check", "replay", "fuzz", "mutants"]
     assert {*first["Plan"]} == {"plan", "predict", "families"}
@@ -43,7 +45,10 @@ def test_help_groups_commands_by_what_one_wants(capsys: pytest.CaptureFixture[st
 
 def test_help_names_types_as_click_does(capsys: pytest.CaptureFixture[str]) -> None:
     assert not {name for name in commands() if re.search(r"<\w+", run(capsys, name, "--help")[1])}
-    words = [" ".join(line.strip("│ ").split()) for line in run(capsys, "guard", "--help")[1].splitlines()]
+    words = [
+        " ".join(line.strip("│ ").split())
+        for line in run(capsys, "guard", "--help")[1].splitlines()
+    ]
     assert any(line.startswith("--jobs INTEGER [x>=1] Processes") for line in words)
     assert any(line.startswith("--quick A minute") for line in words)
     assert any(line.startswith("--device [cpu|cuda] Device") for line in words)
@@ -62,10 +67,18 @@ def test_help_of_guard_lists_no_older_spelling(capsys: pytest.CaptureFixture[str
     [
         (["--max-num-seqs", "0"], "max_num_seqs=0 must be an integer >= 1"),
         (["--mamba-cache-mode", "some"], "Invalid value for '--mamba-cache-mode'"),
-        (["--no-enable-prefix-caching", "--mamba-cache-mode", "all"], "enable_prefix_caching=False turns off"),
-        (["--speculative-method", "mtp"], "speculative_method='mtp' needs num_speculative_tokens >= 1"),
+        (
+            ["--no-enable-prefix-caching", "--mamba-cache-mode", "all"],
+            "enable_prefix_caching=False turns off",
+        ),
+        (
+            ["--speculative-method", "mtp"],
+            "speculative_method='mtp' needs num_speculative_tokens >= 1",
+        ),
         (["--tensor-parallel-size", "2"], "No such option"),
     ],
 )
-def test_a_setting_reaches_the_configuration(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+def test_a_setting_reaches_the_configuration(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
     assert said in refused(capsys, "generate", "a", *words)

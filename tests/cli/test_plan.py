@@ -36,7 +36,11 @@ def test_json_holds_the_whole_plan(capsys: pytest.CaptureFixture[str], config: s
     plan = plan_json(capsys, config, "--gpu-memory", "40GiB", "--platform", "xpu")
     assert (plan["model_type"], plan["backend"]) == ("nemotron_h", "FLASH_ATTN")
     assert plan["cached_layers"] == {"mamba2": 23, "attention": 6}
-    assert (plan["block_size"], plan["mamba_block_size"], plan["max_model_len"]) == (2112, 131072, 131072)
+    assert (plan["block_size"], plan["mamba_block_size"], plan["max_model_len"]) == (
+        2112,
+        131072,
+        131072,
+    )
     assert plan["num_blocks"] == 40 * 2**30 // (6 * 2112 * 1024)
     assert plan["total_bytes"] == plan["num_blocks"] * 6 * 2112 * 1024
     assert [group["kernel_block_size"] for group in plan["groups"]][-1] == 64
@@ -46,8 +50,25 @@ def test_json_holds_the_whole_plan(capsys: pytest.CaptureFixture[str], config: s
 
 def test_flags_reach_the_plan(capsys: pytest.CaptureFixture[str], config: str) -> None:
     flags = ["--num-blocks", "500", "--num-speculative-tokens", "3", "--mamba-cache-mode", "all"]
-    flags += ["--mamba-block-size", "1000", "--kv-cache-dtype", "fp8", "--mamba-ssm-cache-dtype", "bfloat16"]
-    plan = plan_json(capsys, config, *flags, "--max-model-len", "6000", "--max-num-seqs", "90", "--block-size", "32")
+    flags += [
+        "--mamba-block-size",
+        "1000",
+        "--kv-cache-dtype",
+        "fp8",
+        "--mamba-ssm-cache-dtype",
+        "bfloat16",
+    ]
+    plan = plan_json(
+        capsys,
+        config,
+        *flags,
+        "--max-model-len",
+        "6000",
+        "--max-num-seqs",
+        "90",
+        "--block-size",
+        "32",
+    )
     assert plan["mamba_state_bytes"] == 6 * 6144 * 2 + 64 * 64 * 128 * 2
     assert plan["page_size_bytes"] == 4000 * 512
     assert plan["mamba_block_size"] == plan["block_size"] == 4000
@@ -67,7 +88,10 @@ def test_a_mode_that_vllm_lacks_for_gated_delta_nets_is_noted(
     assert f"by {plan['mamba_padding_percent']:.0f} %" in note
     assert plan["mamba_padding_percent"] > 280
     aligned = plan_json(capsys, str(path), "--num-blocks", "500", "--mamba-cache-mode", "align")
-    assert f"--mamba-cache-mode align caches prefixes too and pads by {aligned['mamba_padding_percent']:.0f} %" in note
+    assert (
+        f"--mamba-cache-mode align caches prefixes too and pads by {aligned['mamba_padding_percent']:.0f} %"
+        in note
+    )
     assert "vLLM 0.22 falls back to mode align" in note
     assert not any("pads each" in note for note in aligned["notes"])
 
@@ -79,9 +103,18 @@ def test_a_mode_that_vllm_lacks_for_gated_delta_nets_is_noted(
         (["--num-blocks", "2"], "at least 6 blocks"),
         (["--requests", "lognormal:prompt=20/200,output=1/1"], "add --gpu-memory or --num-blocks"),
         (["--num-blocks", "9", "--max-model-len", "0"], "--max-model-len"),
-        (["--num-blocks", "9", "--attention-backend", "MAGIC"], "attention backend 'MAGIC' is unknown"),
-        (["--num-blocks", "500", "--tensor-parallel-size", "3"], "can't be divided over --tensor-parallel-size 3"),
-        (["--num-blocks", "500", "--requests", "lengths.txt"], "neither a .csv or .jsonl file nor lognormal"),
+        (
+            ["--num-blocks", "9", "--attention-backend", "MAGIC"],
+            "attention backend 'MAGIC' is unknown",
+        ),
+        (
+            ["--num-blocks", "500", "--tensor-parallel-size", "3"],
+            "can't be divided over --tensor-parallel-size 3",
+        ),
+        (
+            ["--num-blocks", "500", "--requests", "lengths.txt"],
+            "neither a .csv or .jsonl file nor lognormal",
+        ),
     ],
 )
 def test_impossible_plans_are_one_line_on_stderr_and_exit_2(
@@ -90,15 +123,27 @@ def test_impossible_plans_are_one_line_on_stderr_and_exit_2(
     assert message in refused(capsys, "plan", config, *flags)
 
 
-def test_without_a_pool_there_are_sizes_and_no_capacity(capsys: pytest.CaptureFixture[str], config: str) -> None:
+def test_without_a_pool_there_are_sizes_and_no_capacity(
+    capsys: pytest.CaptureFixture[str], config: str
+) -> None:
     flags = [config, "--mamba-cache-mode", "align", "--pipeline-parallel-size", "2"]
     plan, full = plan_json(capsys, *flags), plan_json(capsys, *flags, "--num-blocks", "5000")
-    unknown = {"num_blocks", "total_bytes", "longest_request", "max_concurrency", "token_capacity", "stages"}
+    unknown = {
+        "num_blocks",
+        "total_bytes",
+        "longest_request",
+        "max_concurrency",
+        "token_capacity",
+        "stages",
+    }
     assert {key for key in full if plan[key] != full[key]} == unknown
     assert all(plan[key] is None for key in unknown - {"stages"})
     assert [stage["total_bytes"] for stage in plan["stages"]] == [None, None]
     out = printed(capsys, "plan", *flags)
-    assert f"{plan['blocks_per_request']:,} blocks, {plan['bytes_per_request']:,} B" in out and "capacity" not in out
+    assert (
+        f"{plan['blocks_per_request']:,} blocks, {plan['bytes_per_request']:,} B" in out
+        and "capacity" not in out
+    )
 
 
 def test_a_model_of_the_hub_is_planned_from_its_config_alone(
@@ -117,7 +162,9 @@ def test_a_model_of_the_hub_is_planned_from_its_config_alone(
     assert plan_json(capsys, "nvidia/nano", "--num-blocks", "500")["model_type"] == "nemotron_h"
     code, out, err = run(capsys, "plan", "nvidia/gone")
     assert (code, out) == (2, "")
-    assert err == "error: model nvidia/gone: not a folder, and the hub says: 404: no such repository\n"
+    assert (
+        err == "error: model nvidia/gone: not a folder, and the hub says: 404: no such repository\n"
+    )
     assert fetched == [(name, "config.json") for name in ("nvidia/nano", "nvidia/gone")]
 
 
@@ -140,18 +187,29 @@ def test_without_a_network_the_hub_is_tried_once(tmp_path: Path, words: str, err
     """By the hub's own client, in a process of its own: it reads its address once."""
     where = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "hybrid_kv.cli", *words.split()]
-    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, **where}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, **where}, capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {error}\n")
 
 
-def test_a_file_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     said = refused(capsys, "plan", tmp_path / "missing.json", "--num-blocks", "9")
     assert "does not exist; give a config.json, the folder that holds it, or owner/name" in said
 
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("80GiB", 80 * 2**30), ("80GB", 80 * 10**9), ("512MiB", 2**29), ("1.5 kib", 1536), ("4096", 4096), ("7B", 7)],
+    [
+        ("80GiB", 80 * 2**30),
+        ("80GB", 80 * 10**9),
+        ("512MiB", 2**29),
+        ("1.5 kib", 1536),
+        ("4096", 4096),
+        ("7B", 7),
+    ],
 )
 def test_memory_sizes(text: str, size: int) -> None:
     assert parse_memory(text) == size
@@ -167,7 +225,10 @@ def test_layers_with_pages_of_their_own_are_listed_one_by_one(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
-    widths = {kind: FullAttentionSpec(1, heads, 8, torch.float32) for kind, heads in (("two", 2), ("three", 3))}
+    widths = {
+        kind: FullAttentionSpec(1, heads, 8, torch.float32)
+        for kind, heads in (("two", 2), ("three", 3))
+    }
     caches = {kind: {"": lambda config, options, spec=spec: spec} for kind, spec in widths.items()}
     registry.register(registry.Family(lambda config: config.get("order"), caches), "uneven")
     sizes = {"hidden_size": 8, "vocab_size": 9, "dtype": "float32", "max_position_embeddings": 100}
@@ -183,14 +244,29 @@ def test_layers_with_pages_of_their_own_are_listed_one_by_one(
 
 def test_ranks_divide_what_one_gpu_keeps(capsys: pytest.CaptureFixture[str], config: str) -> None:
     """The numbers are those of tests/cache/test_ranks.py."""
-    ranks = ["--tensor-parallel-size", "8", "--decode-context-parallel-size", "4", "--pipeline-parallel-size", "3"]
+    ranks = [
+        "--tensor-parallel-size",
+        "8",
+        "--decode-context-parallel-size",
+        "4",
+        "--pipeline-parallel-size",
+        "3",
+    ]
     flags = [config, "--gpu-memory", "1GB", "--mamba-cache-mode", "align", *ranks]
     plan = plan_json(capsys, *flags)
-    assert [plan[f"{name}_parallel_size"] for name in ("tensor", "pipeline", "decode_context")] == [8, 3, 4]
+    assert [plan[f"{name}_parallel_size"] for name in ("tensor", "pipeline", "decode_context")] == [
+        8,
+        3,
+        4,
+    ]
     assert (plan["block_size"], plan["blocks_per_request"]) == (528, 63 + 8)
-    assert [stage["block_bytes"] for stage in plan["stages"]] == [pages * 270_336 for pages in (2, 3, 2)]
+    assert [stage["block_bytes"] for stage in plan["stages"]] == [
+        pages * 270_336 for pages in (2, 3, 2)
+    ]
     assert plan["num_blocks"] == 10**9 // (3 * 270_336)
-    assert plan["total_bytes"] == plan["stages"][1]["total_bytes"] == plan["num_blocks"] * 3 * 270_336
+    assert (
+        plan["total_bytes"] == plan["stages"][1]["total_bytes"] == plan["num_blocks"] * 3 * 270_336
+    )
     assert sorted(name for stage in plan["stages"] for name in stage["layers"]) == sorted(
         name for group in plan["groups"] for name in group["layers"]
     )
@@ -204,7 +280,14 @@ def test_ranks_divide_what_one_gpu_keeps(capsys: pytest.CaptureFixture[str], con
 def test_copies_of_kv_heads_are_noted(
     capsys: pytest.CaptureFixture[str], config: str, context: str, copies: int | None
 ) -> None:
-    flags = ["--num-blocks", "5000", "--tensor-parallel-size", "8", "--decode-context-parallel-size", context]
+    flags = [
+        "--num-blocks",
+        "5000",
+        "--tensor-parallel-size",
+        "8",
+        "--decode-context-parallel-size",
+        context,
+    ]
     notes = "\n".join(plan_json(capsys, config, *flags)["notes"])
     if copies is None:
         assert "are kept" not in notes
@@ -213,15 +296,25 @@ def test_copies_of_kv_heads_are_noted(
         assert "--decode-context-parallel-size 4 divides the tokens instead" in notes
 
 
-def test_requests_of_given_lengths_are_counted(capsys: pytest.CaptureFixture[str], config: str, tmp_path: Path) -> None:
+def test_requests_of_given_lengths_are_counted(
+    capsys: pytest.CaptureFixture[str], config: str, tmp_path: Path
+) -> None:
     """Blocks of 2,096 tokens; five groups, four of them states in mode align.
 
-    3,000 + 1,193 - 1 = 4,192 tokens are 2 blocks of attention, and with two states in each group 10 at most: 100 usable
-    blocks hold ten such requests. The last chunk holds 2 + 4 * 2; each of 1,192 decodes 2 + 4, but the one behind 4,192
-    tokens, which would cross, does not come.
+    3,000 + 1,193 - 1 = 4,192 tokens are 2 blocks of attention, and with two states in each group 10
+    at most: 100 usable blocks hold ten such requests. The last chunk holds 2 + 4 * 2; each of 1,192
+    decodes 2 + 4, but the one behind 4,192 tokens, which would cross, does not come.
     """
     (tmp_path / "some.csv").write_text("prompt_tokens,output_tokens\n3000,1193\n200000,1\n")
-    flags = [config, "--num-blocks", "101", "--mamba-cache-mode", "align", "--requests", str(tmp_path / "some.csv")]
+    flags = [
+        config,
+        "--num-blocks",
+        "101",
+        "--mamba-cache-mode",
+        "align",
+        "--requests",
+        str(tmp_path / "some.csv"),
+    ]
     plan = plan_json(capsys, *flags)
     running = (10 + 1192 * 6) / 1193
     assert plan["requests"] == {

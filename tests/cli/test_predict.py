@@ -16,19 +16,29 @@ def document(capsys: pytest.CaptureFixture[str], *args: object) -> dict[str, Any
     return json.loads(printed(capsys, "predict", NANO, "--json", *args))  # type: ignore[no-any-return]
 
 
-def test_json_has_each_kernel_and_calls_itself_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_each_kernel_and_calls_itself_predicted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     found = document(capsys, "--gpu", "H100", "--batch", 8, "--batch", 64, "--weights", "6GB")
     assert (found["kind"], found["gpu"], found["weight_bytes"]) == ("predicted", "h100", 6 * 10**9)
     assert [step["batch"] for step in found["steps"]] == [8, 64]
     for step in found["steps"]:
-        assert [kernel["name"] for kernel in step["kernels"]] == ["conv", "update", "attention", "tables", "weights"]
+        assert [kernel["name"] for kernel in step["kernels"]] == [
+            "conv",
+            "update",
+            "attention",
+            "tables",
+            "weights",
+        ]
         assert step["low"] < step["us"] < step["high"]
         assert step["us"] == pytest.approx(sum(kernel["us"] for kernel in step["kernels"]) + 5.8)
 
 
 def test_a_scheme_has_its_price(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--gpu", "h200", "--batch", 128, "--num-speculative-tokens", 3)
-    slots, recompute = (document(capsys, *flags, "--state-scheme", name) for name in ("slots", "recompute"))
+    slots, recompute = (
+        document(capsys, *flags, "--state-scheme", name) for name in ("slots", "recompute")
+    )
     before, after = (found["steps"][0]["kernels"][1] for found in (slots, recompute))
     assert before["name"] == "update"
     assert before["num_bytes"] > 5 * after["num_bytes"] and before["us"] > 4 * after["us"]

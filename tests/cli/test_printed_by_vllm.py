@@ -11,10 +11,14 @@ import pytest
 from tests.cli.run import run
 
 FILE = Path(__file__).parents[2].parent / "shared" / "data" / "printed_by_vllm.json"
-ENTRIES: list[dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else []
+ENTRIES: list[dict[str, Any]] = (
+    json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else []
+)
 NAMES = {"padding_percent": "mamba_padding_percent"}  # what a plan calls them
 
-pytestmark = pytest.mark.skipif(not ENTRIES, reason=f"no {FILE.name} in ../shared/data: the logs are not distributed")
+pytestmark = pytest.mark.skipif(
+    not ENTRIES, reason=f"no {FILE.name} in ../shared/data: the logs are not distributed"
+)
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: str(entry["id"]))
@@ -23,7 +27,8 @@ def test_a_plan_has_the_numbers_that_vllm_printed(
 ) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(entry["config"]), encoding="utf-8")
-    # On a CPU vLLM has an attention of its own; the default here is what the engine of this package runs.
+    # On a CPU vLLM has an attention of its own; the default here is what the engine of this package
+    # runs.
     backend = ["--attention-backend", "CPU_ATTN"] if "cpu" in entry["flags"] else []
     code, out, _ = run(capsys, "plan", str(file), *entry["flags"], *backend, "--json")
     assert code == 0

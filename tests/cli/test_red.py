@@ -40,11 +40,17 @@ def test_it_prints_what_fails_since_which_commit_and_author(
     assert (tmp_path / "red.md").read_text().count("\n| `") == 2
 
 
-def test_with_the_rows_of_before_only_new_failures_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_the_rows_of_before_only_new_failures_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before, now, table = tmp_path / "before", tmp_path / "now", tmp_path / "red.md"
     write(before, rows("pass", "fail"))
     write(now, rows("pass", "fail", "fail"))
-    assert run(capsys, "--results", now, "--before", before, "--markdown", table) == (0, "Nothing is failing\n", "")
+    assert run(capsys, "--results", now, "--before", before, "--markdown", table) == (
+        0,
+        "Nothing is failing\n",
+        "",
+    )
     assert not table.exists()
     level = history([10.0, 10.0, 12.0], unit="blocks", metric="held")
     write(now, [*rows("pass", "fail", "fail"), *level])
@@ -53,7 +59,9 @@ def test_with_the_rows_of_before_only_new_failures_count(tmp_path: Path, capsys:
     assert "guard" not in out + table.read_text() and "held" in table.read_text()
 
 
-def test_json_has_the_commits_and_levels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_commits_and_levels(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write(tmp_path, history([10.0, 12.0], unit="blocks"))
     code, out, _ = run(capsys, "--results", tmp_path, "--json")
     (one,) = json.loads(out)

@@ -19,8 +19,14 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
     return cli.run(capsys, "report", *arguments)
 
 
-def test_it_writes_the_page_and_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows, site, text = write(tmp_path / "rows", everything()), tmp_path / "site", tmp_path / "summary.md"
+def test_it_writes_the_page_and_the_summary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, site, text = (
+        write(tmp_path / "rows", everything()),
+        tmp_path / "site",
+        tmp_path / "summary.md",
+    )
     options = ("--repository", "https://example.org/a/b", "--site", "https://a.example.org/b/")
     options += ("--machine", "rack, H200")
     code, out, err = run(capsys, "--results", rows, "--out", site, "--markdown", text, *options)
@@ -42,12 +48,17 @@ def test_it_writes_the_page_and_the_summary(tmp_path: Path, capsys: pytest.Captu
     assert sorted(file.name for file in site.iterdir()) == ["commits", "index.html", "rows.parquet"]
     assert len(list((site / "commits").iterdir())) == 44
     assert "https://example.org/a/b/commit/" in (site / "commits" / "000410004100.html").read_text()
-    assert '<a href="rows.parquet" download>' in html and "https://example.org/a/b/blob/HEAD/docs/results.md" in html
+    assert (
+        '<a href="rows.parquet" download>' in html
+        and "https://example.org/a/b/blob/HEAD/docs/results.md" in html
+    )
     assert len(read_rows(site / "rows.parquet")) == len(everything())
     assert "asv/index.html" not in html
 
 
-def test_it_links_asvs_pages_where_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_links_asvs_pages_where_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows, site = write(tmp_path / "rows", everything()), tmp_path / "site"
     (site / "asv").mkdir(parents=True)
     (site / "asv" / "index.html").touch()
@@ -84,11 +95,17 @@ def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     places = ["--results", folder / "rows", "--out", folder / "site", "--markdown", folder / "s.md"]
     err = cli.refused(capsys, "report", *places)
     assert len(err) < 600
-    assert not [path for path in folder.rglob("*") if "site" in path.parts or path.suffix in (".md", ".part")]
+    assert not [
+        path
+        for path in folder.rglob("*")
+        if "site" in path.parts or path.suffix in (".md", ".part")
+    ]
     return err
 
 
-def test_a_folder_without_results_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_results_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "rows").mkdir()
     assert "rows has no CSV of results; `hybrid-kv guard --results" in refused(tmp_path, capsys)
     (tmp_path / "rows" / "other.csv").write_text("a,b\n1,2\n")
@@ -101,9 +118,14 @@ def test_a_data_set_is_results_too(tmp_path: Path, capsys: pytest.CaptureFixture
     assert len(read_rows(tmp_path / "site" / "rows.parquet")) == len(everything())
 
 
-@pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "failure", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()]
+)
 def test_a_report_that_cannot_be_finished_leaves_no_part(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, failure: BaseException
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    failure: BaseException,
 ) -> None:
     write(tmp_path / "rows", [row(0, verdict="pass")])
     monkeypatch.setattr("hybrid_kv.files.os.replace", raising(failure))

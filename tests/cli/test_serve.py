@@ -22,7 +22,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Server]:
 
 
 def test_options_reach_the_engine_and_the_front(
-    started: list[Server], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    started: list[Server],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     template = tmp_path / "chat.jinja"
     template.write_text("{{ messages }}")
@@ -33,8 +36,22 @@ def test_options_reach_the_engine_and_the_front(
         "mamba_ssm_cache_dtype": "float64", "device": "cpu", "attention_backend": "FLASH_ATTN",
         "kv_offload_bytes": 2**20,
     }  # fmt: skip
-    words = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in options.items()]
-    front = ["--port", "0", "--max-waiting", "5", "--grace", "2", "--max-body-bytes", "99", "--receive-timeout", "7"]
+    words = [
+        f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
+        for name, value in options.items()
+    ]
+    front = [
+        "--port",
+        "0",
+        "--max-waiting",
+        "5",
+        "--grace",
+        "2",
+        "--max-body-bytes",
+        "99",
+        "--receive-timeout",
+        "7",
+    ]
     monkeypatch.setenv("HYBRID_KV_API_KEY", "secret")
     front += ["--served-model-name", "toy", "--host", "0.0.0.0", "--chat-template", str(template)]
     code, out, err = run(capsys, "serve", *words, *front)
@@ -43,7 +60,11 @@ def test_options_reach_the_engine_and_the_front(
     (server,) = started
     llm, config = server.engine.llm, server.engine.llm.config
     assert server.engine.max_open == 3 + 5 and server.grace == 2
-    assert (server.access.api_key, server.access.max_body_bytes, server.access.receive_timeout) == ("secret", 99, 7)
+    assert (server.access.api_key, server.access.max_body_bytes, server.access.receive_timeout) == (
+        "secret",
+        99,
+        7,
+    )
     assert (server.access.model, server.access.chat_template) == ("toy", "{{ messages }}")
     parts = (config, config.cache, config.scheduler, config.speculative)
     for name, value in options.items():

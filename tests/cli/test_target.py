@@ -1,4 +1,7 @@
-"""`hybrid-kv check` and its older spelling: what it prints, writes and rejects. Probes are tested in tests/check."""
+"""`hybrid-kv check` and its older spelling: what it prints, writes and rejects.
+
+Probes are tested in tests/check.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ def toy(monkeypatch, tmp_path):
     builds = {"old/broken": kinds["broken"], "old/sound": kinds["toy"]}
     known = target.kind_of
     monkeypatch.setattr(
-        target, "kind_of", lambda name, python=None: builds.get(python) or kinds.get(name) or known(name, python)
+        target,
+        "kind_of",
+        lambda name, python=None: builds.get(python) or kinds.get(name) or known(name, python),
     )
     monkeypatch.setattr(target, "model_folder", lambda model: nullcontext(str(tmp_path)))
     monkeypatch.setattr(target, "num_workers", lambda jobs: 1)  # another process knows no toy
@@ -44,7 +49,10 @@ def test_a_sound_engine_ends_with_0_and_writes_nothing(capsys, tmp_path):
     code, out, _ = run(capsys, *QUICK, "--target", "toy")
     first, *_, last = out.splitlines()
     assert (code, first) == (0, "plain: 2 right")
-    assert last == "toy 1.0, qwen3_5_text: 64 answers, 1,958 tokens with their prompts; 64 judged right or wrong"
+    assert (
+        last
+        == "toy 1.0, qwen3_5_text: 64 answers, 1,958 tokens with their prompts; 64 judged right or wrong"
+    )
     assert not (tmp_path / "repro").exists()
 
 
@@ -54,9 +62,19 @@ def test_check_is_guard_with_a_target(capsys, tmp_path, engine, code):
     options = ("--quick", "--matrix", "prefix=on", "-k", "repeat", "--seed", "3")
     seen = []
     for number, words in enumerate((("check", engine), ("guard", "--target", engine))):
-        places = {"--repro": f"{number}/repro", "--junit-xml": f"{number}/tests.xml", "--publish": f"{number}/pages"}
-        found, out, err = run(capsys, *words, *options, *(word for pair in places.items() for word in pair))
-        rows = read_rows(tmp_path / f"{number}/pages/rows.csv").drop(columns=["run_id", "time_utc"]).fillna("")
+        places = {
+            "--repro": f"{number}/repro",
+            "--junit-xml": f"{number}/tests.xml",
+            "--publish": f"{number}/pages",
+        }
+        found, out, err = run(
+            capsys, *words, *options, *(word for pair in places.items() for word in pair)
+        )
+        rows = (
+            read_rows(tmp_path / f"{number}/pages/rows.csv")
+            .drop(columns=["run_id", "time_utc"])
+            .fillna("")
+        )
         suite = ElementTree.parse(tmp_path / places["--junit-xml"]).find("testsuite")
         cases = [case.get("name") for case in suite.iter("testcase")]
         files = sorted(file.name for file in (tmp_path / str(number)).rglob("*.*"))
@@ -68,7 +86,9 @@ def test_check_is_guard_with_a_target(capsys, tmp_path, engine, code):
 def test_a_family_is_made_in_the_size_that_the_engine_takes(toy, capsys, monkeypatch):
     toy.size = "small"
     models = []
-    monkeypatch.setattr(target, "model_folder", lambda model: models.append(model) or nullcontext("."))
+    monkeypatch.setattr(
+        target, "model_folder", lambda model: models.append(model) or nullcontext(".")
+    )
     for model in ("lfm2", "lfm2:tiny", "some/hub-id"):
         assert run(capsys, *QUICK, "--target", "toy", "--model", model)[0] == 0
     assert models == ["lfm2:small", "lfm2:tiny", "some/hub-id"]
@@ -79,7 +99,11 @@ def test_the_document_says_what_backs_each_verdict(capsys):
     found = json.loads(out)
     plain, _, _, wrong = found["outcomes"]
     assert (plain["verdict"], plain["num_answers"], plain["num_judged"]) == ("right", 8, 8)
-    assert wrong["verdict"] == "wrong" and "the oracle has" in wrong["detail"] and wrong["moved"]["hits"] > 0
+    assert (
+        wrong["verdict"] == "wrong"
+        and "the oracle has" in wrong["detail"]
+        and wrong["moved"]["hits"] > 0
+    )
     assert found["num_tokens"] == sum(one["num_tokens"] for one in found["outcomes"]) > 0
     assert found["seconds"] >= 0 and found["seed"] == 0
 
@@ -123,12 +147,20 @@ def test_a_wrong_answer_ends_with_1_and_can_be_played_again(capsys, tmp_path):
         assert code == 0 and ": right" in out
 
 
-@pytest.mark.parametrize(("old", "code", "word"), [("old/sound", 1, "wrong"), ("old/broken", 0, "as before")])
+@pytest.mark.parametrize(
+    ("old", "code", "word"), [("old/sound", 1, "wrong"), ("old/broken", 0, "as before")]
+)
 def test_what_an_old_build_has_too_is_no_news(capsys, tmp_path, old, code, word):
-    found, out, _ = run(capsys, *QUICK, "--target", "broken", "--against", old, "--junit-xml", "deep/tests.xml")
+    found, out, _ = run(
+        capsys, *QUICK, "--target", "broken", "--against", old, "--junit-xml", "deep/tests.xml"
+    )
     assert found == code and word in out and (tmp_path / "repro").exists() == bool(code)
     suite = ElementTree.parse(tmp_path / "deep/tests.xml").find("testsuite")
-    assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("4", str(code), str(1 - code))
+    assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == (
+        "4",
+        str(code),
+        str(1 - code),
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,7 +169,9 @@ def test_what_an_old_build_has_too_is_no_news(capsys, tmp_path, old, code, word)
 )
 def test_void_alone_has_an_exit_code_of_its_own(capsys, monkeypatch, verdicts, code):
     monkeypatch.setattr(target, "guard", lambda *_: None)
-    monkeypatch.setattr(target.ProbeRun, "found", lambda _: [Outcome("repeat", {}, one) for one in verdicts])
+    monkeypatch.setattr(
+        target.ProbeRun, "found", lambda _: [Outcome("repeat", {}, one) for one in verdicts]
+    )
     assert run(capsys, *QUICK, "--target", "toy")[0] == code
 
 
@@ -149,12 +183,24 @@ def test_void_alone_has_an_exit_code_of_its_own(capsys, monkeypatch, verdicts, c
         (["--target", "toy", "--against", "none"], "there is no such engine"),
         (["--target", "toy", "-k", "nothing"], "no probe has this in its name"),
         (["--target", "toy", "--record"], "--target does not go with --record"),
-        (["--target", "toy", "--exact", "--weights", "random"], "--weights and --exact exclude each other"),
+        (
+            ["--target", "toy", "--exact", "--weights", "random"],
+            "--weights and --exact exclude each other",
+        ),
         (["--against", "toy"], "name it with --target"),
         (["--replay", "config.json", "--target", "toy"], "--replay does not go with --target"),
-        (["--target", "ours", "--python", "x"], "--python x: ours runs in this Python; leave it out"),
-        (["--target", "vllm", "--python", "no/python"], "no/python: No such file or directory; give the Python of"),
-        (["--target", "vllm", "--against", sys.executable], f"{sys.executable} has no vllm; give the Python of"),
+        (
+            ["--target", "ours", "--python", "x"],
+            "--python x: ours runs in this Python; leave it out",
+        ),
+        (
+            ["--target", "vllm", "--python", "no/python"],
+            "no/python: No such file or directory; give the Python of",
+        ),
+        (
+            ["--target", "vllm", "--against", sys.executable],
+            f"{sys.executable} has no vllm; give the Python of",
+        ),
         (["--replay", "config.json"], "config.json is no scenario"),
     ],
 )
@@ -168,7 +214,10 @@ def test_what_cannot_be_run_is_refused_in_one_line(capsys, options, said):
         (["check"], "Missing argument 'engine'"),
         (["check", "none"], "there is no such engine; use one of ours"),
         (["check", "toy", "--record"], "No such option: --record"),
-        (["check", "toy", "--exact", "--weights", "random"], "--weights and --exact exclude each other"),
+        (
+            ["check", "toy", "--exact", "--weights", "random"],
+            "--weights and --exact exclude each other",
+        ),
         (["check", "toy", "--quick", "--long"], "--quick and --long exclude each other"),
         (["check", "toy", "--publish", "/dev/null/x"], "/dev/null/x/rows.csv: Not a directory"),
         (["replay"], "Missing argument 'file'"),
@@ -182,9 +231,17 @@ def test_what_the_newer_spellings_cannot_run_is_refused_in_one_line(capsys, word
 def test_an_exact_model_runs_before_the_other_one_where_the_engine_can(toy, capsys, monkeypatch):
     toy.inside = Inside({}, (), {"kda": ()})
     models = []
-    monkeypatch.setattr(target, "model_folder", lambda model: models.append(model) or nullcontext("."))
+    monkeypatch.setattr(
+        target, "model_folder", lambda model: models.append(model) or nullcontext(".")
+    )
     monkeypatch.setattr(target, "is_exact", lambda folder: True)  # no folder is written here
-    for options in ((), ("--exact",), ("--weights", "random"), ("--matrix", "prefix=on"), ("--model", "exact:gdn")):
+    for options in (
+        (),
+        ("--exact",),
+        ("--weights", "random"),
+        ("--matrix", "prefix=on"),
+        ("--model", "exact:gdn"),
+    ):
         assert run(capsys, "guard", "--quick", "-k", "repeat", "--target", "toy", *options)[0] == 0
     family = "qwen3_5_text"
     both = ["exact", "exact:kda"]
@@ -218,16 +275,32 @@ def test_a_folder_of_pages_has_the_newest_verdict_of_each_release(capsys, tmp_pa
     rows = read_rows(tmp_path / "pages/rows.csv")
     assert [*rows["verdict"]] == ["pass", "pass", "fail", "fail", "pass", "pass", "pass", "pass"]
     assert f"{rows['n'][::2].sum()} answers" in page
-    assert f"| tokens | {int(rows['value'][rows['metric'] == 'tokens'].sum()):,} |\n\nSeeds 0." in page
+    assert (
+        f"| tokens | {int(rows['value'][rows['metric'] == 'tokens'].sum()):,} |\n\nSeeds 0." in page
+    )
 
 
 def test_a_page_has_a_column_for_each_runner_of_a_release(tmp_path):
-    settings = ({}, {"runner": "v1"}, {"runner": "cpu", "prefix": "on"}, {"runner": "v2", "prefix": "on"})
-    publish(tmp_path, EngineRun("toy", "1.0", "exact", 0, "v2"), [Outcome("alone", one) for one in settings])
-    publish(tmp_path, EngineRun("toy", "1.0", "exact", 0), [Outcome("alone", {}, "void")])  # rows without a runner
+    settings = (
+        {},
+        {"runner": "v1"},
+        {"runner": "cpu", "prefix": "on"},
+        {"runner": "v2", "prefix": "on"},
+    )
+    publish(
+        tmp_path,
+        EngineRun("toy", "1.0", "exact", 0, "v2"),
+        [Outcome("alone", one) for one in settings],
+    )
+    publish(
+        tmp_path, EngineRun("toy", "1.0", "exact", 0), [Outcome("alone", {}, "void")]
+    )  # rows without a runner
     page = (tmp_path / "toy.md").read_text()
     assert "| setting | 1.0 v2 | 1.0 v1 | 1.0 |" in page and "its runner for CPUs" in page
-    assert "| `plain` | right | right | void |" in page and "| `prefix=on` | right | – | right |" in page
+    assert (
+        "| `plain` | right | right | void |" in page
+        and "| `prefix=on` | right | – | right |" in page
+    )
 
 
 def test_what_is_known_is_counted_and_named(toy, capsys):

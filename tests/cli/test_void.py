@@ -24,7 +24,11 @@ NOTHING = {
     "accuracy divergence": ["--limit 1", "--task gsm8k --gsm8k-dir empty"],
     "check": ["ours -k nothing", "ours --matrix prefix=nothing", "nothing"],
     "checkpoint": ["", "--verify empty"],
-    "bisect": ["HEAD HEAD --accuracy", "HEAD HEAD --benchmark nothing", "HEAD HEAD --replay empty.jsonl"],
+    "bisect": [
+        "HEAD HEAD --accuracy",
+        "HEAD HEAD --benchmark nothing",
+        "HEAD HEAD --replay empty.jsonl",
+    ],
     "compare": ["-k nothing"],
     "doctor": ["--seconds 0"],
     "fuzz": ["--hours 0"],
@@ -73,14 +77,20 @@ def judging_modules() -> set[str]:
         if "__main__" not in text:
             continue
         tree = ast.parse(text)
-        mains = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
+        mains = [
+            node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"
+        ]
         if mains and isinstance(mains[0].returns, ast.Name) and mains[0].returns.id == "int":
-            found.add(".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__"))
+            found.add(
+                ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
+            )
     return found
 
 
 def test_every_command_that_chooses_its_exit_code_is_here() -> None:
-    assert {name for name, function in leaves(commands()) if chooses_exit_code(function)} == set(NOTHING)
+    assert {name for name, function in leaves(commands()) if chooses_exit_code(function)} == set(
+        NOTHING
+    )
     assert judging_modules() == {*MODULES, *WHOLE}
 
 
@@ -99,7 +109,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def here_and_now() -> str:
     """A commit of the checkout with the changes of its files, so that nothing differs from it."""
-    made = subprocess.run(["git", "stash", "create"], cwd=ROOT, capture_output=True, text=True, check=True)
+    made = subprocess.run(
+        ["git", "stash", "create"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     return made.stdout.strip() or "HEAD"
 
 
@@ -108,7 +120,9 @@ CASES = [(name, line) for name, lines in NOTHING.items() for line in lines]
 
 @pytest.mark.parametrize(("name", "line"), CASES, ids=[" ".join(case) for case in CASES])
 @pytest.mark.usefixtures("folder")
-def test_a_command_without_anything_to_judge_says_so(name: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_without_anything_to_judge_says_so(
+    name: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     if name in ("bisect", "compare", "mutants") and not (ROOT / ".git").exists():
         pytest.skip("this is not a git checkout")
     if name == "kernels" and find_spec("triton") is None:

@@ -15,7 +15,9 @@ from hybrid_kv.config import ConfigError
 KIND = Kind("toy", {}, ours.Ours, package="toy", python="python")
 
 
-def test_it_runs_again_after_a_change_and_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_runs_again_after_a_change_and_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (file := tmp_path / "block_pool.py").touch()
     renewed = list[tuple[str, str]]()
     monkeypatch.setattr(module, "renew_loader", lambda *given: renewed.append(given))
@@ -24,7 +26,9 @@ def test_it_runs_again_after_a_change_and_after_an_error(tmp_path: Path, monkeyp
     def run() -> int:
         nonlocal runs
         runs += 1
-        os.utime(file, ns=(runs, runs))  # it changes before the run ends, so that nothing is waited for
+        os.utime(
+            file, ns=(runs, runs)
+        )  # it changes before the run ends, so that nothing is waited for
         if runs == 2:
             raise ConfigError("invalid syntax (block_pool.py, line 3)")
         if runs == 3:
@@ -38,7 +42,10 @@ def test_it_runs_again_after_a_change_and_after_an_error(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize(
     ("path", "kind", "said"),
-    [("absent", KIND, "absent: there is no such file"), (".", ours.KIND, "ours has no environment")],
+    [
+        ("absent", KIND, "absent: there is no such file"),
+        (".", ours.KIND, "ours has no environment"),
+    ],
 )
 def test_what_cannot_be_watched_is_rejected(path: str, kind: Kind, said: str) -> None:
     with pytest.raises(ConfigError, match=said):

@@ -26,7 +26,9 @@ def test_as_many_as_fit_run_without_preemption_and_one_more_does_not(mode: str) 
     def preemptions(count: int) -> int:
         llm.reset_prefix_cache()
         prompts = [[i, *range(9)] for i in range(count)]
-        outputs = llm.generate(prompts, SamplingParams(max_tokens=11, ignore_eos=True), progress=False)
+        outputs = llm.generate(
+            prompts, SamplingParams(max_tokens=11, ignore_eos=True), progress=False
+        )
         return sum(output.num_preemptions for output in outputs)
 
     assert preemptions(count) == 0
@@ -35,7 +37,14 @@ def test_as_many_as_fit_run_without_preemption_and_one_more_does_not(mode: str) 
 
 @pytest.mark.parametrize(
     ("mode", "num_drafts", "states"),
-    [("none", 0, 1), ("none", 3, 4), ("align", 0, 2), ("align", 3, 5), ("all", 0, 8), ("all", 3, 11)],
+    [
+        ("none", 0, 1),
+        ("none", 3, 4),
+        ("align", 0, 2),
+        ("align", 3, 5),
+        ("all", 0, 8),
+        ("all", 3, 11),
+    ],
 )
 def test_the_default_pool_has_the_blocks_that_requests_of_full_length_hold_and_no_more(
     mode: str, num_drafts: int, states: int
@@ -45,7 +54,11 @@ def test_the_default_pool_has_the_blocks_that_requests_of_full_length_hold_and_n
     params = SamplingParams(max_tokens=43, ignore_eos=True)
     oracle = [ExactOracle(model).generate(prompt, 43) for prompt in prompts]
     sequences = [[*prompt, *answer] for prompt, answer in zip(prompts, oracle, strict=True)]
-    proposer = ScriptedProposer("wrong", num_drafts, sequences, [21] * 3, 8, model.vocab_size) if num_drafts else None
+    proposer = (
+        ScriptedProposer("wrong", num_drafts, sequences, [21] * 3, 8, model.vocab_size)
+        if num_drafts
+        else None
+    )
     llm = LLM(
         model, device="cpu", block_size=8, max_num_seqs=3, max_model_len=64, mamba_cache_mode=mode,
         num_speculative_tokens=num_drafts, proposer=proposer,

@@ -12,7 +12,10 @@ from hybrid_kv.sanitizer import SanitizerError
 from tests.models.tiny_nemotron import Characters
 
 FOLDER = Path(__file__).parents[2] / "hybrid_kv" / "check" / "guard_model"
-PROMPTS = [[5 + (7 * i + 3 * start) % 83 for i in range(length)] for start, length in enumerate((3, 60, 9, 100, 1))]
+PROMPTS = [
+    [5 + (7 * i + 3 * start) % 83 for i in range(length)]
+    for start, length in enumerate((3, 60, 9, 100, 1))
+]
 NUM_TOKENS = (14, 9, 20, 50, 16)
 MAX_MODEL_LEN = 112  # where the fourth request ends: its last passes have no slot
 BLOCK_SIZE = 48  # the smallest that pays for a state of the guard model with three drafts
@@ -35,7 +38,9 @@ def drafts_of(prompts, num_tokens, disturb=None, **options):
 
     def watched(scheduled):
         output = execute(scheduled)
-        for request in (item.request for item in output.batch if item.request.request_id in output.drafts):
+        for request in (
+            item.request for item in output.batch if item.request.request_id in output.drafts
+        ):
             known = int(llm.runner.num_tokens[request.row])
             found[int(request.request_id)][known] = output.drafts[request.request_id]
         return output
@@ -46,24 +51,34 @@ def drafts_of(prompts, num_tokens, disturb=None, **options):
     return [found[i] for i in range(len(prompts))], [output.token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("mode", ["none", "align", "all"])  # it says which keys the head may not see
+@pytest.mark.parametrize(
+    "mode", ["none", "align", "all"]
+)  # it says which keys the head may not see
 def test_a_request_gets_the_drafts_that_it_gets_alone(mode):
     """Some prompts wait, some run in chunks beside verify steps, rows change owners."""
     each = [
-        drafts_of([prompt], [count], mamba_cache_mode=mode) for prompt, count in zip(PROMPTS, NUM_TOKENS, strict=True)
+        drafts_of([prompt], [count], mamba_cache_mode=mode)
+        for prompt, count in zip(PROMPTS, NUM_TOKENS, strict=True)
     ]
     expected = [proposals for (proposals,), _ in each]
-    proposals, got = drafts_of(PROMPTS, NUM_TOKENS, mamba_cache_mode=mode, max_num_seqs=3, max_num_batched_tokens=12)
+    proposals, got = drafts_of(
+        PROMPTS, NUM_TOKENS, mamba_cache_mode=mode, max_num_seqs=3, max_num_batched_tokens=12
+    )
     assert got == [tokens for _, (tokens,) in each] and sum(map(len, expected)) > 20
-    # A step without room for every draft gains fewer tokens: from there on other numbers of tokens are known.
+    # A step without room for every draft gains fewer tokens: from there on other numbers of tokens
+    # are known.
     shared = [(i, known) for i, mine in enumerate(proposals) for known in mine.keys() & expected[i]]
-    assert [proposals[i][known] for i, known in shared] == [expected[i][known] for i, known in shared]
+    assert [proposals[i][known] for i, known in shared] == [
+        expected[i][known] for i, known in shared
+    ]
     assert len(shared) > sum(map(len, expected)) / 2
 
 
 def swapped(place, slots):
     """Two computed tokens of one request, at the same place of two of its blocks."""
-    i = next(i for i in range(len(place) - BLOCK_SIZE) if place[i + BLOCK_SIZE] - place[i] == BLOCK_SIZE)
+    i = next(
+        i for i in range(len(place) - BLOCK_SIZE) if place[i + BLOCK_SIZE] - place[i] == BLOCK_SIZE
+    )
     slots = slots.clone()
     slots[[i, i + BLOCK_SIZE]] = slots[[i + BLOCK_SIZE, i]]
     return place, slots
@@ -81,23 +96,42 @@ def beside(place, slots):
     [
         (lambda place, slots: (place, slots.roll(1)), "draft-slot write-unheld"),
         (lambda place, slots: (place, slots + 1), "draft-slot write-unheld"),
-        (lambda place, slots: (place, slots + (slots >= 0) * BLOCK_SIZE), "draft-slot write-unheld"),
+        (
+            lambda place, slots: (place, slots + (slots >= 0) * BLOCK_SIZE),
+            "draft-slot write-unheld",
+        ),
         (lambda place, slots: (place, slots * 0 + 2**20), "index-range"),
         (swapped, "draft-slot"),
         (beside, "draft-slot"),
     ],
-    ids=["of another token", "one further", "a block further", "nowhere", "in another block", "beside"],
+    ids=[
+        "of another token",
+        "one further",
+        "a block further",
+        "nowhere",
+        "in another block",
+        "beside",
+    ],
 )
 def test_the_sanitizer_knows_where_the_head_may_write(monkeypatch, change, rule):
     plain = drafter.MTPDrafter._slots
-    monkeypatch.setattr(drafter.MTPDrafter, "_slots", lambda self, *args: change(*plain(self, *args)))
+    monkeypatch.setattr(
+        drafter.MTPDrafter, "_slots", lambda self, *args: change(*plain(self, *args))
+    )
     with pytest.raises(SanitizerError) as caught:
         drafts_of(PROMPTS, NUM_TOKENS, max_num_seqs=5, sanitize=True)
     assert caught.value.rule in rule.split()
 
 
-@pytest.mark.parametrize(("mode", "async_scheduling"), [("none", True), ("align", False), ("all", True)])
+@pytest.mark.parametrize(
+    ("mode", "async_scheduling"), [("none", True), ("align", False), ("all", True)]
+)
 def test_the_sanitizer_has_nothing_against_a_head_that_is_right(mode, async_scheduling):
     prompts = [*PROMPTS, *PROMPTS]
-    options = {"mamba_cache_mode": mode, "max_num_seqs": 3, "max_num_batched_tokens": 20, "sanitize": True}
+    options = {
+        "mamba_cache_mode": mode,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 20,
+        "sanitize": True,
+    }
     drafts_of(prompts, [*NUM_TOKENS, *NUM_TOKENS], async_scheduling=async_scheduling, **options)

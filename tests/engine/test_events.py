@@ -13,12 +13,19 @@ PROMPT = list(range(40))
 
 
 def engine(**options: object) -> LLM:
-    settings = {"block_size": 16, "num_blocks": 40, "mamba_cache_mode": "align", "max_model_len": 96} | options
+    settings = {
+        "block_size": 16,
+        "num_blocks": 40,
+        "mamba_cache_mode": "align",
+        "max_model_len": 96,
+    } | options
     return LLM(ExactModel(), device="cpu", **settings)
 
 
 def send(llm: LLM, prompt: list[int], salt: str = "") -> int:
-    (output,) = llm.generate([prompt], SamplingParams(max_tokens=2, cache_salt=salt), progress=False)
+    (output,) = llm.generate(
+        [prompt], SamplingParams(max_tokens=2, cache_salt=salt), progress=False
+    )
     return output.cached_tokens
 
 

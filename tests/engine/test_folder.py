@@ -17,7 +17,10 @@ from hybrid_kv.check.guard.poison import poison
 from hybrid_kv.check.guard.scenario import SmallBlocksFirst, SmallKVFirst
 from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
 
-PROMPTS = [np.random.default_rng(0).integers(0, ExactConfig.vocab_size, size=n).tolist() for n in (40, 33, 17)]
+PROMPTS = [
+    np.random.default_rng(0).integers(0, ExactConfig.vocab_size, size=n).tolist()
+    for n in (40, 33, 17)
+]
 PARAMS = SamplingParams(max_tokens=6)
 
 
@@ -28,7 +31,9 @@ class BlocksOfTwo(SmallBlocksFirst):
     name = "TEST_BLOCKS_OF_TWO"
 
     @classmethod
-    def get_supported_kernel_block_sizes(cls, context: BackendContext) -> Sequence[int | MultipleOf]:
+    def get_supported_kernel_block_sizes(
+        cls, context: BackendContext
+    ) -> Sequence[int | MultipleOf]:
         return [2]
 
 
@@ -49,7 +54,9 @@ def engine(folder: Path, **changes: Any) -> tuple[LLM, ExactOracle]:
 def check(llm: LLM, oracle: ExactOracle) -> int:
     """All answers are right; returns the number of blocks that came from the folder so far."""
     outputs = llm.generate(PROMPTS, PARAMS, progress=False)
-    assert [output.token_ids for output in outputs] == [oracle.generate(prompt, 6) for prompt in PROMPTS]
+    assert [output.token_ids for output in outputs] == [
+        oracle.generate(prompt, 6) for prompt in PROMPTS
+    ]
     llm.manager.check_integrity()
     assert llm.manager.offload is not None
     return llm.manager.offload.stats.loaded_blocks
@@ -67,14 +74,20 @@ def check(llm: LLM, oracle: ExactOracle) -> int:
         ("weights", 1),
     ],
 )
-def test_engines_that_differ_in_one_setting_share_no_block(name: str, value: Any, tmp_path: Path) -> None:
+def test_engines_that_differ_in_one_setting_share_no_block(
+    name: str, value: Any, tmp_path: Path
+) -> None:
     settings = ({}, {name: value}) * 2
     loaded = [check(*engine(tmp_path, **changes)) for changes in settings]
     assert not any(loaded[:2]) and all(loaded[2:])
 
 
-@pytest.mark.parametrize(("mode", "num_blocks"), [("align", 14), ("all", 18)])  # one request, and some of another
-def test_blocks_of_damaged_files_are_computed_again(mode: str, num_blocks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mode", "num_blocks"), [("align", 14), ("all", 18)]
+)  # one request, and some of another
+def test_blocks_of_damaged_files_are_computed_again(
+    mode: str, num_blocks: int, tmp_path: Path
+) -> None:
     rng = np.random.default_rng(0)
     llm, oracle = engine(tmp_path, mamba_cache_mode=mode, num_blocks=num_blocks, max_num_seqs=1)
     check(llm, oracle)

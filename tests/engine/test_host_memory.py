@@ -25,7 +25,11 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 def _page_faults(keep: bool) -> int:
     program = PROGRAM.format(keep=keep)
-    return int(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout)
+    return int(
+        subprocess.run(
+            [sys.executable, "-c", program], check=True, capture_output=True, text=True
+        ).stdout
+    )
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no mallopt")

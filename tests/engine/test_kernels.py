@@ -1,7 +1,7 @@
 """The engine on Triton kernels, in the interpreter, against the same engine on plain torch.
 
-Tolerance: float32 twice, with sums in another order: 2e-5 of max|logit| (tests/models/parity.py), as both
-differ from the exact result by that at most, 4e-5.
+Tolerance: float32 twice, with sums in another order: 2e-5 of max|logit| (tests/models/parity.py),
+as both differ from the exact result by that at most, 4e-5.
 """
 
 import pytest
@@ -20,7 +20,10 @@ pytest.importorskip("triton")
 
 TOLERANCE = 4e-5
 COUNT = 3
-PROMPTS = [[(11 * i * i + 5 * start) % VOCAB for i in range(length)] for start, length in enumerate((3, 18))]
+PROMPTS = [
+    [(11 * i * i + 5 * start) % VOCAB for i in range(length)]
+    for start, length in enumerate((3, 18))
+]
 MODES = ("none", "align", "all")
 
 
@@ -41,7 +44,14 @@ def engine(folder, kernels, sequences=None, k=0, **options):
         "dtype": "float32",
     }
     defaults |= {"device": "cpu", "block_size": 4, "num_blocks": 64, "attention_backend": "TORCH"}
-    llm = LLM(folder, Characters(), proposer, num_speculative_tokens=k, kernels=kernels, **defaults | options)
+    llm = LLM(
+        folder,
+        Characters(),
+        proposer,
+        num_speculative_tokens=k,
+        kernels=kernels,
+        **defaults | options,
+    )
     poison(llm)
     return llm
 
@@ -61,13 +71,17 @@ def check_engine(folder, mode, k, scheme):
     rounds, sequences = 1 if mode == "none" else 2, None
     if k:
         plain = [tokens for tokens, *_ in answers(engine(folder, "torch"), 1)]
-        sequences = [prompt + tokens for prompt, tokens in zip(PROMPTS, plain, strict=True)] * rounds
+        sequences = [
+            prompt + tokens for prompt, tokens in zip(PROMPTS, plain, strict=True)
+        ] * rounds
     expected = answers(engine(folder, "torch", sequences, k, **options), rounds)
     launched = engine(folder, "triton", sequences, k, **options)
     assert launched.runner.kernels == "triton"
     got = answers(launched, rounds)
     error, hits = 0.0, 0
-    for (tokens, logits, cached), (wanted, reference, wanted_cached) in zip(got, expected, strict=True):
+    for (tokens, logits, cached), (wanted, reference, wanted_cached) in zip(
+        got, expected, strict=True
+    ):
         assert tokens == wanted and cached == wanted_cached and len(tokens) == COUNT
         assert logits.shape == reference.shape
         error = max(error, float((logits - reference).abs().max() / reference.abs().max()))
@@ -78,7 +92,12 @@ def check_engine(folder, mode, k, scheme):
 
 @pytest.mark.parametrize(
     ("mode", "k", "scheme"),
-    [("none", 0, "slots"), ("align", 3, "slots"), ("align", 0, "recompute"), ("all", 3, "recompute")],
+    [
+        ("none", 0, "slots"),
+        ("align", 3, "slots"),
+        ("align", 0, "recompute"),
+        ("all", 3, "recompute"),
+    ],
 )
 def test_tokens_and_logits_are_those_of_torch(folder, mode, k, scheme):
     error = interpreted(check_engine, folder, mode, k, scheme)
@@ -88,9 +107,14 @@ def test_tokens_and_logits_are_those_of_torch(folder, mode, k, scheme):
 def check_float64(folder, scheme):
     """Kernels compute in float32: where they would lose digits the layers go on in plain torch, bit for bit."""
     options = {"dtype": "float64", "mamba_ssm_cache_dtype": "float64", "mamba_cache_mode": "align"}
-    expected, got = (answers(engine(folder, name, state_scheme=scheme, **options), 1) for name in ("torch", "triton"))
+    expected, got = (
+        answers(engine(folder, name, state_scheme=scheme, **options), 1)
+        for name in ("torch", "triton")
+    )
     for (tokens, logits, _), (wanted, reference, _) in zip(got, expected, strict=True):
-        assert tokens == wanted and reference.dtype == torch.float64 and torch.equal(logits, reference)
+        assert (
+            tokens == wanted and reference.dtype == torch.float64 and torch.equal(logits, reference)
+        )
 
 
 @pytest.mark.parametrize("scheme", ["slots", "recompute"])
@@ -98,7 +122,9 @@ def test_float64_keeps_its_digits(folder, scheme):
     interpreted(check_float64, folder, scheme)
 
 
-@pytest.mark.parametrize("norm_before_gate", [True, False], ids=["norm before gate", "gate before norm"])
+@pytest.mark.parametrize(
+    "norm_before_gate", [True, False], ids=["norm before gate", "gate before norm"]
+)
 def test_a_mamba2_layer_of_another_family(tmp_path, norm_before_gate):
     """Orders of the gated norm that NemotronH does not have."""
     keys = {"num_hidden_layers": 1, "mamba_norm_before_gate": norm_before_gate}
@@ -120,7 +146,8 @@ DELTA_NETS = {
 }  # fmt: skip
 
 
-# Each two of family (decays of a head, and of a key channel), mode, drafts and scheme meet in one of them.
+# Each two of family (decays of a head, and of a key channel), mode, drafts and scheme meet in one
+# of them.
 @pytest.mark.parametrize(
     ("family", "mode", "k", "scheme"),
     [

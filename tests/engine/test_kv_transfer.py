@@ -76,7 +76,9 @@ def test_a_state_on_a_boundary_is_published_where_the_request_goes_on(mode, is_a
 def test_without_room_it_waits_and_an_abort_leaves_nothing():
     prefill, decode = engine(), engine(max_num_seqs=1)
     running = begin(decode, PROMPT[:5])
-    waiting, dropped = (decode.receive_request(prefill.send_request(begin(prefill, PROMPT))) for _ in range(2))
+    waiting, dropped = (
+        decode.receive_request(prefill.send_request(begin(prefill, PROMPT))) for _ in range(2)
+    )
     decode.step()
     assert list(decode.scheduler.waiting) == [waiting, dropped]
     decode.abort(dropped.request_id)
@@ -92,14 +94,20 @@ def test_logprobs_go_over():
     request = decode.receive_request(prefill.send_request(begin(prefill, PROMPT, **wanted)))
     end(decode)
     expected = begin(alone, PROMPT, num_tokens=10, **wanted)
-    assert request.logprobs == expected.logprobs and request.prompt_logprobs == expected.prompt_logprobs
+    assert (
+        request.logprobs == expected.logprobs
+        and request.prompt_logprobs == expected.prompt_logprobs
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
         ({"weights": "others"}, "with another model or dtype; give both engines the same"),
-        ({"layers": {}}, r"layer layers.0 is not in the engine .* give both engines its speculative_method"),
+        (
+            {"layers": {}},
+            r"layer layers.0 is not in the engine .* give both engines its speculative_method",
+        ),
         ({"prompt_token_ids": [1] * 96}, "max_model_len is 96"),
         ({"params": SamplingParams(stop=["x"])}, "stop strings need a tokenizer"),
     ],
@@ -117,7 +125,9 @@ def test_a_state_in_another_dtype_is_refused_and_both_are_named():
     kv_transfer = prefill.send_request(begin(prefill, PROMPT))
     window, state = kv_transfer.layers["layers.0"]
     other = kv_transfer.layers | {"layers.0": (window, state.to(torch.int16))}
-    with pytest.raises(ConfigError, match=r"int32 \[3, \d+\], int16 .*, this engine caches int32 \[3, \d+\], int32"):
+    with pytest.raises(
+        ConfigError, match=r"int32 \[3, \d+\], int16 .*, this engine caches int32 \[3, \d+\], int32"
+    ):
         decode.receive_request(replace(kv_transfer, layers=other))
 
 
@@ -139,7 +149,9 @@ def test_only_a_running_request_with_a_token_can_be_handed_over():
     with pytest.raises(HybridKVError, match="request 0 is not running here"):
         prefill.send_request(request)
     prefill.step()
-    with pytest.raises(HybridKVError, match="no token of its answer yet, 16 of its 24 tokens are computed"):
+    with pytest.raises(
+        HybridKVError, match="no token of its answer yet, 16 of its 24 tokens are computed"
+    ):
         prefill.send_request(request)
     prefill.abort(request.request_id)
     with pytest.raises(HybridKVError, match="not running"):
@@ -152,7 +164,9 @@ def test_only_a_running_request_with_a_token_can_be_handed_over():
 def test_one_that_the_step_in_flight_ends_stays_and_a_step_says_so():
     prefill = engine(async_scheduling=True)
     sent = (PROMPT[:7], 1), ([4], 3)
-    request, other = (prefill.add_request(prompt, SamplingParams(max_tokens=n)) for prompt, n in sent)
+    request, other = (
+        prefill.add_request(prompt, SamplingParams(max_tokens=n)) for prompt, n in sent
+    )
     prefill.step()
     with pytest.raises(HybridKVError, match="ends with the step in flight"):
         prefill.send_request(request)

@@ -36,7 +36,9 @@ def limits() -> list[Limit]:
     for mode, layers, late in ((*both, False) for both in product(("align", "all"), ("M*", "*M"))):
         own = {**DRAFTS, "mamba_cache_mode": mode, "layers": layers, "async_scheduling": late}
         found.append((own, BLOCK))
-    found.append(({**DRAFTS, "mamba_cache_mode": "align", "async_scheduling": True}, BLOCK // 2))  # two steps' drafts
+    found.append(
+        ({**DRAFTS, "mamba_cache_mode": "align", "async_scheduling": True}, BLOCK // 2)
+    )  # two steps' drafts
     result = [
         Limit(
             {**own, "num_speculative_tokens": most - 1}, {**own, "num_speculative_tokens": most},
@@ -55,10 +57,17 @@ def limits() -> list[Limit]:
     own = {**RECOMPUTE, "kind": "mamba1"}
     reason = 'state_scheme="recompute" is not for mamba1 layers; use slots'
     result.append(Limit({**own, "layers": "W*"}, {**own, "layers": "M*"}, reason))
-    for size, changes in ((2 * BLOCK, {"mamba_cache_mode": "all"}), (BLOCK // 2, {"mamba_block_size": BLOCK})):
+    for size, changes in (
+        (2 * BLOCK, {"mamba_cache_mode": "all"}),
+        (BLOCK // 2, {"mamba_block_size": BLOCK}),
+    ):
         own = {"mamba_cache_mode": "align", "mamba_block_size": size}
         result.append(
-            Limit({**own, **changes}, own, f"cannot be kept: mode align needs the attention block size {BLOCK}")
+            Limit(
+                {**own, **changes},
+                own,
+                f"cannot be kept: mode align needs the attention block size {BLOCK}",
+            )
         )
     result += [
         Limit(RECOMPUTE, {**RECOMPUTE, "layers": "**"}, "the model has no Mamba layer"),
@@ -69,7 +78,11 @@ def limits() -> list[Limit]:
     ]  # fmt: skip
     for length in (11, 19, 20):
         logical_blocks = -(-(length + NUM_NEW - 1) // BLOCK)  # the last token is never cached
-        for mode, states in (("none", 1), ("align", min(2, logical_blocks)), ("all", logical_blocks)):
+        for mode, states in (
+            ("none", 1),
+            ("align", min(2, logical_blocks)),
+            ("all", logical_blocks),
+        ):
             own = {"mamba_cache_mode": mode}
             result.append(
                 Limit(

@@ -31,7 +31,12 @@ class Letters:
 
 
 def engine(tokenizer=None, proposer=None, **options):
-    options = {"max_num_seqs": 3, "max_num_batched_tokens": 8, "max_model_len": 40, "block_size": 4} | options
+    options = {
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 8,
+        "max_model_len": 40,
+        "block_size": 4,
+    } | options
     return LLM(ExactModel(), tokenizer=tokenizer, proposer=proposer, device="cpu", **options)
 
 
@@ -39,14 +44,21 @@ class Right:
     """Drafts of the oracle for one prompt, `k` each time; token `wrong_at` of the text is guessed wrong."""
 
     def __init__(self, prompt, k, wrong_at=()):
-        self.text, self.k, self.wrong_at, self.queried = [*prompt, *oracle(prompt, 40)], k, wrong_at, []
+        self.text, self.k, self.wrong_at, self.queried = (
+            [*prompt, *oracle(prompt, 40)],
+            k,
+            wrong_at,
+            [],
+        )
 
     def propose(self, requests, token_ids, num_tokens):
         drafts = []
         for row, n in zip(token_ids, num_tokens.tolist(), strict=True):
             assert row[:n].tolist() == self.text[:n]
             self.queried.append(n)
-            drafts.append([(self.text[i] + (i in self.wrong_at)) % 97 for i in range(n, n + self.k)])
+            drafts.append(
+                [(self.text[i] + (i in self.wrong_at)) % 97 for i in range(n, n + self.k)]
+            )
         return drafts
 
 
@@ -137,16 +149,31 @@ def test_the_engine_is_as_good_as_new_after_an_interrupt():
     ("options", "match"),
     [
         ({"num_blocks": 2}, "give it at least"),
-        ({"mamba_cache_mode": "none", "enable_prefix_caching": True}, "needs mamba_cache_mode align or all"),
-        ({"mamba_cache_mode": "all", "num_speculative_tokens": 8}, "needs Mamba blocks of at least 9 tokens, not 8"),
+        (
+            {"mamba_cache_mode": "none", "enable_prefix_caching": True},
+            "needs mamba_cache_mode align or all",
+        ),
+        (
+            {"mamba_cache_mode": "all", "num_speculative_tokens": 8},
+            "needs Mamba blocks of at least 9 tokens, not 8",
+        ),
         ({"mamba_cache_mode": "align", "num_speculative_tokens": 12}, "raise block_size"),
         ({"speculative_method": "mtp", "num_speculative_tokens": 2}, "needs a checkpoint folder"),
-        ({"speculative_method": "ngram", "num_speculative_tokens": 2, "proposer": object()}, "two sources of drafts"),
+        (
+            {"speculative_method": "ngram", "num_speculative_tokens": 2, "proposer": object()},
+            "two sources of drafts",
+        ),
         ({"proposer": object()}, "a proposer needs num_speculative_tokens"),
         ({"attention_backend": "NOPE"}, "'NOPE'"),
-        ({"num_blocks": 10**12}, r"num_blocks=1000000000000 \(\d+ B\), .* GiB\) are free on cpu; lower the largest"),
+        (
+            {"num_blocks": 10**12},
+            r"num_blocks=1000000000000 \(\d+ B\), .* GiB\) are free on cpu; lower the largest",
+        ),
         ({"max_model_len": 10**13}, r"max_model_len=10000000000000 .* are free on cpu"),
-        ({"max_num_seqs": 10**9, "max_num_batched_tokens": 10**9, "num_blocks": 60}, "max_num_seqs=1000000000"),
+        (
+            {"max_num_seqs": 10**9, "max_num_batched_tokens": 10**9, "num_blocks": 60},
+            "max_num_seqs=1000000000",
+        ),
         ({"max_num_batched_tokens": 10**13}, "max_num_batched_tokens=10000000000000 take"),
     ],
 )
@@ -190,7 +217,9 @@ def test_params_of_another_type_are_refused():
 def test_generate_inside_a_step_is_refused_and_leaves_nothing_behind():
     llm = engine()
     with pytest.raises(HybridKVError, match="while the engine has requests"):
-        llm.generate(PROMPTS, progress=False, on_step=lambda llm: llm.generate([[1]], progress=False))
+        llm.generate(
+            PROMPTS, progress=False, on_step=lambda llm: llm.generate([[1]], progress=False)
+        )
     assert not llm.scheduler.has_requests
     assert one(llm, max_tokens=4).token_ids == oracle(PROMPTS[0], 4)
 
@@ -213,7 +242,9 @@ def test_half_a_surrogate_pair_is_an_error_of_its_prompt_alone():
             text.encode()  # as every real tokenizer does, in the middle of a batch
             return super().encode(text)
 
-    outputs = engine(Strict()).generate(["ab", "c\ud800d", "ab"], SamplingParams(max_tokens=3), progress=False)
+    outputs = engine(Strict()).generate(
+        ["ab", "c\ud800d", "ab"], SamplingParams(max_tokens=3), progress=False
+    )
     assert [output.finish_reason for output in outputs] == ["length", "error", "length"]
     assert outputs[1].error == (
         "character 1 of the prompt is '\\ud800', half of a surrogate pair; decode the input with errors='replace'"
@@ -225,7 +256,9 @@ def test_a_request_added_twice_is_refused_and_the_engine_goes_on():
     llm = engine()
     request = llm.make_request([1, 2, 3], SamplingParams(max_tokens=2))
     llm.scheduler.add(request)
-    with pytest.raises(ConfigError, match="request 0 was added before; make a new request for each run"):
+    with pytest.raises(
+        ConfigError, match="request 0 was added before; make a new request for each run"
+    ):
         llm.scheduler.add(request)
     while llm.scheduler.has_requests:
         llm.step()
@@ -236,7 +269,9 @@ def test_a_request_added_twice_is_refused_and_the_engine_goes_on():
 
 
 def test_stop_strings_without_a_tokenizer_are_an_error_of_that_request():
-    outputs = engine().generate([[1], [2]], [SamplingParams(stop="x"), SamplingParams(max_tokens=1)], progress=False)
+    outputs = engine().generate(
+        [[1], [2]], [SamplingParams(stop="x"), SamplingParams(max_tokens=1)], progress=False
+    )
     assert [output.finish_reason for output in outputs] == ["error", "length"]
     assert "need a tokenizer" in outputs[0].error
 
@@ -247,7 +282,12 @@ def test_prefixes_are_cached_if_the_options_say_so(caches):
 
 
 def test_a_model_without_mamba_layers_caches_prefixes_in_any_mode():
-    options = {"block_size": 4, "max_model_len": 40, "mamba_cache_mode": "none", "enable_prefix_caching": True}
+    options = {
+        "block_size": 4,
+        "max_model_len": 40,
+        "mamba_cache_mode": "none",
+        "enable_prefix_caching": True,
+    }
     llm = LLM(ExactModel(ExactConfig(pattern="**")), device="cpu", **options)
     outputs = [one(llm, LONG, max_tokens=3) for _ in range(2)]
     assert [output.cached_tokens for output in outputs] == [0, 24]
@@ -271,7 +311,10 @@ def test_an_engine_asleep_has_no_memory_and_forgets_no_request():
     llm = caching(state_scheme="recompute", speculative_method="ngram", num_speculative_tokens=2)
     parts = [part for memory in llm.runner.row_memory.values() for part in vars(memory).values()]
     held = [*llm.runner.raw_buffers, *filter(torch.is_tensor, parts)]
-    sizes, storages = [part.nbytes for part in held], [StorageWeakRef(part.untyped_storage()) for part in held]
+    sizes, storages = (
+        [part.nbytes for part in held],
+        [StorageWeakRef(part.untyped_storage()) for part in held],
+    )
     request = llm.add_request(LONG, SamplingParams(max_tokens=6))
     llm.step()
     for _ in range(2):
@@ -284,7 +327,9 @@ def test_an_engine_asleep_has_no_memory_and_forgets_no_request():
     for _ in range(2):
         llm.wake_up()
     parts = [part for memory in llm.runner.row_memory.values() for part in vars(memory).values()]
-    assert [part.nbytes for part in (*llm.runner.raw_buffers, *filter(torch.is_tensor, parts))] == sizes
+    assert [
+        part.nbytes for part in (*llm.runner.raw_buffers, *filter(torch.is_tensor, parts))
+    ] == sizes
     while llm.has_work:
         llm.step()
     assert request.output_token_ids == oracle(LONG, 6)
@@ -308,14 +353,20 @@ def test_drafts_are_counted_and_save_steps(mode, asynchronous):
     steps = {}
     for right in (True, False):
         proposer = Right(prompt, k, () if right else range(99))
-        options = {"num_speculative_tokens": k, "async_scheduling": asynchronous, "num_blocks": 200, "block_size": 8}
+        options = {
+            "num_speculative_tokens": k,
+            "async_scheduling": asynchronous,
+            "num_blocks": 200,
+            "block_size": 8,
+        }
         llm = engine(proposer=proposer, mamba_cache_mode=mode, **options)
         output = one(llm, prompt, max_tokens=17)
         assert output.token_ids == oracle(prompt, 17)
         assert output.num_accepted_draft_tokens == (output.num_draft_tokens if right else 0)
         assert output.num_draft_tokens >= 12
         steps[right] = llm.num_steps
-    # A prefill and four steps of 1 + K tokens, or one step per token; the asynchronous engine may run one in vain.
+    # A prefill and four steps of 1 + K tokens, or one step per token; the asynchronous engine may
+    # run one in vain.
     assert steps[True] in ([5, 6] if asynchronous else [5])
     assert steps[False] in ([17, 18] if asynchronous else [17])
 
@@ -330,7 +381,9 @@ def test_an_aborted_request_leaves_nothing_and_publishes_only_what_was_computed(
             if llm.num_steps == at:
                 llm.abort("0")
 
-        outputs = llm.generate([LONG, LONG], SamplingParams(max_tokens=8), progress=False, on_step=abort)
+        outputs = llm.generate(
+            [LONG, LONG], SamplingParams(max_tokens=8), progress=False, on_step=abort
+        )
         right = oracle(LONG, 8)
         assert outputs[0].finish_reason == "abort"
         assert outputs[0].token_ids == right[: len(outputs[0].token_ids)]
@@ -352,7 +405,9 @@ def test_an_unknown_id_aborts_nothing(asynchronous):
         llm.abort("0")
         llm.abort("2")
 
-    second = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=3), progress=False, on_step=abort)[0]
+    second = llm.generate(
+        [PROMPTS[0]], SamplingParams(max_tokens=3), progress=False, on_step=abort
+    )[0]
     third = one(llm, max_tokens=3)
     assert [o.request_id for o in (first, second, third)] == ["0", "1", "2"]
     assert [o.token_ids for o in (first, second, third)] == [oracle(PROMPTS[0], 3)] * 3
@@ -364,7 +419,10 @@ class Bare:
     def __init__(self, seed):
         self._model = ExactModel(ExactConfig(seed=seed))
         self.vocab_size, self.layer_specs = self._model.vocab_size, self._model.layer_specs
-        self.mamba_chunk_size, self.compute_logits = self._model.mamba_chunk_size, self._model.compute_logits
+        self.mamba_chunk_size, self.compute_logits = (
+            self._model.mamba_chunk_size,
+            self._model.compute_logits,
+        )
 
     def __call__(self, *args):
         return self._model(*args)
@@ -395,7 +453,11 @@ def test_a_model_that_nothing_tells_from_another_gets_no_folder(tmp_path):
     for seed in (0, 1, 0):
         model = Bare(seed)
         model.fingerprint = f"seed {seed}"
-        cached.append(one(LLM(model, kv_offload_folder=str(tmp_path), **OFFLOAD), LONG, max_tokens=4).cached_tokens)
+        cached.append(
+            one(
+                LLM(model, kv_offload_folder=str(tmp_path), **OFFLOAD), LONG, max_tokens=4
+            ).cached_tokens
+        )
     assert cached == [0, 0, 24]
 
 
@@ -408,13 +470,18 @@ def test_what_has_no_effect_is_said_once(caplog):
         return messages
 
     engine(num_speculative_tokens=2)
-    assert ["num_speculative_tokens=2 takes cache, but nothing drafts" in message for message in said()] == [True]
+    assert [
+        "num_speculative_tokens=2 takes cache, but nothing drafts" in message for message in said()
+    ] == [True]
     llm = caching()
     assert said() == []
     for _ in range(2):
         one(llm, LONG[: llm.manager.hit_granularity], max_tokens=1)
     (message,) = said()
-    assert f"a multiple of {llm.manager.hit_granularity} tokens and the longest prompt so far has" in message
+    assert (
+        f"a multiple of {llm.manager.hit_granularity} tokens and the longest prompt so far has"
+        in message
+    )
     assert "block_size" in message
     llm = caching(num_speculative_tokens=2, speculative_method="ngram")
     for prompt in (LONG, LONG[:2]):
@@ -445,7 +512,9 @@ def test_every_stop_string_is_found_where_the_whole_text_has_it(length):
     text = Counting().decode(tokens)
     for start in range(0, len(text) - length, 7):
         stop = text[start : start + length]
-        output = one(engine(Counting(), max_model_len=80), prompt, max_tokens=60, stop=("never", stop))
+        output = one(
+            engine(Counting(), max_model_len=80), prompt, max_tokens=60, stop=("never", stop)
+        )
         assert output.text == text[: text.index(stop)]
         needed = next(n for n in range(61) if stop in Counting().decode(tokens[:n]))
         assert (output.finish_reason, output.token_ids) == ("stop", tokens[:needed])

@@ -13,7 +13,10 @@ from hybrid_kv.engine.record import record_logits
 from hybrid_kv.sampling import TokenLogprobs, token_logprobs
 
 FLOAT64 = {"dtype": "float64", "mamba_ssm_cache_dtype": "float64", "device": "cpu"}
-PROMPTS = [[3 + (7 * i + 11 * j) % 80 for j in range(length)] for i, length in enumerate((30, 101, 57, 150))]
+PROMPTS = [
+    [3 + (7 * i + 11 * j) % 80 for j in range(length)]
+    for i, length in enumerate((30, 101, 57, 150))
+]
 
 
 def same(found: TokenLogprobs, logits: torch.Tensor, token: int, num_top: int) -> bool:
@@ -29,7 +32,10 @@ def same(found: TokenLogprobs, logits: torch.Tensor, token: int, num_top: int) -
 def expected() -> list[tuple[list[int], torch.Tensor]]:
     """Tokens and logits of each prompt alone."""
     llm = LLM(str(FOLDER), max_model_len=256, max_num_seqs=1, **FLOAT64)
-    return [(out.token_ids, rows) for out, rows in record_logits(llm, PROMPTS, SamplingParams(12, ignore_eos=True))]
+    return [
+        (out.token_ids, rows)
+        for out, rows in record_logits(llm, PROMPTS, SamplingParams(12, ignore_eos=True))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +55,9 @@ def expected() -> list[tuple[list[int], torch.Tensor]]:
     ],
     ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()) or "plain",
 )
-def test_they_are_those_of_the_logits(options: dict[str, Any], expected: list[tuple[list[int], torch.Tensor]]) -> None:
+def test_they_are_those_of_the_logits(
+    options: dict[str, Any], expected: list[tuple[list[int], torch.Tensor]]
+) -> None:
     llm = LLM(str(FOLDER), max_model_len=256, **{"max_num_seqs": 4} | FLOAT64 | options)
     steps = 0
 
@@ -79,7 +87,9 @@ def test_a_prompt_whose_tokens_are_scored_is_not_taken_from_the_cache() -> None:
     (again,) = llm.generate(prompt, SamplingParams(1, prompt_logprobs=0), progress=False)
     (plain,) = llm.generate(prompt, SamplingParams(1, logprobs=0), progress=False)
     assert [one.cached_tokens for one in (first, again, plain)] == [0, 0, 96]
-    assert first.prompt_logprobs == again.prompt_logprobs and len(first.prompt_logprobs or []) == 149
+    assert (
+        first.prompt_logprobs == again.prompt_logprobs and len(first.prompt_logprobs or []) == 149
+    )
     assert plain.prompt_logprobs is None and [one.top for one in plain.logprobs or []] == [()]
 
 
@@ -88,13 +98,16 @@ def test_tokens_behind_the_end_of_an_answer_have_none() -> None:
     options: dict[str, Any] = {"speculative_method": "ngram", "num_speculative_tokens": 3}
     llm = LLM(str(FOLDER), max_model_len=256, device="cpu", **options)
     prompt = (
-        "Question: Ann has 3 pens. Ann buys 4 more. How many pens does Ann have now?\nAnswer: 3+4=7\n#### 7\n\n" * 2
+        "Question: Ann has 3 pens. Ann buys 4 more. How many pens does Ann have now?\nAnswer: 3+4=7\n#### 7\n\n"
+        * 2
     )
     (whole,) = llm.generate([prompt], SamplingParams(12, ignore_eos=True), progress=False)
     assert whole.num_accepted_draft_tokens
     for stop in set(whole.token_ids):
         (output,) = llm.generate(
-            [prompt], SamplingParams(12, stop_token_ids=(stop,), ignore_eos=True, logprobs=0), progress=False
+            [prompt],
+            SamplingParams(12, stop_token_ids=(stop,), ignore_eos=True, logprobs=0),
+            progress=False,
         )
         assert output.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
         assert output.logprobs is not None and len(output.logprobs) == len(output.token_ids)

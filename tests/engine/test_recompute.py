@@ -18,9 +18,20 @@ TEXT = [(7 * i * i + 3) % 97 for i in range(60)]
 
 def engine(mode, k=0, script="right", prompts=(TEXT,), block_size=16, book=BOOK, **options):
     """An engine whose drafts follow a script; its requests must be `prompts`, in their order."""
-    sequences = [[*p, *book.without_stop(p, SamplingParams(max_tokens=LIMIT), LIMIT)] for p in prompts]
-    proposer = ScriptedProposer(script, k, sequences, [len(p) for p in prompts], block_size, 97) if k else None
-    defaults = {"num_blocks": 200, "max_model_len": LIMIT, "attention_backend": "TORCH", "device": "cpu"}
+    sequences = [
+        [*p, *book.without_stop(p, SamplingParams(max_tokens=LIMIT), LIMIT)] for p in prompts
+    ]
+    proposer = (
+        ScriptedProposer(script, k, sequences, [len(p) for p in prompts], block_size, 97)
+        if k
+        else None
+    )
+    defaults = {
+        "num_blocks": 200,
+        "max_model_len": LIMIT,
+        "attention_backend": "TORCH",
+        "device": "cpu",
+    }
     defaults["max_num_seqs"] = 4
     llm = LLM(
         book.model, proposer=proposer, mamba_cache_mode=mode, num_speculative_tokens=k,
@@ -35,7 +46,9 @@ def answer(prompt, count):
 
 
 def generate(llm, prompts, count=LIMIT, on_step=None):
-    outputs = llm.generate(prompts, SamplingParams(max_tokens=count), progress=False, on_step=on_step)
+    outputs = llm.generate(
+        prompts, SamplingParams(max_tokens=count), progress=False, on_step=on_step
+    )
     assert [output.error for output in outputs] == [None] * len(outputs)
     return outputs
 
@@ -63,20 +76,30 @@ def shortest(k):
         ("align", 8, 3, None, True, 4),
     ],
 )
-def test_the_longest_request_holds_what_the_plan_says(mode, block_size, k, ring_len, is_async, most):
+def test_the_longest_request_holds_what_the_plan_says(
+    mode, block_size, k, ring_len, is_async, most
+):
     highest = 0
 
     def watch(llm):
         nonlocal highest
-        (group,) = (i for i, g in enumerate(llm.plan.config.groups) if isinstance(g.spec, MambaSpec))
+        (group,) = (
+            i for i, g in enumerate(llm.plan.config.groups) if isinstance(g.spec, MambaSpec)
+        )
         for request in llm.scheduler.running:
             highest = max(highest, len(llm.manager.block_ids(request.request_id)[group]))
 
     for script, start in itertools.product(("mixed", "beyond") if k else ("",), (8, 11)):
-        options = {"recompute_ring_len": ring_len, "async_scheduling": is_async, "max_num_batched_tokens": 50}
+        options = {
+            "recompute_ring_len": ring_len,
+            "async_scheduling": is_async,
+            "max_num_batched_tokens": 50,
+        }
         llm = engine(mode, k, script, [TEXT[:start]], block_size, **options)
         generate(llm, [TEXT[:start]], on_step=watch)
-        spec = next(group.spec for group in llm.plan.config.groups if isinstance(group.spec, MambaSpec))
+        spec = next(
+            group.spec for group in llm.plan.config.groups if isinstance(group.spec, MambaSpec)
+        )
         assert spec.max_blocks_per_request(LIMIT) == most
         assert spec.max_memory_usage_bytes(LIMIT) == most * spec.page_size_bytes + spec.row_bytes
         assert spec.num_speculative_blocks == 0
@@ -111,7 +134,9 @@ def test_a_state_is_published_in_the_step_after_its_boundary_was_passed(mode, k)
             seen.append((request.progress.computed, request.progress.flushed, states))
 
     generate(llm, [prompt], on_step=watch)
-    for (before, _, _), (now, flushed, states) in itertools.pairwise(entry for entry in seen if entry[0] >= 20):
+    for (before, _, _), (now, flushed, states) in itertools.pairwise(
+        entry for entry in seen if entry[0] >= 20
+    ):
         assert flushed % 16 == 0 or flushed == 20  # nothing else is due: the ring is long
         assert max(flushed, before // 16 * 16) == flushed <= now
         # A chunk leaves no state at the boundary inside it in mode align, unless it ended there.
@@ -133,7 +158,11 @@ def test_no_state_is_lost_at_the_end_of_a_request(end, is_async):
 
     def disturb(llm):
         request = llm.scheduler.running[0] if llm.scheduler.running else None
-        if request is not None and request.num_computed_tokens == 32 and not request.num_preemptions:
+        if (
+            request is not None
+            and request.num_computed_tokens == 32
+            and not request.num_preemptions
+        ):
             if end == "preempt":
                 llm.scheduler.preempt(request)
             elif end == "abort":
@@ -154,7 +183,9 @@ def test_a_chunk_that_is_in_flight_has_left_the_states_before_it():
         llm,
         [TEXT],
         4,
-        lambda llm: held.extend(len(llm.manager.block_ids(r.request_id)[0]) for r in llm.scheduler.running),
+        lambda llm: held.extend(
+            len(llm.manager.block_ids(r.request_id)[0]) for r in llm.scheduler.running
+        ),
     )
     assert max(held) == 2
 
@@ -174,6 +205,10 @@ def test_a_failed_step_publishes_nothing_and_the_engine_goes_on():
 
     before = set()
     with pytest.raises(KeyboardInterrupt):
-        generate(llm, [prompt], on_step=lambda llm: (before.update(llm.manager.pool._keys.values()), fail(llm)))
+        generate(
+            llm,
+            [prompt],
+            on_step=lambda llm: (before.update(llm.manager.pool._keys.values()), fail(llm)),
+        )
     assert set(llm.manager.pool._keys.values()) == before
     assert generate(llm, [prompt], 20)[0].token_ids == answer(prompt, 20)

@@ -18,7 +18,11 @@ def test_recorded_logits_cover_every_computed_token(mode: str, method: str | Non
     )  # fmt: skip
     prompts = [[1, 2, 3, 4, 5, 6, 7, 1, 2, 3], [8], [1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4]]
     for output, logits in record_logits(llm, prompts, SamplingParams(max_tokens=4)):
-        # The last token's own logits are never computed: nothing follows it. Nor are those of cached tokens.
-        assert len(logits) == len(output.prompt_token_ids) + len(output.token_ids) - 1 - output.cached_tokens
+        # The last token's own logits are never computed: nothing follows it. Nor are those of
+        # cached tokens.
+        assert (
+            len(logits)
+            == len(output.prompt_token_ids) + len(output.token_ids) - 1 - output.cached_tokens
+        )
         assert logits[-len(output.token_ids) :].argmax(-1).tolist() == output.token_ids
     assert output.cached_tokens == (8 if mode == "all" else 0)

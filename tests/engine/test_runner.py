@@ -28,14 +28,18 @@ class Script:
 
     def __init__(self, prompts, k, right, length=48):
         self.k, self.right = k, right
-        self.texts = {tuple(prompt): [*prompt, *ORACLE.generate(prompt, length)] for prompt in prompts}
+        self.texts = {
+            tuple(prompt): [*prompt, *ORACLE.generate(prompt, length)] for prompt in prompts
+        }
 
     def propose(self, requests, token_ids, num_tokens):
         drafts = []
         for request, n in zip(requests, num_tokens.tolist(), strict=True):
             text = self.texts[tuple(request.prompt_token_ids)]
             good = self.right(n, request)
-            drafts.append([t if j < good else (t + 1) % 97 for j, t in enumerate(text[n : n + self.k])])
+            drafts.append(
+                [t if j < good else (t + 1) % 97 for j, t in enumerate(text[n : n + self.k])]
+            )
         return drafts
 
 
@@ -48,7 +52,12 @@ def engine(proposer=None, **options):
         "max_model_len": 48,
         "captured_batch_sizes": (8,),
     }
-    return LLM(ExactModel(ExactConfig(pattern="M*MM*")), device="cpu", proposer=proposer, **(defaults | options))
+    return LLM(
+        ExactModel(ExactConfig(pattern="M*MM*")),
+        device="cpu",
+        proposer=proposer,
+        **(defaults | options),
+    )
 
 
 def drafting(k=3, right=lambda n, request: n % 4, prompts=PROMPTS, **options):
@@ -104,7 +113,9 @@ def test_buffers_keep_their_address(mode):
             torch.from_numpy(runner.cursors.window_row),
         ]
         for builder in builders(llm):
-            buffers += [value for value in vars(builder).values() if isinstance(value, torch.Tensor)]
+            buffers += [
+                value for value in vars(builder).values() if isinstance(value, torch.Tensor)
+            ]
             assert builder._offsets.tolist() == [0, 1, 2, 3]
         seen.add(tuple(buffer.data_ptr() for buffer in buffers))
 
@@ -188,7 +199,9 @@ def test_a_request_of_the_greatest_length_stays_inside_its_row(mode, k, right):
     """
     prompt = PROMPTS[0]
     limit = 42  # its last cached token begins a block
-    llm = drafting(k, lambda n, request: right, [prompt], mamba_cache_mode=mode, max_model_len=limit)
+    llm = drafting(
+        k, lambda n, request: right, [prompt], mamba_cache_mode=mode, max_model_len=limit
+    )
     size = llm.plan.sizes.mamba_block_size
     width = k + (1 if mode == "none" else cdiv(limit, size))
     beyond = Counter()
@@ -201,7 +214,9 @@ def test_a_request_of_the_greatest_length_stays_inside_its_row(mode, k, right):
             assert table.shape[1] == width
             if item.drafts:
                 row = table[item.request.row].tolist()
-                current_block = 0 if mode == "none" else (item.num_computed_tokens + len(item.drafts)) // size
+                current_block = (
+                    0 if mode == "none" else (item.num_computed_tokens + len(item.drafts)) // size
+                )
                 written = metadata.state_indices[0, : item.num_tokens].tolist()
                 assert written == row[current_block : current_block + item.num_tokens]
                 assert len(set(written)) == item.num_tokens

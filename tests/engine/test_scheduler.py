@@ -11,7 +11,14 @@ from hybrid_kv.cache.backend import BackendContext, TorchBackend
 from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.cache.offload import Page
 from hybrid_kv.cache.plan import plan_cache
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, SlotsSpec, StatePart
+from hybrid_kv.cache.spec import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlotsSpec,
+    StatePart,
+)
 from hybrid_kv.config import CacheConfig, ConfigError, SchedulerConfig
 from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.kernels.common.integers import cdiv
@@ -27,23 +34,40 @@ class Host:
     """The engine without a model: each request has a text, from which sampled tokens and right drafts are taken.
 
     Args:
-        late: a step's tokens are known when the next one has been scheduled, as with `async_scheduling`.
+        late: a step's tokens are known when the next one has been scheduled, as with
+            `async_scheduling`.
 
     Attributes:
         highest: the most blocks that were held at once, by request and group.
     """
 
     def __init__(
-        self, mode, k=0, sizes=(4, 4), num_blocks=60, budget=16, seqs=4, limit=MAX_MODEL_LEN, late=False, seed=0
+        self,
+        mode,
+        k=0,
+        sizes=(4, 4),
+        num_blocks=60,
+        budget=16,
+        seqs=4,
+        limit=MAX_MODEL_LEN,
+        late=False,
+        seed=0,
     ):
         self.k, self.late, self.rng = k, late, np.random.default_rng(seed)
         mamba, attention = sizes
         self.specs = [
-            MambaSpec(mamba, (StatePart("state", (1,), torch.int32),), mamba_cache_mode=mode, rollback=SlotsSpec(k)),
+            MambaSpec(
+                mamba,
+                (StatePart("state", (1,), torch.int32),),
+                mamba_cache_mode=mode,
+                rollback=SlotsSpec(k),
+            ),
             FullAttentionSpec(attention, 1, 1, torch.int32),
         ]
         groups = tuple(KVCacheGroupSpec((str(i),), spec) for i, spec in enumerate(self.specs))
-        self.manager = KVCacheManager(KVCacheConfig(num_blocks, groups), mode != "none", max_model_len=limit)
+        self.manager = KVCacheManager(
+            KVCacheConfig(num_blocks, groups), mode != "none", max_model_len=limit
+        )
         self.scheduler = Scheduler(SchedulerConfig(seqs, max(budget, seqs), limit), self.manager, k)
         self.texts, self.known, self.drafts = {}, {}, {}
         self.highest = Counter()
@@ -52,7 +76,9 @@ class Host:
     def add(self, text, length, max_tokens, salt=""):
         """`text` has at least `max_model_len + K` tokens, of which `length` are the prompt."""
         name = str(len(self.texts))
-        request = Request(name, text[:length], SamplingParams(max_tokens=max_tokens, cache_salt=salt), seed=0)
+        request = Request(
+            name, text[:length], SamplingParams(max_tokens=max_tokens, cache_salt=salt), seed=0
+        )
         self.scheduler.add(request)
         self.texts[name] = text
         return request
@@ -80,19 +106,31 @@ class Host:
             self.known[name] = request.num_tokens
         if item.awaits_drafts:
             known = self.known[name]
-            most = min(request.params.max_tokens + len(request.prompt_token_ids), self.scheduler.config.max_model_len)
+            most = min(
+                request.params.max_tokens + len(request.prompt_token_ids),
+                self.scheduler.config.max_model_len,
+            )
             drafts = self.drafts[name][: max(0, min(item.num_drafts, most - known - 1))]
             count = 1 + len(drafts)
-            resolved = {"num_computed_tokens": known - 1, "num_tokens": count, "drafts": tuple(drafts)}
+            resolved = {
+                "num_computed_tokens": known - 1,
+                "num_tokens": count,
+                "drafts": tuple(drafts),
+            }
             item = replace(item, awaits_drafts=False, **resolved)
         new, self.drafts[name] = [], []
         if item.samples:
             known = item.num_computed_tokens + item.num_tokens - len(item.drafts)
-            good = next((j for j, draft in enumerate(item.drafts) if draft != text[known + j]), len(item.drafts))
+            good = next(
+                (j for j, draft in enumerate(item.drafts) if draft != text[known + j]),
+                len(item.drafts),
+            )
             new = text[known : known + good + 1]
             end = self.known[name] = known + len(new)
             good, count = self.rng.integers(self.k + 1, size=2).tolist()
-            self.drafts[name] = [token if j < good else 9 for j, token in enumerate(text[end : end + count])]
+            self.drafts[name] = [
+                token if j < good else 9 for j, token in enumerate(text[end : end + count])
+            ]
         return item, new, self.drafts[name]
 
     def process(self, output):
@@ -148,7 +186,10 @@ def test_a_request_of_the_greatest_length_holds_what_the_plan_says(mode, k, budg
         bounds = [spec.max_blocks_per_request(limit) for spec in (mamba, attention)]
         assert [highest["0", 0], highest["0", 1]] == bounds
         for spec in specs:
-            assert spec.max_memory_usage_bytes(limit) == spec.max_blocks_per_request(limit) * spec.page_size_bytes
+            assert (
+                spec.max_memory_usage_bytes(limit)
+                == spec.max_blocks_per_request(limit) * spec.page_size_bytes
+            )
         assert made.blocks_per_request == sum(bounds)
 
 
@@ -198,7 +239,10 @@ def test_align_chunks_return_to_the_grid_after_another_requests_share():
     """vllm!51763: stops are on the grid, not relative to where a chunk or a hit began."""
     target = Host("align", 0, (8, 4), budget=20, seqs=2, limit=48)
     first, second = target.add([1] * 60, 13, 1), target.add([0] * 60, 30, 1)
-    ends = [[(i.request.request_id, i.num_computed_tokens + i.num_tokens) for i in target.step()] for _ in range(4)]
+    ends = [
+        [(i.request.request_id, i.num_computed_tokens + i.num_tokens) for i in target.step()]
+        for _ in range(4)
+    ]
     assert ends == [[("0", 8), ("1", 8)], [("0", 13), ("1", 16)], [("1", 24)], [("1", 30)]]
     assert first.is_finished
     assert second.is_finished
@@ -243,7 +287,9 @@ def test_drafts_share_the_budget():
     assert [len(item.drafts) for item in target.step()] == [1, 1, 1, 0]
 
 
-@pytest.mark.parametrize(("stop", "kept", "accepted"), [(None, 4, 3), (3, 4, 3), (2, 3, 3), (1, 2, 2), (0, 1, 1)])
+@pytest.mark.parametrize(
+    ("stop", "kept", "accepted"), [(None, 4, 3), (3, 4, 3), (2, 3, 3), (1, 2, 2), (0, 1, 1)]
+)
 def test_accepted_drafts_behind_the_end_do_not_count(stop, kept, accepted):
     """Three right drafts and a token more; the request ends with the token of index `stop` of them."""
     target = Host("none", 3, seqs=1)
@@ -293,7 +339,12 @@ def test_a_preempted_request_recomputes_its_output_in_one_prefill():
     one.draft_token_ids = [3, 4]
     target.scheduler.preempt(one)
     (item,) = target.scheduler.schedule()
-    assert (item.num_tokens, item.num_computed_tokens, item.overwrite, item.is_decode) == (7, 0, True, False)
+    assert (item.num_tokens, item.num_computed_tokens, item.overwrite, item.is_decode) == (
+        7,
+        0,
+        True,
+        False,
+    )
     assert item.samples
     assert (item.drafts, one.draft_token_ids) == ((), [])
 
@@ -387,7 +438,12 @@ def starts(target):
     found = []
     while target.scheduler.has_requests:
         prefills = [item for item in target.step() if not item.is_decode]
-        found.append([(int(item.request.request_id), item.num_computed_tokens, item.num_tokens) for item in prefills])
+        found.append(
+            [
+                (int(item.request.request_id), item.num_computed_tokens, item.num_tokens)
+                for item in prefills
+            ]
+        )
     return [prefills for prefills in found if prefills]
 
 
@@ -446,7 +502,9 @@ def test_who_is_waited_for_may_be_dropped():
         (30, 9, 6, "38 tokens never fit in 5 cache blocks; lower max_tokens"),
     ],
 )
-def test_impossible_requests_are_refused_and_the_others_go_on(length, max_tokens, num_blocks, match):
+def test_impossible_requests_are_refused_and_the_others_go_on(
+    length, max_tokens, num_blocks, match
+):
     target = Host("none", num_blocks=num_blocks)
     good = target.add([1] * 60, 3, 4)
     with pytest.raises(ConfigError, match=match):

@@ -51,7 +51,9 @@ class FourParts(RecurrentMixer):
     def operands(self, conv_out: torch.Tensor, inputs: Tensors, dtype: torch.dtype) -> Tensors:
         return conv_out, inputs[0]
 
-    def update(self, sums: torch.Tensor, outer: torch.Tensor, conv_out: torch.Tensor, keys: torch.Tensor) -> Tensors:
+    def update(
+        self, sums: torch.Tensor, outer: torch.Tensor, conv_out: torch.Tensor, keys: torch.Tensor
+    ) -> Tensors:
         narrow, wide = conv_out.split((NARROW, WIDE), dim=-1)
         outputs, after = [], []
         for u, v, key in zip(narrow.unbind(1), wide.unbind(1), keys.unbind(1), strict=True):
@@ -81,7 +83,9 @@ class Attention(PagedAttention):
     def alone(self, x: torch.Tensor) -> torch.Tensor:
         """Of one text."""
         q, k, v = self.qkv_proj(x).chunk(3, dim=-1)
-        scores = (q @ k.T * HIDDEN**-0.5).masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), -torch.inf)
+        scores = (q @ k.T * HIDDEN**-0.5).masked_fill(
+            torch.ones(len(x), len(x)).triu(1).bool(), -torch.inf
+        )
         return self.o_proj(scores.softmax(-1) @ v)
 
 
@@ -95,7 +99,9 @@ class FourPartsModel(nn.Module):
         self.embed = nn.Embedding(VOCAB, HIDDEN)
         file = ConfigFile({"hidden_size": HIDDEN, "num_attention_heads": 1}, "config.json")
         attention = FullAttentionSpec(1, 1, HIDDEN, F64)
-        self.mixers = nn.ModuleList([FourParts("0"), Attention(file, "1", attention), FourParts("2")])
+        self.mixers = nn.ModuleList(
+            [FourParts("0"), Attention(file, "1", attention), FourParts("2")]
+        )
         state = MambaSpec(1, PARTS)
         self.layer_specs: dict[str, KVCacheSpec] = {"0": state, "1": attention, "2": state}
         self.double()
@@ -103,7 +109,9 @@ class FourPartsModel(nn.Module):
         for weight in self.parameters():
             weight.requires_grad_(False).copy_(torch.randn(weight.shape, generator=generator) * 0.4)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
         x: torch.Tensor = self.embed(input_ids)
         for mixer in self.mixers:
             x = x + mixer(x, context)
@@ -126,7 +134,9 @@ class FourPartsModel(nn.Module):
 def prompts() -> list[list[int]]:
     """Two with a long common prefix, which is sent again at the end, and others between them."""
     generator = torch.Generator().manual_seed(1)
-    shared, *others = (torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in (33, 30, 41, 37))
+    shared, *others = (
+        torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in (33, 30, 41, 37)
+    )
     return [shared, [*shared[:24], 3, 3, 3], *others, shared]
 
 

@@ -39,8 +39,12 @@ def test_what_a_stop_string_may_begin_with_is_held_back() -> None:
     assert pieces("aQue", ["Quest"]) == ["a", "", "", ""]
 
 
-@given(st.text(max_size=40), st.lists(st.text(min_size=1, max_size=4), max_size=3), st.integers(1, 5))
-def test_pieces_are_a_prefix_of_the_text_that_ends_before_a_stop_string(text: str, stops: list[str], size: int) -> None:
+@given(
+    st.text(max_size=40), st.lists(st.text(min_size=1, max_size=4), max_size=3), st.integers(1, 5)
+)
+def test_pieces_are_a_prefix_of_the_text_that_ends_before_a_stop_string(
+    text: str, stops: list[str], size: int
+) -> None:
     position = stop_position(text, stops)
     kept = text if position is None else text[:position]
     sent = "".join(pieces(kept, stops, size))

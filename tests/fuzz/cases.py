@@ -1,8 +1,8 @@
 """Each command with odd arguments, config files, checkpoints, tokenizers, rows of results, answers.
 
-`KINDS` maps a kind of case to the function that writes its files into an empty folder and returns the arguments. The
-long work (traffic, compilers, timings, lm-eval) is replaced by a short result in `stubs`: all code before and behind it
-runs.
+`KINDS` maps a kind of case to the function that writes its files into an empty folder and returns
+the arguments. The long work (traffic, compilers, timings, lm-eval) is replaced by a short result in
+`stubs`: all code before and behind it runs.
 """
 
 from __future__ import annotations
@@ -48,8 +48,20 @@ from tests.measure.timing.test_fitness import QUIET
 from tests.model_configs import CONFIGS
 
 ROOT = Path(__file__).resolve().parents[2]
-CHECKPOINT = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-FILES = ("samples", "against", "gsm8k_dir", "rows", "kv_offload_folder")  # options of type str that name a file
+CHECKPOINT = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
+FILES = (
+    "samples",
+    "against",
+    "gsm8k_dir",
+    "rows",
+    "kv_offload_folder",
+)  # options of type str that name a file
 
 
 # ---- arguments ----
@@ -62,9 +74,12 @@ def commands() -> dict[tuple[str, ...], dict[str, tuple[list[str], Any]]]:
 
     def add(words: tuple[str, ...], command: Any) -> None:
         own = signature(command.callback, eval_str=True).parameters if command.callback else {}
-        given = [one for one in command.params if one.param_type_name == "option" and one.name in own]
+        given = [
+            one for one in command.params if one.param_type_name == "option" and one.name in own
+        ]
         found[words] = {
-            one.name: ([*one.opts, *one.secondary_opts], get_args(own[one.name].annotation)[0]) for one in given
+            one.name: ([*one.opts, *one.secondary_opts], get_args(own[one.name].annotation)[0])
+            for one in given
         }
         for name, inner in getattr(command, "commands", {}).items():
             add((*words, name), inner)
@@ -74,7 +89,9 @@ def commands() -> dict[tuple[str, ...], dict[str, tuple[list[str], Any]]]:
     return found
 
 
-def options(rng: random.Random, *words: str, without: tuple[str, ...] = (), most: int = 4) -> list[str]:
+def options(
+    rng: random.Random, *words: str, without: tuple[str, ...] = (), most: int = 4
+) -> list[str]:
     """Some of a command's options, with odd and with usual values."""
     every = {name: option for name, option in commands()[words].items() if name not in without}
     given: list[str] = []
@@ -95,7 +112,9 @@ def option_value(rng: random.Random, name: str, kinds: tuple[Any, ...]) -> str:
     """An odd value, one of the choices, a usual number, or a place in the case's folder."""
     if rng.random() < 0.25:
         return values.argument(rng)
-    if choices := [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]:
+    if choices := [
+        choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)
+    ]:
         return str(rng.choice(choices))
     if Path in kinds or name in FILES:
         return rng.choice(values.PLACES)
@@ -109,7 +128,10 @@ def anything(rng: random.Random, folder: Path) -> list[str]:
     words = rng.choice(list(commands()))
     rows_folder(rng, folder, odd=False)
     given = options(rng, *words) + rng.choice([[]] * 20 + [["--help"], ["--version"], ["--nope"]])
-    arguments = [rng.choice((values.argument(rng), rng.choice(values.PLACES))) for _ in range(rng.choice((0, 0, 1, 2)))]
+    arguments = [
+        rng.choice((values.argument(rng), rng.choice(values.PLACES)))
+        for _ in range(rng.choice((0, 0, 1, 2)))
+    ]
     return [*words, *given, *rng.choice(([], [], ["--"])), *arguments]
 
 
@@ -120,9 +142,16 @@ def plan(rng: random.Random, folder: Path) -> list[str]:
     """Usual and odd options, of a real config or one with odd keys and types."""
     config = rng.choice(list(CONFIGS.values()))
     odd = rng.random() < 0.6
-    (folder / "config.json").write_bytes(values.odd_file(rng, config) if odd else json.dumps(config).encode())
+    (folder / "config.json").write_bytes(
+        values.odd_file(rng, config) if odd else json.dumps(config).encode()
+    )
     enough = rng.choice((["--num-blocks", "500"], ["--gpu-memory", "40GiB"], []))
-    return ["plan", rng.choice(("config.json", ".")), *enough, *options(rng, "plan", most=2 if odd else 4)]
+    return [
+        "plan",
+        rng.choice(("config.json", ".")),
+        *enough,
+        *options(rng, "plan", most=2 if odd else 4),
+    ]
 
 
 def generate(rng: random.Random, folder: Path) -> list[str]:
@@ -134,18 +163,25 @@ def generate(rng: random.Random, folder: Path) -> list[str]:
         case "options":
             given += options(rng, "generate", without=("max_tokens", "model"))
         case "index":
-            index = {"metadata": {"total_size": 1}, "weight_map": {"backbone.embeddings.weight": "model.safetensors"}}
+            index = {
+                "metadata": {"total_size": 1},
+                "weight_map": {"backbone.embeddings.weight": "model.safetensors"},
+            }
             (folder / "model.safetensors.index.json").write_bytes(values.odd_file(rng, index))
         case name:
             spoil(rng, folder / name)
-    prompts = [rng.choice(("Question: 1 + 1?", values.argument(rng))) for _ in range(rng.choice((1, 1, 2)))]
+    prompts = [
+        rng.choice(("Question: 1 + 1?", values.argument(rng))) for _ in range(rng.choice((1, 1, 2)))
+    ]
     return ["generate", *given, "--", *prompts]
 
 
 def spoil(rng: random.Random, file: Path) -> None:
     data = file.read_bytes()
     is_json = file.suffix == ".json"
-    file.write_bytes(values.odd_file(rng, json.loads(data)) if is_json else values.odd_safetensors(rng, data))
+    file.write_bytes(
+        values.odd_file(rng, json.loads(data)) if is_json else values.odd_safetensors(rng, data)
+    )
 
 
 @cache
@@ -163,7 +199,9 @@ def family(rng: random.Random, folder: Path) -> list[str]:
         kind = rng.choice((*sized(), values.argument(rng)))
         return ["checkpoint", *options(rng, "checkpoint"), "--", kind, rng.choice(values.PLACES)]
     shutil.copytree(tiny(rng.choice(sorted(sized()))), folder, dirs_exist_ok=True)
-    spoil(rng, folder / rng.choice(("config.json", "config.json", "config.json", "model.safetensors")))
+    spoil(
+        rng, folder / rng.choice(("config.json", "config.json", "config.json", "model.safetensors"))
+    )
     return ["generate", "--max-tokens", "3", "--device", "cpu", "--model", ".", "--", "w7 w8 w9"]
 
 
@@ -183,7 +221,13 @@ def rows_folder(rng: random.Random, folder: Path, odd: bool = True) -> None:
     """`results/` with some files, and another CSV beside it."""
     (folder / "results").mkdir(exist_ok=True)
     header, *rows = good_rows()
-    for name in ("rows", "results/made", "results/kernels", "results/acknowledged", "results/operating_curve"):
+    for name in (
+        "rows",
+        "results/made",
+        "results/kernels",
+        "results/acknowledged",
+        "results/operating_curve",
+    ):
         some = [header, *rng.sample(rows, rng.choice((1, 5, 40)))]
         data = values.odd_csv(rng, some) if odd and rng.random() < 0.7 else values.plain_csv(some)
         (folder / f"{name}.csv").write_bytes(data)
@@ -198,18 +242,37 @@ def results(rng: random.Random, folder: Path) -> list[str]:
         case "report" | "red" as name:
             return [name, *options(rng, name, most=2)]
         case "list":
-            return ["results", *rng.choice(([], ["--check"])), *options(rng, "results", "list", most=2), *places]
+            return [
+                "results",
+                *rng.choice(([], ["--check"])),
+                *options(rng, "results", "list", most=2),
+                *places,
+            ]
         case name:
-            return ["results", name, "--to", rng.choice(("new.parquet", rng.choice(values.PLACES))), *places]
+            return [
+                "results",
+                name,
+                "--to",
+                rng.choice(("new.parquet", rng.choice(values.PLACES))),
+                *places,
+            ]
 
 
 def kernels(rng: random.Random, folder: Path) -> list[str]:
     """An odd baseline."""
     rows_folder(rng, folder)
     header, first, *_ = good_rows()
-    row = dict(zip(header, first, strict=True)) | {"suite": "kernels", "benchmark": "injected", "metric": "registers"}
-    row["params"] = json.dumps(values.odd_json(rng, {"shape": "any", "dtype": "float32", "target": "sm_90"}))
-    (folder / "results/kernels.csv").write_bytes(values.plain_csv([header, [row[name] for name in header]]))
+    row = dict(zip(header, first, strict=True)) | {
+        "suite": "kernels",
+        "benchmark": "injected",
+        "metric": "registers",
+    }
+    row["params"] = json.dumps(
+        values.odd_json(rng, {"shape": "any", "dtype": "float32", "target": "sm_90"})
+    )
+    (folder / "results/kernels.csv").write_bytes(
+        values.plain_csv([header, [row[name] for name in header]])
+    )
     return ["kernels", *options(rng, "kernels", most=3)]
 
 
@@ -222,7 +285,9 @@ def guard(rng: random.Random, folder: Path) -> list[str]:
 def compare(rng: random.Random, folder: Path) -> list[str]:
     """Odd acknowledgements and rates of false alarms, odd revisions."""
     rows_folder(rng, folder)
-    revisions = [rng.choice((".", "HEAD", values.argument(rng))) for _ in range(rng.choice((0, 1, 2)))]
+    revisions = [
+        rng.choice((".", "HEAD", values.argument(rng))) for _ in range(rng.choice((0, 1, 2)))
+    ]
     return ["compare", *options(rng, "compare", without=("self_test",), most=3), "--", *revisions]
 
 
@@ -233,7 +298,11 @@ def answers(rng: random.Random, folder: Path) -> list[str]:
     for name in ("a.jsonl", "b.jsonl"):
         lines: list[dict[str, Any]] = []
         for number, outcome in enumerate(outcomes):
-            lines += logged(number, outcome) if name == "b.jsonl" and rng.random() < 0.1 else [record(number, outcome)]
+            lines += (
+                logged(number, outcome)
+                if name == "b.jsonl" and rng.random() < 0.1
+                else [record(number, outcome)]
+            )
         encoded = [json.dumps(line).encode() for line in lines]
         for _ in range(rng.choice((0, 1, 2))):
             number = rng.randrange(len(lines))
@@ -253,9 +322,24 @@ def answers(rng: random.Random, folder: Path) -> list[str]:
 
 def target(rng: random.Random, folder: Path) -> list[str]:
     """Odd engines, models and settings."""
-    kind = rng.choice(("ours", "ours", "transformers", "vllm", "mlx", "http://127.0.0.1:9", values.argument(rng)))
-    factors = ("prefix=align", "spec=ngram3,none", "chunk=17", "prefix=", "prefix", "=", "x=y", values.argument(rng))
-    given = ["--matrix", " ".join(rng.sample(factors, rng.choice((1, 1, 2))))] if rng.random() < 0.7 else []
+    kind = rng.choice(
+        ("ours", "ours", "transformers", "vllm", "mlx", "http://127.0.0.1:9", values.argument(rng))
+    )
+    factors = (
+        "prefix=align",
+        "spec=ngram3,none",
+        "chunk=17",
+        "prefix=",
+        "prefix",
+        "=",
+        "x=y",
+        values.argument(rng),
+    )
+    given = (
+        ["--matrix", " ".join(rng.sample(factors, rng.choice((1, 1, 2))))]
+        if rng.random() < 0.7
+        else []
+    )
     model = rng.choice((str(tiny("lfm2")), "lfm2:small", "lfm2:huge", ".", values.argument(rng)))
     if rng.random() < 0.5:
         more = options(rng, "check", without=("model", "matrix", "watch"), most=3)
@@ -304,11 +388,15 @@ def no_file(rng: random.Random, folder: Path) -> list[str]:
     for name in CHECKPOINT:
         shutil.copy(GUARD_MODEL / name, folder / name)
     words = rng.choice(READERS).split()
-    name = next((word for word in words if word[0] == "x"), rng.choice((*CHECKPOINT, "x.csv", "A01.yaml")))
+    name = next(
+        (word for word in words if word[0] == "x"), rng.choice((*CHECKPOINT, "x.csv", "A01.yaml"))
+    )
     place = folder / name
     place.unlink(missing_ok=True)
     links = ("/dev/zero", "/dev/null", "/dev/ptmx", "/proc/self/mem", name)
-    rng.choice((os.mkfifo, os.mkdir, Path.touch, *(partial(os.symlink, one) for one in links)))(place)
+    rng.choice((os.mkfifo, os.mkdir, Path.touch, *(partial(os.symlink, one) for one in links)))(
+        place
+    )
     if place.is_file():
         os.truncate(place, 2**29)
     return words
@@ -341,11 +429,15 @@ def stubs(folder: Path, passes: bool) -> ExitStack:
     from hybrid_kv.check.guard.registry import CheckResult
     from tests.measure.accuracy.test_threshold import result_of
 
-    check = CheckResult("views", 0, "views", "0", 1, "" if passes else "page 1 is elsewhere", section="layout")
+    check = CheckResult(
+        "views", 0, "views", "0", 1, "" if passes else "page 1 is elsewhere", section="layout"
+    )
     metrics = Metrics(32, 0, 0, 8, 128, 128, "sass", 100, None, {"sass": {}})
 
     def no_measurement(base: str, head: str, *, design: Any, seed: int, **_: Any) -> Any:
-        return Comparison(*(find_revision(ROOT, one) for one in (base, head)), seed, design, Measured([]))
+        return Comparison(
+            *(find_revision(ROOT, one) for one in (base, head)), seed, design, Measured([])
+        )
 
     def evaluated(*_: Any, limit: int | None = None, **__: Any) -> Any:
         return result_of(["right" if passes else "wrong"] * min(limit or 250, 300))

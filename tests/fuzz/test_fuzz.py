@@ -1,7 +1,8 @@
 """Odd input for every command, and what must hold for each: `make fuzz` tries 3,000 cases, other ones every time.
 
-Exit code 0 to 3; with 2 one line on standard error that begins with `error:`, otherwise at most one line, besides
-progress: a bar, or the line about a checkpoint that is loaded; no traceback, no hang, nothing half-written.
+Exit code 0 to 3; with 2 one line on standard error that begins with `error:`, otherwise at most one
+line, besides progress: a bar, or the line about a checkpoint that is loaded; no traceback, no hang,
+nothing half-written.
 """
 
 from __future__ import annotations
@@ -54,40 +55,60 @@ class Hang(BaseException):
 )
 @settings(suppress_health_check=list(HealthCheck))
 def test_odd_input_ends_in_one_line(
-    make: cases.Make, rng: random.Random, stdin: bytes | None, passes: bool, capfd: pytest.CaptureFixture[str]
+    make: cases.Make,
+    rng: random.Random,
+    stdin: bytes | None,
+    passes: bool,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     with case_folder() as folder:
         (folder / "taken.txt").write_text("taken")
         arguments = [text.replace("\0", "") for text in make(rng, folder)]
         note(f"hybrid-kv {' '.join(map(ascii, arguments))}")
         code, err = run(folder, arguments, stdin, passes, capfd)
-        other = {b for a, b in pairwise(arguments) if a in ("--markdown", "--samples", "--file", "--junit-xml")}
+        other = {
+            b
+            for a, b in pairwise(arguments)
+            if a in ("--markdown", "--samples", "--file", "--junit-xml")
+        }
         assert [*judge(code, err), *left_over(folder, other)] == [], err
 
 
 SENDS = {"stream": "cut off", "preempt": "preempted"}  # the probe that is served from there
 
 
-@pytest.mark.parametrize(("place", "broken"), [pytest.param(*one, id=name) for name, *one in hostile.every()])
+@pytest.mark.parametrize(
+    ("place", "broken"), [pytest.param(*one, id=name) for name, *one in hostile.every()]
+)
 def test_a_hostile_server_gets_a_verdict_or_one_line(
     place: str, broken: hostile.Break, capfd: pytest.CaptureFixture[str]
 ) -> None:
     case = hostile.Case({place: broken})
     with case_folder() as folder:
-        code, err = run(folder, cases.against(case, folder, SENDS.get(place, "alone")), b"", True, capfd)
+        code, err = run(
+            folder, cases.against(case, folder, SENDS.get(place, "alone")), b"", True, capfd
+        )
         assert [*judge(code, err), *left_over(folder, set())] == [], err
     assert case.most_bytes < 8 * MOST_BYTES
 
 
 @pytest.mark.parametrize("owner", hostile.OWNERS)
-def test_a_server_with_nothing_broken_is_right(owner: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_server_with_nothing_broken_is_right(
+    owner: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     with case_folder() as folder:
-        code, err = run(folder, cases.against(hostile.Case({}, owner), folder, "cut off"), b"", True, capfd)
+        code, err = run(
+            folder, cases.against(hostile.Case({}, owner), folder, "cut off"), b"", True, capfd
+        )
     assert (code, len(err.splitlines())) == (0, 1), err
 
 
 def run(
-    folder: Path, arguments: list[str], stdin: bytes | None, passes: bool, capfd: pytest.CaptureFixture[str]
+    folder: Path,
+    arguments: list[str],
+    stdin: bytes | None,
+    passes: bool,
+    capfd: pytest.CaptureFixture[str],
 ) -> tuple[object, str]:
     """Exit code and standard error of a command."""
     capfd.readouterr()
@@ -121,7 +142,10 @@ def limits(stdin: bytes | None) -> Iterator[None]:
         for category in (UserWarning, RuntimeWarning):
             warnings.filterwarnings("always", category=category)
         patch.setattr(warnings, "showwarning", lambda message, *_: print(message, file=sys.stderr))
-        before, (soft, hard) = signal.signal(signal.SIGALRM, hang), resource.getrlimit(resource.RLIMIT_AS)
+        before, (soft, hard) = (
+            signal.signal(signal.SIGALRM, hang),
+            resource.getrlimit(resource.RLIMIT_AS),
+        )
         resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, hard))
         signal.alarm(LIMIT_SECONDS)
         try:
@@ -149,7 +173,9 @@ def left_over(folder: Path, no_json: set[str]) -> list[str]:
     for file in folder.rglob("*"):
         if LEFT_OVER.search(file.name):
             found.append(f"{file.name} was left behind")
-        elif file.is_file() and file.name in WRITTEN and str(file.relative_to(folder)) not in no_json:
+        elif (
+            file.is_file() and file.name in WRITTEN and str(file.relative_to(folder)) not in no_json
+        ):
             try:
                 json.loads(file.read_text())
             except ValueError:
@@ -164,7 +190,11 @@ def left_over(folder: Path, no_json: set[str]) -> list[str]:
 @pytest.fixture(autouse=True, scope="module")
 def _slow_start() -> None:
     """Imports and compilation, which a slow disk would make look like a hang."""
-    for late in ("transformers.models.auto.tokenization_auto", "hybrid_kv.measure.accuracy.run", "duckdb"):
+    for late in (
+        "transformers.models.auto.tokenization_auto",
+        "hybrid_kv.measure.accuracy.run",
+        "duckdb",
+    ):
         pytest.importorskip(late)
     HostTables([TableLayout(1, 1, 1, 1)], 1, 1)
 
@@ -172,15 +202,23 @@ def _slow_start() -> None:
 def test_every_option_of_every_command_is_tried() -> None:
     rng = random.Random(0)
     for words, every in cases.commands().items():
-        drawn = {text for _ in range(400) for text in cases.options(rng, *words) if text.startswith("-")}
-        assert [name for name, (spellings, _) in every.items() if not drawn & {*spellings}] == [], words
+        drawn = {
+            text for _ in range(400) for text in cases.options(rng, *words) if text.startswith("-")
+        }
+        assert [name for name, (spellings, _) in every.items() if not drawn & {*spellings}] == [], (
+            words
+        )
 
 
 @pytest.mark.parametrize(
     ("code", "err", "found"),
     [
         (0, "plan:  40%|####      | 2/5\rplan: 100%|#####| 5/5\na warning\n", []),
-        (2, "loading bamba in float32: 455,120 B of weights on disk; a request of ...\nerror: no\n", []),
+        (
+            2,
+            "loading bamba in float32: 455,120 B of weights on disk; a request of ...\nerror: no\n",
+            [],
+        ),
         (2, "", []),  # a reader that left, or help
         (4, "", ["exit code 4"]),
         (2, "a\nerror: b\n", ["2 lines on standard error"]),

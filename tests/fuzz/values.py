@@ -11,37 +11,209 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-INTEGERS = [0, 1, 2, 3, 7, 16, 64, 100, -1, -7, 255, 4096, 10**6, 10**9, 2**31, 2**63, 2**64, 10**30, -(2**63) - 1]
-NUMBERS = ["0.5", "-0.0", "1e308", "1e-300", "nan", "inf", "-inf", "1_000", "0x10", "١", "1e9", " 1", "+1"]
-TEXTS = ["", " ", "x", "auto", "none", "a,b", "é", "2 × 3", "𝕏", "\udcff", "a\nb", "-", "--", "%s%n", "{0}", "~"]
-TEXTS += ["[bold]", "'\"", "=1+1", "../..", "<script>alert(1)</script>", "x" * 300, "9" * 5000, "2026-11-21", "fp8"]
+INTEGERS = [
+    0,
+    1,
+    2,
+    3,
+    7,
+    16,
+    64,
+    100,
+    -1,
+    -7,
+    255,
+    4096,
+    10**6,
+    10**9,
+    2**31,
+    2**63,
+    2**64,
+    10**30,
+    -(2**63) - 1,
+]
+NUMBERS = [
+    "0.5",
+    "-0.0",
+    "1e308",
+    "1e-300",
+    "nan",
+    "inf",
+    "-inf",
+    "1_000",
+    "0x10",
+    "١",
+    "1e9",
+    " 1",
+    "+1",
+]
+TEXTS = [
+    "",
+    " ",
+    "x",
+    "auto",
+    "none",
+    "a,b",
+    "é",
+    "2 × 3",
+    "𝕏",
+    "\udcff",
+    "a\nb",
+    "-",
+    "--",
+    "%s%n",
+    "{0}",
+    "~",
+]
+TEXTS += [
+    "[bold]",
+    "'\"",
+    "=1+1",
+    "../..",
+    "<script>alert(1)</script>",
+    "x" * 300,
+    "9" * 5000,
+    "2026-11-21",
+    "fp8",
+]
 TEXTS += ["[/red]", "[link=x]", "\x1b[2J"]
-TEXTS += ["0001-01-01T00:00:00+23:59", "9999-12-31T23:59:59-23:59", "float16", "cuda", "cpu", "FLASH_ATTN", "80GiB"]
-PLACES = ["new.json", "new/deep/er.json", ".", "taken.txt", "taken.txt/x", "results", "rows.csv", "/dev/full", "~", "/"]
-PLACES += ["/dev/null", "/dev/null/x", "/proc/x", "é.json", "\udcff.json", "a b.json", "-", "new.jsonl.gz", ""]
+TEXTS += [
+    "0001-01-01T00:00:00+23:59",
+    "9999-12-31T23:59:59-23:59",
+    "float16",
+    "cuda",
+    "cpu",
+    "FLASH_ATTN",
+    "80GiB",
+]
+PLACES = [
+    "new.json",
+    "new/deep/er.json",
+    ".",
+    "taken.txt",
+    "taken.txt/x",
+    "results",
+    "rows.csv",
+    "/dev/full",
+    "~",
+    "/",
+]
+PLACES += [
+    "/dev/null",
+    "/dev/null/x",
+    "/proc/x",
+    "é.json",
+    "\udcff.json",
+    "a b.json",
+    "-",
+    "new.jsonl.gz",
+    "",
+]
 PLACES += ["n" * 300]
-ODD: list[Any] = [None, True, False, 0, 1, -1, 2, 3, 3.5, 1e308, 10**9, 10**18, 2**63, 2**64, -(2**31), 0.0, "", "x"]
-ODD += ["1", "M", "*", "auto", "\ud800", "é", [], {}, [[]], [None], [0], {"a": 1}, {"": None}, math.nan, math.inf]
+ODD: list[Any] = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2,
+    3,
+    3.5,
+    1e308,
+    10**9,
+    10**18,
+    2**63,
+    2**64,
+    -(2**31),
+    0.0,
+    "",
+    "x",
+]
+ODD += [
+    "1",
+    "M",
+    "*",
+    "auto",
+    "\ud800",
+    "é",
+    [],
+    {},
+    [[]],
+    [None],
+    [0],
+    {"a": 1},
+    {"": None},
+    math.nan,
+    math.inf,
+]
 ODD += [-(2**63) - 1, 10**30, 10**400, "[/red]", "\x1b[2J", "x" * 100_000]
 ODD += ["float64", "bfloat16", "int8", ["x"] * 50, "M" * 300, [1, "a", None], list(range(100))]
-FILES = [b"", b"\0", b"null", b"[]", b"{}", b'""', b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe", b"\n"]
+FILES = [
+    b"",
+    b"\0",
+    b"null",
+    b"[]",
+    b"{}",
+    b'""',
+    b"[" * 100_000,
+    b'{"a":' * 100_000,
+    b"\xff\xfe",
+    b"\n",
+]
 RECEIPT = {"checked_before": True, "checked_after": True, "max_error": 0.0}
-PARAMS = {"model": "nano", "K": 3, "mode": "all", "limit": "0", "seconds": 1.5, "was": 2, "receipt": RECEIPT}
+PARAMS = {
+    "model": "nano",
+    "K": 3,
+    "mode": "all",
+    "limit": "0",
+    "seconds": 1.5,
+    "was": 2,
+    "receipt": RECEIPT,
+}
 FLOATS = ["0", "-1", "1e308", "-1e-320", "1e-300", "0.0", "1", "100"]
-NAMES = ("suite", "benchmark", "metric", "unit", "better", "verdict", "commit", "device", "machine", "run_id", "triton")
-WORDS = ["pass", "fail", "void", "guard", "answers", "compare", "accuracy", "kernels", "ns", "lower"]
+NAMES = (
+    "suite",
+    "benchmark",
+    "metric",
+    "unit",
+    "better",
+    "verdict",
+    "commit",
+    "device",
+    "machine",
+    "run_id",
+    "triton",
+)
+WORDS = [
+    "pass",
+    "fail",
+    "void",
+    "guard",
+    "answers",
+    "compare",
+    "accuracy",
+    "kernels",
+    "ns",
+    "lower",
+]
 # By column of a row of results: rare cells of its type.
 CELLS: dict[str, list[str]] = {
     **{name: FLOATS for name in ("value", "ci_low", "ci_high")},
     **{name: WORDS for name in NAMES},
-    "time_utc": [f"{day}Z" for day in ("0001-01-01T00:00:00", "9999-12-31T23:59:59", "1969-12-31T23:59:59")],
+    "time_utc": [
+        f"{day}Z" for day in ("0001-01-01T00:00:00", "9999-12-31T23:59:59", "1969-12-31T23:59:59")
+    ],
     "n": ["0", "-1", str(2**63), str(10**30)],
 }
 
 
 def argument(rng: random.Random) -> str:
     """Something that a shell can pass as an argument."""
-    letters = "".join(chr(rng.choice((rng.randrange(32, 127), rng.randrange(1, 600)))) for _ in range(rng.randrange(9)))
+    letters = "".join(
+        chr(rng.choice((rng.randrange(32, 127), rng.randrange(1, 600))))
+        for _ in range(rng.randrange(9))
+    )
     return rng.choice((str(rng.choice(INTEGERS)), rng.choice(NUMBERS), rng.choice(TEXTS), letters))
 
 
@@ -68,7 +240,9 @@ def odd_json(rng: random.Random, document: Any) -> Any:
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    for key in list(value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()):
+    for key in list(
+        value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    ):
         yield value, key
         yield from _places(value[key])
 
@@ -78,8 +252,16 @@ def odd_bytes(rng: random.Random, data: bytes) -> bytes:
     flipped = bytearray(data)
     for _ in range(rng.choice((1, 1, 3, 20)) if flipped else 0):
         flipped[rng.randrange(len(flipped))] = rng.randrange(256)
-    whole = [b"\xef\xbb\xbf" + data, data.replace(b"\n", b"\r\n"), data + b"x", data + b"\0" * 100, data + data]
-    return rng.choice([data[: rng.randrange(len(data) + 1)], rng.choice(FILES), *whole, *[bytes(flipped)] * 5])
+    whole = [
+        b"\xef\xbb\xbf" + data,
+        data.replace(b"\n", b"\r\n"),
+        data + b"x",
+        data + b"\0" * 100,
+        data + data,
+    ]
+    return rng.choice(
+        [data[: rng.randrange(len(data) + 1)], rng.choice(FILES), *whole, *[bytes(flipped)] * 5]
+    )
 
 
 def odd_file(rng: random.Random, document: Any) -> bytes:
@@ -100,14 +282,20 @@ def odd_safetensors(rng: random.Random, data: bytes) -> bytes:
         return odd_bytes(rng, data)
     if change == 2:
         start = rng.randrange(max(1, len(body) - 64))
-        body = body[:start] + rng.choice((b"\xff" * 64, b"\0" * 64, rng.randbytes(64))) + body[start + 64 :]
+        body = (
+            body[:start]
+            + rng.choice((b"\xff" * 64, b"\0" * 64, rng.randbytes(64)))
+            + body[start + 64 :]
+        )
     elif change == 3:
         header = odd_bytes(rng, header)
     else:
         tensors = json.loads(header)
         name = rng.choice([name for name in tensors if name != "__metadata__"])
         if change == 4:
-            tensors[name]["dtype"] = rng.choice(("F32", "BF16", "I8", "I64", "BOOL", "F8_E4M3", "F64", "X", None))
+            tensors[name]["dtype"] = rng.choice(
+                ("F32", "BF16", "I8", "I64", "BOOL", "F8_E4M3", "F64", "X", None)
+            )
         elif change == 5:
             tensors[rng.choice(("x", "", "é", name + ".weight", "mtp.x"))] = tensors.pop(name)
         else:

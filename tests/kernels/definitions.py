@@ -42,7 +42,9 @@ def bfloat16(x: Floats) -> Floats:
     return np.ldexp(np.trunc(mantissa * 2**8 + np.copysign(0.5, x)), exponent - 8)
 
 
-def mamba2(state: Floats, x: Floats, dt: Floats, A: Floats, B: Floats, C: Floats, D: Floats) -> tuple[Floats, Floats]:
+def mamba2(
+    state: Floats, x: Floats, dt: Floats, A: Floats, B: Floats, C: Floats, D: Floats
+) -> tuple[Floats, Floats]:
     """The recurrence of Mamba-2 (Dao and Gu, 2024, arXiv 2405.21060, section 3).
 
     Args:
@@ -64,12 +66,15 @@ def mamba2(state: Floats, x: Floats, dt: Floats, A: Floats, B: Floats, C: Floats
     return y, states
 
 
-def mamba1(state: Floats, x: Floats, dt: Floats, A: Floats, B: Floats, C: Floats, D: Floats) -> tuple[Floats, Floats]:
+def mamba1(
+    state: Floats, x: Floats, dt: Floats, A: Floats, B: Floats, C: Floats, D: Floats
+) -> tuple[Floats, Floats]:
     """The selective scan of Mamba-1 (Gu and Dao, 2023, arXiv 2312.00752, algorithm 2).
 
     Args:
         state: [channels, N] before the first token.
-        x, dt: [len, channels]; A: [channels, N]; B, C: [len, N], shared by all channels; D: [channels].
+        x, dt: [len, channels]; A: [channels, N]; B, C: [len, N], shared by all channels; D:
+            [channels].
 
     Returns:
         y [len, channels], and the state after each token, [len, channels, N].
@@ -83,13 +88,16 @@ def mamba1(state: Floats, x: Floats, dt: Floats, A: Floats, B: Floats, C: Floats
     return y, states
 
 
-def gated_delta(state: Floats, q: Floats, k: Floats, v: Floats, g: Floats, beta: Floats) -> tuple[Floats, Floats]:
+def gated_delta(
+    state: Floats, q: Floats, k: Floats, v: Floats, g: Floats, beta: Floats
+) -> tuple[Floats, Floats]:
     """The gated delta rule (Yang et al., 2024, arXiv 2412.06464): a state forgets, then learns what it got wrong.
 
     Args:
         state: [heads, V, K] before the first token.
         q, k: [len, heads, K]; v: [len, heads, V]; beta: [len, heads].
-        g: log decay, [len, heads], or of each column of the state (arXiv 2510.26692), [len, heads, K].
+        g: log decay, [len, heads], or of each column of the state (arXiv 2510.26692), [len, heads,
+            K].
 
     Returns:
         The outputs [len, heads, V], and the state after each token, [len, heads, V, K].
@@ -115,7 +123,8 @@ def causal_conv1d(
         x: [len, channels]; weight: [channels, kernel]; bias: [channels].
 
     Returns:
-        y [len, channels], and all inputs [kernel - 1 + len, channels]: the window after n tokens begins at row n.
+        y [len, channels], and all inputs [kernel - 1 + len, channels]: the window after n tokens
+        begins at row n.
     """
     y, inputs = np.zeros_like(x), np.concatenate([window, x])
     for t in range(len(x)):
@@ -143,7 +152,13 @@ def gated_rms_norm(x: Floats, gate: Floats, weight: Floats, groups: int, eps: fl
 
 
 def attention(
-    query: Floats, key: Floats, value: Floats, positions: Sequence[int], scale: float, grid: int = 0, window: int = 0
+    query: Floats,
+    key: Floats,
+    value: Floats,
+    positions: Sequence[int],
+    scale: float,
+    grid: int = 0,
+    window: int = 0,
 ) -> Floats:
     """Causal attention (Vaswani et al., 2017, arXiv 1706.03762) with heads that share K and V (arXiv 2305.13245).
 
@@ -196,8 +211,8 @@ def route_sigmoid(
     """The router of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): a bias chooses experts, and weighs none.
 
     Args:
-        logits, bias: [num_experts], in `num_groups` groups of neighbours. Only experts of the `top_k_groups` groups can
-            be chosen whose best two add up to most.
+        logits, bias: [num_experts], in `num_groups` groups of neighbours. Only experts of the
+            `top_k_groups` groups can be chosen whose best two add up to most.
 
     Returns:
         [num_experts], 0 for those that are not chosen.
@@ -214,7 +229,9 @@ def route_sigmoid(
     return weights
 
 
-def experts(x: Floats, weights: Floats, up: Floats, down: Floats, activation: Callable[[Floats], Floats]) -> Floats:
+def experts(
+    x: Floats, weights: Floats, up: Floats, down: Floats, activation: Callable[[Floats], Floats]
+) -> Floats:
     """A mixture of experts (Shazeer et al., 2017, arXiv 1701.06538): the weighted sum of what they make of a token.
 
     Args:
@@ -237,12 +254,17 @@ def chunks(length: int, chunk_size: int) -> set[int]:
 
 
 def slot(
-    blocks: Sequence[int], position: int, block_size: int, cp_size: int = 1, cp_rank: int = 0, cp_interleave: int = 1
+    blocks: Sequence[int],
+    position: int,
+    block_size: int,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    cp_interleave: int = 1,
 ) -> int:
     """Where a rank keeps a token; `NO_SLOT` if another one does, or no block reaches that far.
 
-    The tokens of a virtual block of `block_size * cp_size` are dealt out to the ranks, `cp_interleave` at a time; each
-    puts its own behind each other.
+    The tokens of a virtual block of `block_size * cp_size` are dealt out to the ranks,
+    `cp_interleave` at a time; each puts its own behind each other.
 
     Args:
         blocks: of the request, in manager blocks.
@@ -260,12 +282,18 @@ def kernel_blocks(blocks: Sequence[int], per_block: int, stride: int) -> list[in
 
 
 def num_flushed(
-    base_pos: int, n_hist: int, num_tokens: int, max_query_len: int, ring_len: int, block_size: int | None
+    base_pos: int,
+    n_hist: int,
+    num_tokens: int,
+    max_query_len: int,
+    ring_len: int,
+    block_size: int | None,
 ) -> int:
     """How many tokens a step of scheme `recompute` folds into its checkpoint: the rule of `kernels.recompute`.
 
     Args:
-        base_pos: tokens that the checkpoint has seen; n_hist: accepted tokens in the ring behind it.
+        base_pos: tokens that the checkpoint has seen; n_hist: accepted tokens in the ring behind
+            it.
         num_tokens: of this step.
         block_size: tokens from one boundary to the next; None: there are none.
     """

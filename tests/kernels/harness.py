@@ -1,9 +1,10 @@
 """What the tests of all kernels share.
 
-A test module states an *operation*: a class whose instances are the arguments of one call, made from a `Shape`, and
-what `tests.kernels.definitions` says of them. From it come the tests that kernel and reference give the expected
-values and write nothing else (`equality`), that wrong arguments are rejected (`rejections`), that offsets may pass 2^31
-(`check_far`) and that nothing spills (`compiled`). Kernels run in Triton's interpreter, in another process.
+A test module states an *operation*: a class whose instances are the arguments of one call, made
+from a `Shape`, and what `tests.kernels.definitions` says of them. From it come the tests that
+kernel and reference give the expected values and write nothing else (`equality`), that wrong
+arguments are rejected (`rejections`), that offsets may pass 2^31 (`check_far`) and that nothing
+spills (`compiled`). Kernels run in Triton's interpreter, in another process.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from hypothesis import strategies as st
 from bench.static import compile
 from tests.kernels.interpreter import count_bytes, interpreted, share_memory_with_the_interpreter
 
-# Of storing: a unit in the last place (half of one on a GPU; the interpreter truncates), relative and absolute.
+# Of storing: a unit in the last place (half of one on a GPU; the interpreter truncates), relative
+# and absolute.
 ROUNDING = {
     torch.float32: (0.0, 0.0),
     torch.bfloat16: (2.0**-7, 0.0),
@@ -33,7 +35,12 @@ ROUNDING = {
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTS = (torch.int32, torch.int64)
 # Signalling NaN: a program that computes with it and stores the result leaves another NaN.
-POISON = {torch.float64: 0x7FF0 << 48 | 1, torch.float32: 0x7F810001, torch.bfloat16: 0x7F81, torch.float16: 0x7C01}
+POISON = {
+    torch.float64: 0x7FF0 << 48 | 1,
+    torch.float32: 0x7F810001,
+    torch.bfloat16: 0x7F81,
+    torch.float16: 0x7C01,
+}
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 GAPS = [0, 5, 16]  # elements between pages, and between tokens, that are not the layer's
 
@@ -85,9 +92,12 @@ def flat_tokens(count, shapes_, gap, dtype, g, scale=1.0, offset=0):
 def update_rows(shape, g):
     """Rows of a verify step: where each starts, the block it starts from, and those for the states after its tokens.
 
-    A shape's `rows` are tokens, whether it is padding, and the token whose block is also the source, or -1.
+    A shape's `rows` are tokens, whether it is padding, and the token whose block is also the
+    source, or -1.
     """
-    ids = (1 + torch.randperm(len(shape.rows) * (1 + shape.columns), generator=g)).view(len(shape.rows), -1)
+    ids = (1 + torch.randperm(len(shape.rows) * (1 + shape.columns), generator=g)).view(
+        len(shape.rows), -1
+    )
     sources, targets = ids[:, 0].clone(), ids.clone()[:, 1:]  # rows at a stride of their own
     for row, (length, padding, alias) in enumerate(shape.rows):
         if padding:
@@ -173,7 +183,9 @@ def check(operation, implementation):
     y = operation.run(implementation)
     if (like := operation.arguments.get(operation.like)) is not None:
         assert (y.dtype, y.shape) == (like.dtype, like.shape) and y.is_contiguous()
-    may_change = {key: torch.zeros(len(pool.storage), dtype=torch.bool) for key, (pool, _) in storages.items()}
+    may_change = {
+        key: torch.zeros(len(pool.storage), dtype=torch.bool) for key, (pool, _) in storages.items()
+    }
     for what, index, value, share, scale, dtype in expected:
         if what == "y":
             near(f"y {index}", y[index], value, share, scale, dtype)
@@ -217,7 +229,9 @@ CHANGES = {
     "deep": lambda t: t[None],
     "short": lambda t: t[:-1],
     "elsewhere": lambda t: t.to("meta"),
-    "another type": lambda t: t.double() if t.is_floating_point() else t.long() if t.dtype == torch.bool else t.float(),
+    "another type": lambda t: (
+        t.double() if t.is_floating_point() else t.long() if t.dtype == torch.bool else t.float()
+    ),
     "gaps": lambda t: torch.stack([t, t], -1)[..., 0],
     "apart": lambda t: torch.stack([t, t], min(t.dim(), 2)).select(min(t.dim(), 2), 0),
 }
@@ -238,7 +252,10 @@ def rejections(make, call, special=(), allowed=()):
         for kind, change in CHANGES.items()
         if f"{name}, {kind}" not in allowed
     ]
-    cases += [pytest.param(name, change, message, id=f"{name}: {message}") for name, change, message in special]
+    cases += [
+        pytest.param(name, change, message, id=f"{name}: {message}")
+        for name, change, message in special
+    ]
 
     @pytest.mark.parametrize(("name", "change", "message"), cases)
     def test(name, change, message):
@@ -265,7 +282,9 @@ def check_far(kind, shape, seeds=3):
             view = there.arguments[name]
             count, stride = len(view), 2**31 // (len(view) - 1) + 8
             memory = torch.empty(count * stride, dtype=view.dtype)
-            there.arguments[name] = memory.as_strided(view.shape, (stride, *view.stride()[1:])).copy_(view)
+            there.arguments[name] = memory.as_strided(
+                view.shape, (stride, *view.stride()[1:])
+            ).copy_(view)
         outputs = [operation.run(kind.kernel) for operation in (here, there)]
         if outputs[0] is not None:
             assert torch.equal(*(bits(y[: here.num_tokens]) for y in outputs))
@@ -292,7 +311,9 @@ def measure(kind, shape, *names):
     """What a launch loads and stores of the arguments named: see `count_bytes`."""
     operation = kind(shape)
     with kind.patches(shape):
-        return count_bytes({name: operation.arguments[name] for name in names}, operation.run, kind.kernel)
+        return count_bytes(
+            {name: operation.arguments[name] for name in names}, operation.run, kind.kernel
+        )
 
 
 def compiled(kernel, wanted=lambda case: True, load=128, store=128, least=lambda case, target: 0):
@@ -306,10 +327,16 @@ def compiled(kernel, wanted=lambda case: True, load=128, store=128, least=lambda
     @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
     def test(target):
         (module,) = compile.MODULES
-        found = [case for case in compile.cases_of(module, target) if case.kernel.startswith(kernel) and wanted(case)]
+        found = [
+            case
+            for case in compile.cases_of(module, target)
+            if case.kernel.startswith(kernel) and wanted(case)
+        ]
         assert found
         for case in found:
-            with patch.object(compile, "_disassemble", lambda _: None):  # which takes as long as all else
+            with patch.object(
+                compile, "_disassemble", lambda _: None
+            ):  # which takes as long as all else
                 metrics = compile.read_metrics(case, target, compile.compile_case(case, target))
             assert metrics.spill_bytes == 0, (case, metrics)
             assert metrics.load_bits >= load and metrics.store_bits >= store, (case, metrics)
@@ -343,7 +370,9 @@ def defined(recurrence, *operands):
 
 def assert_close(got, expected, share, terms=1e-3):
     """By a share of the largest value: elements err relatively without bound where terms cancel."""
-    assert float((got.double() - expected.double()).abs().max()) <= share * max(float(expected.abs().max()), terms)
+    assert float((got.double() - expected.double()).abs().max()) <= share * max(
+        float(expected.abs().max()), terms
+    )
 
 
 def strided_states(values):
@@ -356,7 +385,9 @@ def strided_states(values):
 
 def wanted_states(draw, lengths, most=None):
     """Rows and offsets of states that are wanted, in any order: a list and two tensors."""
-    places = st.sampled_from([(row, n + 1) for row, length in enumerate(lengths) for n in range(length)])
+    places = st.sampled_from(
+        [(row, n + 1) for row, length in enumerate(lengths) for n in range(length)]
+    )
     wanted = draw(st.lists(places, max_size=most))
     rows, offsets = torch.tensor(wanted, dtype=torch.int64).view(-1, 2).unbind(1)
     return wanted, rows, offsets

@@ -1,7 +1,8 @@
 """Runs checks of Triton kernels in Triton's interpreter, in a process of its own.
 
-Triton decides when it is imported whether its own library is interpreted or compiled, so one process can do only one of
-the two; the pytest process stays able to compile. A check and its arguments must pickle; tensors are made inside it.
+Triton decides when it is imported whether its own library is interpreted or compiled, so one
+process can do only one of the two; the pytest process stays able to compile. A check and its
+arguments must pickle; tensors are made inside it.
 """
 
 import contextlib
@@ -35,7 +36,9 @@ def interpreted(check, *args):
         return _process().submit(check, *args).result()
     except BrokenProcessPool:
         _process.cache_clear()
-        raise AssertionError(f"{check.__name__}{args} killed the interpreter: an address out of bounds") from None
+        raise AssertionError(
+            f"{check.__name__}{args} killed the interpreter: an address out of bounds"
+        ) from None
 
 
 def share_memory_with_the_interpreter():
@@ -49,8 +52,10 @@ def count_bytes(tensors, call, *args):
     """What the programs of a wrapper's launches load and store, by tensor.
 
     Returns:
-        {name: counts}, counts of the tensor that `call(*args)` returns, and the number of launches. Counts are distinct
-        bytes loaded, distinct bytes stored, bytes loaded, bytes stored: distinct bytes are the memory traffic where
+        {name: counts}, counts of the tensor that `call(*args)` returns, and the number of launches.
+        Counts are distinct
+        bytes loaded, distinct bytes stored, bytes loaded, bytes stored: distinct bytes are the
+            memory traffic where
         caches serve repeated accesses, the others what programs ask for.
     """
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
@@ -77,7 +82,10 @@ def count_bytes(tensors, call, *args):
         launches += 1
         return launch(self, *args, **kwargs)
 
-    InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = counting_load, counting_store
+    InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = (
+        counting_load,
+        counting_store,
+    )
     GridExecutor.__call__ = counting_launch
     try:
         result = call(*args)

@@ -1,8 +1,9 @@
 """What Triton's interpreter hides: it runs one program behind the other, and reads any address.
 
-On a GPU programs run in any order, and so do the threads of one. So in every launch of a test no program may store an
-element that another one stores or loads, nor load what it has stored before, nor touch an address outside of the
-arguments. `watch` makes each launch of this process fail otherwise.
+On a GPU programs run in any order, and so do the threads of one. So in every launch of a test no
+program may store an element that another one stores or loads, nor load what it has stored before,
+nor touch an address outside of the arguments. `watch` makes each launch of this process fail
+otherwise.
 """
 
 import sys
@@ -14,12 +15,20 @@ import torch
 class Launch:
     def __init__(self, name, tensors):
         self.name, self.programs = name, {}
-        self.accesses = {True: [], False: []}  # by whether it is a store: program, line, number, addresses
+        self.accesses = {
+            True: [],
+            False: [],
+        }  # by whether it is a store: program, line, number, addresses
         self.number = 0
         tensors = [tensor for tensor in tensors if tensor.numel()]
-        last = [sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) for x in tensors]
+        last = [
+            sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+            for x in tensors
+        ]
         self.begin = np.array([x.data_ptr() for x in tensors], dtype=np.int64)
-        self.end = self.begin + [x.element_size() * (1 + i) for x, i in zip(tensors, last, strict=True)]
+        self.end = self.begin + [
+            x.element_size() * (1 + i) for x, i in zip(tensors, last, strict=True)
+        ]
 
     def access(self, is_store, program, pointers, mask):
         where, active = np.broadcast_arrays(pointers.data, mask.data.astype(bool))
@@ -30,7 +39,9 @@ class Launch:
             frame = frame.f_back
         inside = ((at[:, None] >= self.begin) & (at[:, None] + size <= self.end)).any(1)
         what = "store" if is_store else "load"
-        assert inside.all(), f"{self.name}, line {frame.f_lineno}: a {what} outside of all arguments"
+        assert inside.all(), (
+            f"{self.name}, line {frame.f_lineno}: a {what} outside of all arguments"
+        )
         number = self.programs.setdefault(tuple(program), len(self.programs))
         self.number += 1
         self.accesses[is_store].append((number, frame.f_lineno, self.number, at))
@@ -38,7 +49,9 @@ class Launch:
     def check(self):
         program, line, time, at = self._by_address(True)
         twice = (at[1:] == at[:-1]) & (program[1:] != program[:-1])
-        assert not twice.any(), f"{self.name}, lines {self._lines(line[1:], line[:-1], twice)}: two programs store it"
+        assert not twice.any(), (
+            f"{self.name}, lines {self._lines(line[1:], line[:-1], twice)}: two programs store it"
+        )
         reader, where, when, read = self._by_address(False)
         if len(at):
             i = np.minimum(np.searchsorted(at, read), len(at) - 1)  # the first store there
@@ -53,7 +66,9 @@ class Launch:
         rows = self.accesses[is_store]
         lengths = [len(at) for *_, at in rows]
         at = np.concatenate([np.empty(0, np.int64), *(at for *_, at in rows)])
-        parts = (np.repeat(np.array([row[i] for row in rows], dtype=np.int64), lengths) for i in range(3))
+        parts = (
+            np.repeat(np.array([row[i] for row in rows], dtype=np.int64), lengths) for i in range(3)
+        )
         order = np.argsort(at, kind="stable")
         return *(part[order] for part in parts), at[order]
 

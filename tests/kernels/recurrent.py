@@ -11,7 +11,9 @@ class Recurrent(Operation):
     def put(self, block, scale, g):
         """An initial state into a block; with scale 0 the first token's own contribution shows."""
         state = self.arguments["state"]
-        state[block] = (torch.randn(state.shape[1:], generator=g) * scale).to(state.device, state.dtype)
+        state[block] = (torch.randn(state.shape[1:], generator=g) * scale).to(
+            state.device, state.dtype
+        )
 
 
 class VerifyStep(Recurrent):
@@ -20,12 +22,16 @@ class VerifyStep(Recurrent):
     def __init__(self, shape, device="cpu"):
         self.shape, g = shape, torch.Generator().manual_seed(shape.seed)
         self.num_tokens = sum(length for length, _, _ in shape.rows)
-        super().__init__(shape, self.num_tokens, 1 + len(shape.rows) * (1 + shape.columns), g, device)
+        super().__init__(
+            shape, self.num_tokens, 1 + len(shape.rows) * (1 + shape.columns), g, device
+        )
         indices = update_rows(shape, g)
         sources = indices["source_indices"]
         for source in sources[sources > 0].tolist():
             self.put(source, shape.initial, g)
-        self.arguments |= {name: part.to(device, shape.index_dtype) for name, part in indices.items()}
+        self.arguments |= {
+            name: part.to(device, shape.index_dtype) for name, part in indices.items()
+        }
 
 
 @st.composite

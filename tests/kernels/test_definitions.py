@@ -19,21 +19,31 @@ def test_a_number_between_two_of_bfloat16_goes_away_from_0() -> None:
 
 def test_a_state_of_mamba_halves_and_takes_up_a_token() -> None:
     one = np.ones((1, 1, 1))
-    y, states = definitions.mamba2(6 * one, 5 * one, one[0], np.array([-LN2]), 2 * one, 3 * one, np.array([4.0]))
+    y, states = definitions.mamba2(
+        6 * one, 5 * one, one[0], np.array([-LN2]), 2 * one, 3 * one, np.array([4.0])
+    )
     assert states == pytest.approx(6 / 2 + 5 * 2) and y == pytest.approx(3 * 13 + 4 * 5)
-    y, states = definitions.mamba1(6 * one[0], 5 * one[0], one[0], -LN2 * one[0], 2 * one[0], 3 * one[0], np.array([4]))
+    y, states = definitions.mamba1(
+        6 * one[0], 5 * one[0], one[0], -LN2 * one[0], 2 * one[0], 3 * one[0], np.array([4])
+    )
     assert states == pytest.approx(13) and y == pytest.approx(59)
 
 
 def test_a_delta_net_learns_what_it_got_wrong() -> None:
     """The state 6 is halved and says 3 for the key 1, not 7: with beta 0.5 it goes half of the way."""
     one = np.ones((1, 1, 1))
-    out, states = definitions.gated_delta(6 * one, 2 * one, one, 7 * one, -LN2 * one[0], 0.5 * one[0])
+    out, states = definitions.gated_delta(
+        6 * one, 2 * one, one, 7 * one, -LN2 * one[0], 0.5 * one[0]
+    )
     assert states == pytest.approx(5) and out == pytest.approx(10)
 
 
 def test_the_last_tap_of_a_convolution_is_the_tokens_own() -> None:
-    window, x, weight = np.array([[1.0], [10.0]]), np.array([[100.0], [1000.0]]), np.array([[1.0, 2.0, 3.0]])
+    window, x, weight = (
+        np.array([[1.0], [10.0]]),
+        np.array([[100.0], [1000.0]]),
+        np.array([[1.0, 2.0, 3.0]]),
+    )
     y, inputs = definitions.causal_conv1d(window, x, weight, np.array([0.5]), is_silu=False)
     assert y[:, 0].tolist() == [1 + 20 + 300 + 0.5, 10 + 200 + 3000 + 0.5]
     assert inputs[:, 0].tolist() == [1, 10, 100, 1000]
@@ -42,12 +52,23 @@ def test_the_last_tap_of_a_convolution_is_the_tokens_own() -> None:
 def test_a_query_sees_what_lies_before_it_and_off_the_grid() -> None:
     key, value = np.zeros((4, 1, 1)), np.array([1.0, 2.0, 4.0, 8.0])[:, None, None]
     query = np.zeros((3, 2, 1))
-    assert definitions.attention(query, key, value, [0, 1, 3], 1.0)[:, 0, 0].tolist() == [1, 1.5, 3.75]
-    assert definitions.attention(query, key, value, [0, 1, 3], 1.0, grid=2)[:, 1, 0].tolist() == [0, 2, 5]
+    assert definitions.attention(query, key, value, [0, 1, 3], 1.0)[:, 0, 0].tolist() == [
+        1,
+        1.5,
+        3.75,
+    ]
+    assert definitions.attention(query, key, value, [0, 1, 3], 1.0, grid=2)[:, 1, 0].tolist() == [
+        0,
+        2,
+        5,
+    ]
 
 
 def test_experts_of_the_best_groups_are_chosen_by_their_bias_and_weighed_without() -> None:
-    logits, bias = np.array([LN2, LN2, 0.0, 0.0]), np.array([0.1, -0.1, 0.6, -0.4])  # the choice: .77, .57 and 1.1, .1
+    logits, bias = (
+        np.array([LN2, LN2, 0.0, 0.0]),
+        np.array([0.1, -0.1, 0.6, -0.4]),
+    )  # the choice: .77, .57 and 1.1, .1
     weights = definitions.route_sigmoid(logits, bias, 2, 2, 1, True, 3.0, 0.0)
     assert weights == pytest.approx([1.5, 1.5, 0, 0])
     assert definitions.route_softmax(logits, 1, False).sum() == pytest.approx(1 / 3)
@@ -66,12 +87,17 @@ def test_two_ranks_keep_every_other_pair_of_tokens() -> None:
     [(6, 2, 2), (6, 3, 2), (8, 3, 0), (8, 5, 5), (8, 4, 0), (8, 8, 8)],
     ids=["boundary", "beyond it", "room", "ring is full", "ring is just not full", "a whole block"],
 )
-def test_a_step_flushes_up_to_a_boundary_or_a_full_ring(base_pos: int, num_hist: int, expected: int) -> None:
+def test_a_step_flushes_up_to_a_boundary_or_a_full_ring(
+    base_pos: int, num_hist: int, expected: int
+) -> None:
     assert definitions.num_flushed(base_pos, num_hist, 3, 4, 11, 8) == expected
 
 
 def test_chunks_are_as_near_to_the_size_as_equal_ones_can_be() -> None:
-    assert definitions.chunks(10, 4) == {4, 5}  # 8 and 12 are as far from 10: three of 4, or two of 5
+    assert definitions.chunks(10, 4) == {
+        4,
+        5,
+    }  # 8 and 12 are as far from 10: three of 4, or two of 5
     assert definitions.chunks(3, 16) == {3}
     assert definitions.chunks(33, 16) == {17}
 

@@ -1,7 +1,8 @@
 """Attention over a latent cache against the definition in float64.
 
-Tolerances, of max|latent|. float32: softmax weights sum to one, and scores of order ten carry an error of about 1e-6,
-so 5e-6, as for paged attention; float64: 1e-13; bfloat16: 2e-2, since torch keeps weights and outputs in it.
+Tolerances, of max|latent|. float32: softmax weights sum to one, and scores of order ten carry an
+error of about 1e-6, so 5e-6, as for paged attention; float64: 1e-13; bfloat16: 2e-2, since torch
+keeps weights and outputs in it.
 """
 
 import torch
@@ -26,7 +27,9 @@ def strided_cache(num_blocks, block_size, width, dtype=torch.float32):
 def stored(latents, block_size, g):
     """A cache with the rows' latents in blocks of any order, and its block table."""
     columns = -(-max(map(len, latents)) // block_size)
-    cache = strided_cache(1 + columns * len(latents), block_size, latents[0].shape[1], latents[0].dtype)
+    cache = strided_cache(
+        1 + columns * len(latents), block_size, latents[0].shape[1], latents[0].dtype
+    )
     table = (1 + torch.randperm(len(cache) - 1, generator=g)).view(len(latents), columns).int()
     for row, latent in enumerate(latents):
         place = torch.arange(len(latent))
@@ -64,7 +67,8 @@ def test_rows_read_their_own_blocks_whatever_lies_in_unused_slots(problem):
     read = gather_tokens(cache, index).unflatten(0, (-1, num_keys))
     out = attend_latent(query, read, attention_mask(positions, num_keys, heads, dtype), 0.7, rank)
     assert all(
-        torch.equal(part.nan_to_num(), old.nan_to_num()) for part, old in zip((query, cache), before, strict=True)
+        torch.equal(part.nan_to_num(), old.nan_to_num())
+        for part, old in zip((query, cache), before, strict=True)
     )
     assert out.shape == (*query.shape[:3], rank) and out.dtype == dtype
     for row, latent in enumerate(latents):
@@ -75,7 +79,14 @@ def test_rows_read_their_own_blocks_whatever_lies_in_unused_slots(problem):
         assert float(difference) <= TOLERANCE[dtype] * max(1.0, float(latent.double().abs().max()))
 
 
-@given(st.lists(st.integers(-2, 11), min_size=1, max_size=8, unique_by=lambda slot: slot if slot >= 0 else object()))
+@given(
+    st.lists(
+        st.integers(-2, 11),
+        min_size=1,
+        max_size=8,
+        unique_by=lambda slot: slot if slot >= 0 else object(),
+    )
+)
 def test_a_negative_slot_stores_nothing(slots):
     cache = strided_cache(3, 4, 2).zero_()
     latent = torch.arange(1, 1 + len(slots) * 2, dtype=torch.float32).view(-1, 2)

@@ -1,7 +1,8 @@
 """Routers and experts against their definitions and loops over tokens in float64.
 
-Tolerances are shares of max|ref|: in float32 1e-5, a hundred roundings of 6e-8; in float64 1e-12; in bfloat16 2e-2,
-a few roundings of 4e-3. Expert ids are equal: drawn logits are apart by more than any rounding.
+Tolerances are shares of max|ref|: in float32 1e-5, a hundred roundings of 6e-8; in float64 1e-12;
+in bfloat16 2e-2, a few roundings of 4e-3. Expert ids are equal: drawn logits are apart by more than
+any rounding.
 """
 
 from unittest.mock import patch
@@ -32,7 +33,9 @@ def squared(hidden):
 
 def spread(shape, g, dtype=torch.float64):
     """Logits that are multiples of 1/8 and differ within a row: equal in every dtype, with no ties."""
-    return (torch.stack([torch.randperm(shape[1], generator=g) for _ in range(shape[0])]) / 8 - 1).to(dtype)
+    return (
+        torch.stack([torch.randperm(shape[1], generator=g) for _ in range(shape[0])]) / 8 - 1
+    ).to(dtype)
 
 
 @st.composite
@@ -55,15 +58,25 @@ def by_expert(weights, ids, num_experts):
 def assert_weights(routed, logits, definition, *options):
     weights, ids = routed
     assert_wide(weights, logits)
-    expected = torch.from_numpy(np.array([definition(row, *options) for row in logits.double().numpy()]))
+    expected = torch.from_numpy(
+        np.array([definition(row, *options) for row in logits.double().numpy()])
+    )
     assert_close(by_expert(weights, ids, logits.shape[1]), expected, SHARE[weights.dtype])
 
 
 @given(logits_of_tokens(), st.booleans())
 def test_softmax_routers_choose_and_weigh_as_the_definition_says(problem, renormalise):
     logits, top_k = problem
-    assert_weights(route_softmax(logits, top_k, renormalise), logits, definitions.route_softmax, top_k, renormalise)
-    assert_weights(route_topk_softmax(logits, top_k), logits, definitions.route_softmax, top_k, True)
+    assert_weights(
+        route_softmax(logits, top_k, renormalise),
+        logits,
+        definitions.route_softmax,
+        top_k,
+        renormalise,
+    )
+    assert_weights(
+        route_topk_softmax(logits, top_k), logits, definitions.route_softmax, top_k, True
+    )
 
 
 @given(st.data())
@@ -72,9 +85,15 @@ def test_the_sigmoid_router_chooses_and_weighs_as_the_definition_says(data):
     num_groups, per_group = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     top_k_groups = draw(st.integers(1, num_groups))
     top_k = draw(st.integers(1, top_k_groups * per_group))
-    rest = draw(st.booleans()), draw(st.sampled_from([1.0, 2.5])), draw(st.sampled_from([1e-20, 0.1]))
+    rest = (
+        draw(st.booleans()),
+        draw(st.sampled_from([1.0, 2.5])),
+        draw(st.sampled_from([1e-20, 0.1])),
+    )
     g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    logits = spread((tokens, num_groups * per_group), g, draw(st.sampled_from([torch.float32, torch.float64])))
+    logits = spread(
+        (tokens, num_groups * per_group), g, draw(st.sampled_from([torch.float32, torch.float64]))
+    )
     # Below -1 for all, so that every score for the choice is negative.
     bias = draw(st.sampled_from([None, 0.0, -3.0]))
     if bias is not None:
@@ -82,7 +101,9 @@ def test_the_sigmoid_router_chooses_and_weighs_as_the_definition_says(data):
     before, wide = logits.clone(), None if bias is None else bias.double().numpy()
     routed = route_sigmoid(logits, bias, top_k, num_groups, top_k_groups, *rest)
     assert torch.equal(logits, before)
-    assert_weights(routed, logits, definitions.route_sigmoid, wide, top_k, num_groups, top_k_groups, *rest)
+    assert_weights(
+        routed, logits, definitions.route_sigmoid, wide, top_k, num_groups, top_k_groups, *rest
+    )
 
 
 @st.composite
@@ -116,7 +137,9 @@ def test_every_token_gets_the_weighted_sum_of_its_experts_and_no_other_is_read(p
     for t in range(len(x)):
         for e, weight in zip(ids[t].tolist(), weights[t].tolist(), strict=True):
             expected[t] += weight * (wide_down[e] @ activation(wide_up[e] @ x[t].double()))
-            magnitude[t] += weight * (wide_down[e].abs() @ activation(wide_up[e].abs() @ x[t].double().abs()))
+            magnitude[t] += weight * (
+                wide_down[e].abs() @ activation(wide_up[e].abs() @ x[t].double().abs())
+            )
     unread = torch.ones(len(up), dtype=torch.bool).scatter_(0, ids.flatten(), False)
     up[unread], down[unread] = torch.nan, torch.nan
     before = [part.clone() for part in (x, ids, weights)]
@@ -124,20 +147,30 @@ def test_every_token_gets_the_weighted_sum_of_its_experts_and_no_other_is_read(p
         got = apply_experts(x, ids, weights, up, down, activation)
     # One by one the values are the same, and many take longer.
     sizes = [size * x.itemsize % 16 for size in (*up.shape[1:], *down.shape[1:])]
-    is_grouped = len(x) > 1 and ids.numel() >= len(up) and x.dtype != torch.float64 and not any(sizes)
+    is_grouped = (
+        len(x) > 1 and ids.numel() >= len(up) and x.dtype != torch.float64 and not any(sizes)
+    )
     assert grouped.call_count == 2 * is_grouped
     assert all(torch.equal(part, old) for part, old in zip((x, ids, weights), before, strict=True))
     assert got.dtype == x.dtype
     # By token, and of what was added up: terms cancel, and bfloat16 rounds them before they do.
-    assert bool(((got.double() - expected).abs().amax(1) <= SHARE[x.dtype] * magnitude.amax(1)).all())
+    assert bool(
+        ((got.double() - expected).abs().amax(1) <= SHARE[x.dtype] * magnitude.amax(1)).all()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("tokens", "inner"), [(1, 16), (4, 16), (4, 12)])
 def test_a_gpu_s_host_does_not_wait_to_know_how_many_tokens_an_expert_has(dtype, tokens, inner):
     g = torch.Generator().manual_seed(0)
-    x, up = torch.randn(tokens, 16, generator=g).to(dtype), torch.randn(8, 2 * inner, 16, generator=g).to(dtype)
-    down, ids = torch.randn(8, 16, inner, generator=g).to(dtype), torch.rand(tokens, 8, generator=g).topk(2).indices
+    x, up = (
+        torch.randn(tokens, 16, generator=g).to(dtype),
+        torch.randn(8, 2 * inner, 16, generator=g).to(dtype),
+    )
+    down, ids = (
+        torch.randn(8, 16, inner, generator=g).to(dtype),
+        torch.rand(tokens, 8, generator=g).topk(2).indices,
+    )
     operands = x, ids, torch.rand(tokens, 2, generator=g), up, down
     wanted = apply_experts(*operands, gated)
     with pretend_gpu() as gpu:

@@ -34,13 +34,17 @@ def test_programs_of_their_own_elements_pass():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        pytest.param((1, 4, True, 0), "a load of what another program stores", id="a neighbour's element"),
+        pytest.param(
+            (1, 4, True, 0), "a load of what another program stores", id="a neighbour's element"
+        ),
         pytest.param((2, 4, False, 8), "a load outside of all arguments", id="behind the end"),
         pytest.param((0, 4, False, 7), "a store outside of all arguments", id="too short"),
     ],
 )
 def test_a_planted_race_or_address_is_found(arguments, said):
-    with pytest.raises(Exception, match=rf"_shift, line.*{said}"):  # Triton wraps what is raised inside a kernel
+    with pytest.raises(
+        Exception, match=rf"_shift, line.*{said}"
+    ):  # Triton wraps what is raised inside a kernel
         interpreted(_launch, *arguments)
 
 
@@ -68,7 +72,9 @@ def _launch_again():
 
 
 def test_a_load_of_what_a_thread_beside_has_stored_is_found():
-    with pytest.raises(AssertionError, match=r"_again, lines .*a load of what its program has stored"):
+    with pytest.raises(
+        AssertionError, match=r"_again, lines .*a load of what its program has stored"
+    ):
         interpreted(_launch_again)
 
 

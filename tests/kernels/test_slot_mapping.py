@@ -15,15 +15,25 @@ def test_matches_tokens_that_are_dealt_out_one_by_one(data):
     cp_size = data.draw(st.integers(1, 4))
     cp_rank = data.draw(st.integers(0, cp_size - 1))
     width = data.draw(st.integers(1, 4))
-    table = data.draw(st.lists(st.lists(st.integers(1, 999), min_size=width, max_size=width), min_size=1, max_size=3))
+    table = data.draw(
+        st.lists(
+            st.lists(st.integers(1, 999), min_size=width, max_size=width), min_size=1, max_size=3
+        )
+    )
     limit = width * block_size * cp_size
-    tokens = data.draw(st.lists(st.tuples(st.integers(0, len(table) - 1), st.integers(0, limit + 5)), max_size=12))
+    tokens = data.draw(
+        st.lists(st.tuples(st.integers(0, len(table) - 1), st.integers(0, limit + 5)), max_size=12)
+    )
     rows, positions = (torch.tensor([t[i] for t in tokens], dtype=torch.int64) for i in (0, 1))
     options = {"cp_size": (cp_size, 1), "cp_rank": (cp_rank, 0), "cp_interleave": (interleave, 1)}
     given = {name: value for name, (value, default) in options.items() if value != default}
-    slots = slot_mapping(torch.tensor(table, dtype=torch.int32), rows, positions, block_size, **given)
+    slots = slot_mapping(
+        torch.tensor(table, dtype=torch.int32), rows, positions, block_size, **given
+    )
     assert slots.dtype == torch.int64
-    assert slots.tolist() == [slot(table[r], p, block_size, cp_size, cp_rank, interleave) for r, p in tokens]
+    assert slots.tolist() == [
+        slot(table[r], p, block_size, cp_size, cp_rank, interleave) for r, p in tokens
+    ]
 
 
 def test_slots_beyond_int32_are_right():

@@ -25,7 +25,12 @@ class Paged:
         self.head, self.block_size = head, block_size
         self.table = blocks.view(num_rows, width).int()
         shape = (len(blocks) + 1, block_size, spec.num_kv_heads, spec.head_size)
-        self.views = {NAME: (torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype))}
+        self.views = {
+            NAME: (
+                torch.full(shape, torch.nan, dtype=dtype),
+                torch.full(shape, torch.nan, dtype=dtype),
+            )
+        }
 
     def step(self, chunks):
         """chunks: (row, position of the first pair, hidden [n, d], ids [n]) each; returns the outputs in that order."""
@@ -39,7 +44,9 @@ class Paged:
         lengths = [len(p) for p in positions]
         batch = common([start for _, start, *_ in ordered], lengths, lengths.count(1))
         table = self.table[[row for row, *_ in ordered]]
-        metadata = build_paged_attention_metadata(batch, table, torch.cat(slots).long(), self.block_size)
+        metadata = build_paged_attention_metadata(
+            batch, table, torch.cat(slots).long(), self.block_size
+        )
         hidden, ids = torch.cat([c[2] for c in ordered]), torch.cat([c[3] for c in ordered])
         with torch.no_grad():
             out = self.head(hidden, ids, ForwardContext({NAME: metadata}, self.views))
@@ -64,14 +71,18 @@ def dense_mask(count, grid):
 def check_head(folder, dense, grid):
     """In chunks and token by token; `Paged` fills what no pair has written with NaN.
 
-    Args: `dense` makes logits of tokens 2 … t+1 of hidden states of tokens 0 … t-1, ids of tokens 1 … t and the grid.
+    Args: `dense` makes logits of tokens 2 … t+1 of hidden states of tokens 0 … t-1, ids of tokens 1
+    … t and the grid.
     """
     target = load_model(folder, EngineConfig(dtype="float32"), CPU)
     head = load_head(folder, target)
     head.grid = grid
     g = torch.Generator().manual_seed(2)
     size = target.embed_tokens.embedding_dim
-    request = torch.randint(0, target.vocab_size, (21,), generator=g), torch.randn(21, size, generator=g)
+    request = (
+        torch.randint(0, target.vocab_size, (21,), generator=g),
+        torch.randn(21, size, generator=g),
+    )
     expected = dense(request[1][:-1], request[0][1:], grid)
     paged = Paged(head, 1, dtype=torch.float32)
     cuts = pairwise((0, 1, 7, 8, 9, 20, 21))

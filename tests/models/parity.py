@@ -18,8 +18,13 @@ from hybrid_kv.sampling import SamplingParams
 from tests.models.tiny_nemotron import Characters
 
 TOLERANCE = FLOAT32_LIMIT
-# Prompts in chunks of several sizes; the guard has each family's tiny model in engines of other kinds.
-ENGINE = {"max_num_batched_tokens": 27, "attention_backend": SmallKVFirst.name, "captured_batch_sizes": (3, 4)}
+# Prompts in chunks of several sizes; the guard has each family's tiny model in engines of other
+# kinds.
+ENGINE = {
+    "max_num_batched_tokens": 27,
+    "attention_backend": SmallKVFirst.name,
+    "captured_batch_sizes": (3, 4),
+}
 LENGTHS = (40, 1, 23, 16)
 
 
@@ -29,7 +34,9 @@ SEEDS = {"nemotron_h": 3}  # with which the best two tokens are far apart; of th
 def checkpoint(factory, model_type, keys=None, **how):
     """transformers' model and its folder; see `write_checkpoint`."""
     folder = factory.mktemp(model_type)
-    return write_checkpoint(model_type, folder, "tiny", SEEDS.get(model_type, 1), keys, **how), folder
+    return write_checkpoint(
+        model_type, folder, "tiny", SEEDS.get(model_type, 1), keys, **how
+    ), folder
 
 
 def prompts(vocab_size):
@@ -38,7 +45,12 @@ def prompts(vocab_size):
 
 
 def load(folder, **options):
-    options = {"max_num_seqs": 4, "max_model_len": 64, "device": "cpu", "dtype": "float32"} | options
+    options = {
+        "max_num_seqs": 4,
+        "max_model_len": 64,
+        "device": "cpu",
+        "dtype": "float32",
+    } | options
     llm = LLM(folder, tokenizer=Characters(), **options)
     poison(llm)
     return llm
@@ -48,12 +60,16 @@ def compare(model, llm, disturb=None):
     """Assert equal logits and tokens; returns the number of preemptions."""
     texts = prompts(model.config.get_text_config().vocab_size)
     preemptions = 0
-    for output, logits, expected, far in beside_transformers(model, llm, texts, SamplingParams(max_tokens=5), disturb):
+    for output, logits, expected, far in beside_transformers(
+        model, llm, texts, SamplingParams(max_tokens=5), disturb
+    ):
         assert output.error is None and logits.shape == expected.shape
         assert far <= TOLERANCE
         answers, scale = expected[len(output.prompt_token_ids) - 1 :], float(expected.abs().max())
         top = answers.topk(2).values
-        assert float((top[:, 0] - top[:, 1]).min()) > 4 * TOLERANCE * scale, "margins too small to compare tokens"
+        assert float((top[:, 0] - top[:, 1]).min()) > 4 * TOLERANCE * scale, (
+            "margins too small to compare tokens"
+        )
         assert answers.argmax(-1).tolist() == output.token_ids
         preemptions += output.num_preemptions
     return preemptions

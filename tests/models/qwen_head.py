@@ -20,10 +20,15 @@ class DenseHead:
         config = AutoConfig.from_pretrained(folder)
         config.layer_types[0], config._attn_implementation = "full_attention", "eager"
         tensors = load_file(folder / "model.safetensors")
-        own = {name.removeprefix("mtp."): t for name, t in tensors.items() if name.startswith("mtp.")}
+        own = {
+            name.removeprefix("mtp."): t for name, t in tensors.items() if name.startswith("mtp.")
+        }
         self.embedding, self.head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
         self.fc = own.pop("fc.weight")
-        self.norms = [getattr(modeling, f"{family}RMSNorm")(config.hidden_size, config.rms_norm_eps) for _ in NAMES]
+        self.norms = [
+            getattr(modeling, f"{family}RMSNorm")(config.hidden_size, config.rms_norm_eps)
+            for _ in NAMES
+        ]
         for norm, name in zip(self.norms, NAMES, strict=True):
             norm.load_state_dict({"weight": own.pop(f"{name}.weight")})
         rotary = "RotaryEmbedding" if family == "Qwen3Next" else "TextRotaryEmbedding"
@@ -32,7 +37,12 @@ class DenseHead:
         layer = {name.removeprefix("layers.0."): tensor for name, tensor in own.items()}
         if "mlp.gate.weight" in layer:
             each = {
-                part: torch.stack([layer.pop(f"mlp.experts.{i}.{part}_proj.weight") for i in range(config.num_experts)])
+                part: torch.stack(
+                    [
+                        layer.pop(f"mlp.experts.{i}.{part}_proj.weight")
+                        for i in range(config.num_experts)
+                    ]
+                )
                 for part in ("gate", "up", "down")
             }
             layer["mlp.experts.gate_up_proj"] = torch.cat([each["gate"], each["up"]], 1)
@@ -43,9 +53,12 @@ class DenseHead:
     def __call__(self, hidden, ids, grid):
         """Hidden states of tokens 0 … t-1 and ids of tokens 1 … t to logits of tokens 2 … t+1.
 
-        Positions are vLLM's, those of the hidden states: one less than ours, which RoPE does not feel.
+        Positions are vLLM's, those of the hidden states: one less than ours, which RoPE does not
+        feel.
         """
         x = torch.cat([self.norms[0](self.embedding[ids]), self.norms[1](hidden)], -1) @ self.fc.T
         rotation = self.rotary(x[None], torch.arange(len(ids))[None])
-        y = self.layer(x[None], position_embeddings=rotation, attention_mask=dense_mask(len(ids), grid))[0]
+        y = self.layer(
+            x[None], position_embeddings=rotation, attention_mask=dense_mask(len(ids), grid)
+        )[0]
         return self.norms[2](y) @ self.head.T

@@ -45,14 +45,25 @@ def test_tokens_are_diverse():
 
 def damaged(change):
     """The tokens when `change(runner, request)` runs once, after the prompt and two output tokens."""
-    options = {"attention_backend": SmallKVFirst.name, "block_size": 8, "max_num_seqs": 4, "max_model_len": 64}
+    options = {
+        "attention_backend": SmallKVFirst.name,
+        "block_size": 8,
+        "max_num_seqs": 4,
+        "max_model_len": 64,
+    }
     llm, done = LLM(ExactModel(), device="cpu", **options), []
 
     def disturb(llm):
-        if not done and llm.scheduler.running and len(llm.scheduler.running[0].output_token_ids) == 3:
+        if (
+            not done
+            and llm.scheduler.running
+            and len(llm.scheduler.running[0].output_token_ids) == 3
+        ):
             done.append(change(llm.runner, llm.scheduler.running[0]))
 
-    (output,) = llm.generate([PROMPT], SamplingParams(max_tokens=8), progress=False, on_step=disturb)
+    (output,) = llm.generate(
+        [PROMPT], SamplingParams(max_tokens=8), progress=False, on_step=disturb
+    )
     assert done
     return output.token_ids
 
@@ -77,7 +88,9 @@ def test_the_engine_feels_damage_to_state_window_and_table():
 
     def swapped_blocks(runner, request):
         group = next(g for g in runner.groups if not g.backend.is_ssm())
-        row = runner.block_tables.input_tables[group.group_id][0]  # what the steps read; a step rewrites what changed
+        row = runner.block_tables.input_tables[group.group_id][
+            0
+        ]  # what the steps read; a step rewrites what changed
         row[:2] = row[:2].flip(0).clone()
 
     for change in (other_state, old_window, swapped_blocks):

@@ -1,7 +1,8 @@
 """Every family with random weights against transformers: its variants, its engines, and what it refuses.
 
-With `rms_norm_eps` as published, 1e-6, transformers is up to 3e-5 of max|logit| off its own equations in float64: heads
-of random queries and keys give small outputs, whose norm magnifies rounding. Where that counts it is 1e-4 here.
+With `rms_norm_eps` as published, 1e-6, transformers is up to 3e-5 of max|logit| off its own
+equations in float64: heads of random queries and keys give small outputs, whose norm magnifies
+rounding. Where that counts it is 1e-4 here.
 """
 
 import json
@@ -22,16 +23,33 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 BIASES = dict.fromkeys(("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias"), True)
 
-# The keys that replace some of the tiny size's, by variant. Every family has the tiny size itself as well.
+# The keys that replace some of the tiny size's, by variant. Every family has the tiny size itself
+# as well.
 VARIANTS = {
     "bamba": {
         "biased_and_tied": {
-            **{"attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True, "mamba_conv_bias": False},
+            **{
+                "attention_bias": True,
+                "mlp_bias": True,
+                "mamba_proj_bias": True,
+                "mamba_conv_bias": False,
+            },
             **{"tie_word_embeddings": True, "rope_parameters": LLAMA3, "mamba_n_groups": 2},
         },
         "one_group_no_kv_groups": {
-            **{"mamba_n_groups": 1, "num_key_value_heads": 4, "mamba_d_conv": 3, "attn_layer_indices": [0]},
-            **{"rope_parameters": {"rope_type": "default", "rope_theta": 900.0, "partial_rotary_factor": 1.0}},
+            **{
+                "mamba_n_groups": 1,
+                "num_key_value_heads": 4,
+                "mamba_d_conv": 3,
+                "attn_layer_indices": [0],
+            },
+            **{
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 900.0,
+                    "partial_rotary_factor": 1.0,
+                }
+            },
         },
     },
     "falcon_h1": {
@@ -41,38 +59,94 @@ VARIANTS = {
         },
         "no_norm_biased": {"mamba_rms_norm": False, "mamba_n_groups": 1, **BIASES},
         "expanded_tied": {
-            **{"mamba_d_ssm": None, "mamba_expand": 2, "tie_word_embeddings": True, "projectors_bias": True},
-            **{"num_key_value_heads": 4, "mamba_conv_bias": False, "mamba_d_conv": 3, "mlp_multipliers": None},
+            **{
+                "mamba_d_ssm": None,
+                "mamba_expand": 2,
+                "tie_word_embeddings": True,
+                "projectors_bias": True,
+            },
+            **{
+                "num_key_value_heads": 4,
+                "mamba_conv_bias": False,
+                "mamba_d_conv": 3,
+                "mlp_multipliers": None,
+            },
         },
     },
     "falcon_mamba": {
-        "untied": {"tie_word_embeddings": False, "use_bias": True, "use_conv_bias": False, "mixer_rms_eps": 1e-2},
+        "untied": {
+            "tie_word_embeddings": False,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "mixer_rms_eps": 1e-2,
+        },
         "short_window": {"conv_kernel": 2, "expand": 3, "time_step_rank": "auto", "state_size": 1},
     },
     "granitemoehybrid": {
         "dense_rotated": {
-            **{"num_local_experts": 0, "position_embedding_type": "rope", "attention_bias": True, "mamba_n_groups": 2}
+            **{
+                "num_local_experts": 0,
+                "position_embedding_type": "rope",
+                "attention_bias": True,
+                "mamba_n_groups": 2,
+            }
         },
         "tied_one_group": {
-            **{"tie_word_embeddings": True, "mamba_n_groups": 1, "mamba_conv_bias": False, "mamba_proj_bias": True},
+            **{
+                "tie_word_embeddings": True,
+                "mamba_n_groups": 1,
+                "mamba_conv_bias": False,
+                "mamba_proj_bias": True,
+            },
             **{"num_key_value_heads": 1, "embedding_multiplier": 1.0, "logits_scaling": 16.0},
         },
         "all_experts": {
-            **{"num_local_experts": 3, "num_experts_per_tok": 3, "mamba_d_conv": 2, "attention_multiplier": 1.0}
+            **{
+                "num_local_experts": 3,
+                "num_experts_per_tok": 3,
+                "mamba_d_conv": 2,
+                "attention_multiplier": 1.0,
+            }
         },
     },
     "jamba": {
-        "dense": {"num_experts": 1, "tie_word_embeddings": True, "attn_layer_offset": 2, "num_key_value_heads": 1},
-        "many_experts": {
-            **{"expert_layer_period": 1, "expert_layer_offset": 0, "num_experts_per_tok": 3, "mamba_expand": 3}
+        "dense": {
+            "num_experts": 1,
+            "tie_word_embeddings": True,
+            "attn_layer_offset": 2,
+            "num_key_value_heads": 1,
         },
-        "biased": {"mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_d_conv": 2, "mamba_dt_rank": "auto"},
+        "many_experts": {
+            **{
+                "expert_layer_period": 1,
+                "expert_layer_offset": 0,
+                "num_experts_per_tok": 3,
+                "mamba_expand": 3,
+            }
+        },
+        "biased": {
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "mamba_d_conv": 2,
+            "mamba_dt_rank": "auto",
+        },
     },
     "kimi_linear": {
         "dense": {"mlp_layer_types": ["dense"] * 5, "linear_conv_kernel_dim": 2},
-        "latent_queries": {"q_lora_rank": 18, "attention_bias": True, "n_shared_experts": 2, "norm_topk_prob": False},
+        "latent_queries": {
+            "q_lora_rank": 18,
+            "attention_bias": True,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+        },
         "one_group": {
-            **{"n_group": 1, "topk_group": 1, "num_experts_per_tok": 1, "first_k_dense_replace": 0, "chunk_size": 5}
+            **{
+                "n_group": 1,
+                "topk_group": 1,
+                "num_experts_per_tok": 1,
+                "first_k_dense_replace": 0,
+                "chunk_size": 5,
+            }
         },
     },
     "lfm2": {
@@ -92,43 +166,102 @@ VARIANTS = {
         },
     },
     "mamba2": {
-        "tied_biased": {"tie_word_embeddings": True, "use_bias": True, "use_conv_bias": False, "n_groups": 1},
-        "short_window": {"conv_kernel": 2, "num_heads": 4, "head_dim": 20, "chunk_size": 5, "n_groups": 4},
+        "tied_biased": {
+            "tie_word_embeddings": True,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "n_groups": 1,
+        },
+        "short_window": {
+            "conv_kernel": 2,
+            "num_heads": 4,
+            "head_dim": 20,
+            "chunk_size": 5,
+            "n_groups": 4,
+        },
     },
     "nemotron_h": {
         "dense": {
-            "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"],
+            "layers_block_type": [
+                "linear_attention",
+                "mlp",
+                "linear_attention",
+                "full_attention",
+                "mlp",
+            ],
             **{"n_groups": 1, "num_key_value_heads": 1, "num_nextn_predict_layers": 0},
         },
         "groups": {
-            "layers_block_type": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-            **{"n_groups": 4, "use_conv_bias": False, "head_dim": 24, "num_nextn_predict_layers": 0},
+            "layers_block_type": [
+                "linear_attention",
+                "linear_attention",
+                "full_attention",
+                "linear_attention",
+            ],
+            **{
+                "n_groups": 4,
+                "use_conv_bias": False,
+                "head_dim": 24,
+                "num_nextn_predict_layers": 0,
+            },
         },
         "odd": {
             "layers_block_type": ["full_attention", "linear_attention"],
-            **{"conv_kernel": 3, "chunk_size": 5, "num_key_value_heads": 4, "num_nextn_predict_layers": 0},
+            **{
+                "conv_kernel": 3,
+                "chunk_size": 5,
+                "num_key_value_heads": 4,
+                "num_nextn_predict_layers": 0,
+            },
         },
         "latent_biased": {
-            **{"moe_latent_size": 12, "mlp_bias": True, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}
+            **{
+                "moe_latent_size": 12,
+                "mlp_bias": True,
+                "n_group": 1,
+                "topk_group": 1,
+                "norm_topk_prob": False,
+            }
         },
-        "one_group": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 4, "routed_scaling_factor": 0.5},
+        "one_group": {
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 4,
+            "routed_scaling_factor": 0.5,
+        },
         "more_experts_than_tokens": {
             **{"n_routed_experts": 48, "n_group": 8, "topk_group": 3, "num_experts_per_tok": 5}
         },
     },
     "olmo_hybrid": {
         "rope": {
-            **{"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "tie_word_embeddings": True},
+            **{
+                "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+                "tie_word_embeddings": True,
+            },
             **{"num_key_value_heads": 4, "linear_conv_kernel_dim": 3, "linear_num_value_heads": 2},
         },
         "positive": {
-            **{"linear_allow_neg_eigval": False, "attention_bias": True, "rms_norm_eps": 1e-3, "chunk_size": 5}
+            **{
+                "linear_allow_neg_eigval": False,
+                "attention_bias": True,
+                "rms_norm_eps": 1e-3,
+                "chunk_size": 5,
+            }
         },
     },
     "qwen3_5_moe_text": {
         "tied": {
-            **{"tie_word_embeddings": True, "num_experts": 9, "num_experts_per_tok": 3, "linear_num_value_heads": 2},
-            **{"num_attention_heads": 6, "norm_topk_prob": False},  # the latter of Qwen3-Next; without effect here
+            **{
+                "tie_word_embeddings": True,
+                "num_experts": 9,
+                "num_experts_per_tok": 3,
+                "linear_num_value_heads": 2,
+            },
+            **{
+                "num_attention_heads": 6,
+                "norm_topk_prob": False,
+            },  # the latter of Qwen3-Next; without effect here
         },
     },
     "qwen3_5_text": {
@@ -137,23 +270,52 @@ VARIANTS = {
             **{"linear_num_value_heads": 2, "linear_conv_kernel_dim": 3},
         },
         "wide": {
-            **{"head_dim": 24, "num_key_value_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 9},
-            **{"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+            **{
+                "head_dim": 24,
+                "num_key_value_heads": 4,
+                "linear_num_value_heads": 8,
+                "linear_key_head_dim": 9,
+            },
+            **{
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 500.0,
+                    "partial_rotary_factor": 0.5,
+                }
+            },
             **{"chunk_size": 5},
         },
         "attention_first": {
-            **{"layer_types": ["full_attention", "linear_attention", "linear_attention"], "num_hidden_layers": 3},
+            **{
+                "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+                "num_hidden_layers": 3,
+            },
             **{"num_attention_heads": 6, "head_dim": 8, "rms_norm_eps": 1e-6},
             **{"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0}},
         },
     },
     "qwen3_next": {
         "all_sparse_but_one": {
-            **{"decoder_sparse_step": 1, "mlp_only_layers": [1], "norm_topk_prob": False, "attention_bias": True}
+            **{
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": [1],
+                "norm_topk_prob": False,
+                "attention_bias": True,
+            }
         },
         "yarn": {
-            **{"decoder_sparse_step": 1, "num_experts": 5, "num_experts_per_tok": 4, "linear_num_value_heads": 4},
-            **{"linear_num_key_heads": 4, "linear_conv_kernel_dim": 2, "head_dim": 24, "tie_word_embeddings": True},
+            **{
+                "decoder_sparse_step": 1,
+                "num_experts": 5,
+                "num_experts_per_tok": 4,
+                "linear_num_value_heads": 4,
+            },
+            **{
+                "linear_num_key_heads": 4,
+                "linear_conv_kernel_dim": 2,
+                "head_dim": 24,
+                "tie_word_embeddings": True,
+            },
             **{"rope_parameters": {**YARN, "rope_theta": 1000.0, "partial_rotary_factor": 0.5}},
             **{"max_position_embeddings": 64},
         },
@@ -161,10 +323,19 @@ VARIANTS = {
     },
     "zamba2": {
         "one_block_plain_attention": {
-            **{"num_mem_blocks": 1, "use_shared_attention_adapter": False, "num_key_value_heads": 2},
+            **{
+                "num_mem_blocks": 1,
+                "use_shared_attention_adapter": False,
+                "num_key_value_heads": 2,
+            },
             **{"use_mem_rope": False},
         },
-        "biased": {"add_bias_linear": True, "mamba_ngroups": 1, "mamba_d_conv": 3, "num_mem_blocks": 3},
+        "biased": {
+            "add_bias_linear": True,
+            "mamba_ngroups": 1,
+            "mamba_d_conv": 3,
+            "num_mem_blocks": 3,
+        },
     },
 }
 OLD = pytest.mark.skipif(
@@ -173,7 +344,12 @@ OLD = pytest.mark.skipif(
 )
 WITH_GROUPS = {"bamba-biased_and_tied", "granitemoehybrid-dense_rotated", "mamba2-short_window"}
 CASES = [
-    pytest.param(name, keys, id=f"{name}-{variant}", marks=[OLD] if f"{name}-{variant}" in WITH_GROUPS else [])
+    pytest.param(
+        name,
+        keys,
+        id=f"{name}-{variant}",
+        marks=[OLD] if f"{name}-{variant}" in WITH_GROUPS else [],
+    )
     for name in sorted(sized())
     for variant, keys in {"tiny": {}, **VARIANTS.get(name, {})}.items()
 ]
@@ -184,12 +360,21 @@ REFUSED = {
         ({"hidden_act": "gelu"}, "hidden_act='gelu' can't be run, 'silu' can"),
         ({"time_step_limit": [0.001, 0.1]}, r"time_step_limit=\[0.001, 0.1\] can't be run"),
         ({"attn_rotary_emb": 12}, "attn_rotary_emb=12, but 6 channels are rotated"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic' is not supported"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            "rope_type='dynamic' is not supported",
+        ),
     ],
     "falcon_h1": [
         ({"hidden_act": "gelu"}, "hidden_act='gelu' can't be run, 'silu' can"),
-        ({"ssm_multipliers": [1.0, 1.0]}, r"ssm_multipliers=\[1.0, 1.0\] must be a list of 5 numbers"),
-        ({"ssm_multipliers": [1.0, 1.0, 0, 1.0, 1.0]}, "ssm_multipliers=0 must be a number above 0"),
+        (
+            {"ssm_multipliers": [1.0, 1.0]},
+            r"ssm_multipliers=\[1.0, 1.0\] must be a list of 5 numbers",
+        ),
+        (
+            {"ssm_multipliers": [1.0, 1.0, 0, 1.0, 1.0]},
+            "ssm_multipliers=0 must be a number above 0",
+        ),
         ({"time_step_limit": [0.0, 0.1]}, r"time_step_limit=\[0.0, 0.1\] can't be run"),
         ({"mamba_d_ssm": 96}, "mamba_n_heads=8 times mamba_d_head=10 is not the inner size 96"),
     ],
@@ -228,7 +413,10 @@ REFUSED = {
     ],
     "lfm2": [
         ({"conv_L_cache": 1}, "conv_L_cache=1"),
-        ({"layer_types": None, "full_attn_idxs": [9]}, r"full_attn_idxs=\[9\] must list layers from 0 to 4"),
+        (
+            {"layer_types": None, "full_attn_idxs": [9]},
+            r"full_attn_idxs=\[9\] must list layers from 0 to 4",
+        ),
         ({"layer_types": ["conv", "sliding_attention"]}, "sliding_attention"),
     ],
     "lfm2_moe": [
@@ -242,8 +430,14 @@ REFUSED = {
     ],
     "nemotron_h": [
         ({"n_shared_experts": 2}, "n_shared_experts=2 can't be run, 1 can"),
-        ({"topk_group": 4}, "num_experts_per_tok=2 of topk_group=4 out of n_group=3 groups can't be chosen"),
-        ({"num_experts_per_tok": 5}, "num_experts_per_tok=5 of topk_group=2 out of n_group=3 groups can't be chosen"),
+        (
+            {"topk_group": 4},
+            "num_experts_per_tok=2 of topk_group=4 out of n_group=3 groups can't be chosen",
+        ),
+        (
+            {"num_experts_per_tok": 5},
+            "num_experts_per_tok=5 of topk_group=2 out of n_group=3 groups can't be chosen",
+        ),
         ({"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu' can't be run, 'relu2' can"),
         ({"moe_latent_size": 0}, "moe_latent_size=0 must be an integer >= 1"),
     ],
@@ -259,14 +453,23 @@ REFUSED = {
         ({"mlp_only_layers": ["1"]}, "must list layers by their number"),
         ({"num_experts_per_tok": 7}, "num_experts_per_tok=7 must be at most 6"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step=0 must be an integer >= 1"),
-        ({"num_experts": 7}, r"layers\.1\.mlp\.gate\.weight has shape \(6, 40\), config.json says \(7, 40\)"),
-        ({"decoder_sparse_step": 1}, r"lacks 12 tensors, the first is layers\.0\.mlp\.experts\.down_proj"),
+        (
+            {"num_experts": 7},
+            r"layers\.1\.mlp\.gate\.weight has shape \(6, 40\), config.json says \(7, 40\)",
+        ),
+        (
+            {"decoder_sparse_step": 1},
+            r"lacks 12 tensors, the first is layers\.0\.mlp\.experts\.down_proj",
+        ),
     ],
     "zamba2": [
         ({"hidden_act": "silu"}, "hidden_act='silu' can't be run, 'gelu' can"),
         ({"use_long_context": True}, "use_long_context=True can't be run, False can"),
         ({"use_conv_bias": False}, "use_conv_bias=False can't be run, True can"),
-        ({"num_key_value_heads": 2}, "num_key_value_heads=2 must be 4 where attention has adapters"),
+        (
+            {"num_key_value_heads": 2},
+            "num_key_value_heads=2 must be 4 where attention has adapters",
+        ),
         ({"num_mem_blocks": 0}, "num_mem_blocks=0 must be an integer >= 1"),
     ],
 }
@@ -288,7 +491,10 @@ def tiny(tmp_path_factory):
 def copied(folder, tmp_path, tensors):
     """A checkpoint with the same config.json and other tensors."""
     shutil.copy(folder / "config.json", tmp_path)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        tmp_path / "model.safetensors",
+    )
     return tmp_path
 
 
@@ -300,7 +506,10 @@ def test_every_logit_equals_transformers(tmp_path_factory, tiny, model_type, key
 @pytest.mark.parametrize("dtypes", [("float64", "float32"), ("float32", "float64")], ids="-".join)
 def test_states_of_another_dtype_than_the_model(tiny, dtypes):
     model, folder = tiny("nemotron_h")
-    compare(model, load(folder, dtype=dtypes[0], mamba_ssm_cache_dtype=dtypes[1], max_num_batched_tokens=17))
+    compare(
+        model,
+        load(folder, dtype=dtypes[0], mamba_ssm_cache_dtype=dtypes[1], max_num_batched_tokens=17),
+    )
 
 
 @pytest.mark.parametrize(
@@ -371,7 +580,11 @@ def test_a_wrong_weight_is_seen(tiny, tmp_path, model_type, part, change):
 
 @pytest.mark.parametrize("model_type", ["kimi_linear", "lfm2"])
 def test_the_sanitizer_finds_nothing(tiny, model_type):
-    options = {"mamba_cache_mode": "all", "speculative_method": "ngram", "num_speculative_tokens": 2}
+    options = {
+        "mamba_cache_mode": "all",
+        "speculative_method": "ngram",
+        "num_speculative_tokens": 2,
+    }
     llm = load(tiny(model_type)[1], sanitize=True, **options)
     outputs = llm.generate([[7, 8, 9, 7, 8, 9, 7, 8], [7, 8, 9, 7, 8]], progress=False)
     assert all(output.error is None for output in outputs)

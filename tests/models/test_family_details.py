@@ -54,8 +54,15 @@ def test_transformers_forgets_jambas_state_between_chunks(tmp_path_factory):
 def test_a_missing_expert_of_jamba_is_named_and_layers_come_in_periods(tmp_path_factory):
     _, folder = checkpoint(tmp_path_factory, "jamba")
     layers = model_shape(folder).layers
-    assert [name for name, spec in layers.items() if not hasattr(spec, "parts")] == ["layers.1", "layers.4"]
-    kept = {name: t for name, t in load_file(folder / "model.safetensors").items() if ".experts.2.down" not in name}
+    assert [name for name, spec in layers.items() if not hasattr(spec, "parts")] == [
+        "layers.1",
+        "layers.4",
+    ]
+    kept = {
+        name: t
+        for name, t in load_file(folder / "model.safetensors").items()
+        if ".experts.2.down" not in name
+    }
     save_file(kept, folder / "model.safetensors")
     with pytest.raises(ConfigError, match="of expert 2"):
         load(folder)
@@ -90,7 +97,9 @@ def test_the_hubs_spelling_of_kimi_linear(tmp_path_factory):
 
     rewrite(folder, spell)
     tensors = load_file(folder / "model.safetensors")
-    assert {"q_conv1d", "w1", "block_sparse_moe"} <= {part for name in tensors for part in name.split(".")}
+    assert {"q_conv1d", "w1", "block_sparse_moe"} <= {
+        part for name in tensors for part in name.split(".")
+    }
     check_parity(model, folder)
 
 
@@ -102,7 +111,10 @@ def test_a_token_takes_one_vector_in_kimi_linears_latent_cache(tmp_path_factory)
     spec = layers["layers.1"]
     assert isinstance(spec, MLAAttentionSpec)
     assert spec.page_size_bytes == (14 + 6) * 4
-    assert [(part.name, part.shape) for part in layers["layers.0"].parts] == [("conv", (5, 72)), ("ssm", (3, 8, 8))]
+    assert [(part.name, part.shape) for part in layers["layers.0"].parts] == [
+        ("conv", (5, 72)),
+        ("ssm", (3, 8, 8)),
+    ]
     llm = load(folder)
     (latents,) = llm.runner.views["layers.1"]
     assert latents.shape[2] == 20
@@ -119,7 +131,9 @@ def test_the_hubs_older_keys_of_lfm2(tmp_path_factory):
     model, folder = checkpoint(tmp_path_factory, "lfm2")
 
     def spell(config):
-        config["full_attn_idxs"] = [i for i, kind in enumerate(config.pop("layer_types")) if kind == "full_attention"]
+        config["full_attn_idxs"] = [
+            i for i, kind in enumerate(config.pop("layer_types")) if kind == "full_attention"
+        ]
         config["block_ff_dim"], config["intermediate_size"] = config["intermediate_size"], 7
         config["tie_embedding"] = config.pop("tie_word_embeddings")
 
@@ -132,8 +146,13 @@ def test_a_convolution_of_lfm2_keeps_a_window_and_no_state(tmp_path_factory):
     specs = model_shape(folder, num_speculative_tokens=2).layers
     spec = specs["layers.0"]
     assert isinstance(spec, MambaSpec)
-    assert [(part.name, part.shape, part.role) for part in spec.parts] == [("conv", (5, 40), "window")]
-    assert [name for name, spec in specs.items() if not isinstance(spec, MambaSpec)] == ["layers.1", "layers.4"]
+    assert [(part.name, part.shape, part.role) for part in spec.parts] == [
+        ("conv", (5, 40), "window")
+    ]
+    assert [name for name, spec in specs.items() if not isinstance(spec, MambaSpec)] == [
+        "layers.1",
+        "layers.4",
+    ]
 
 
 # ---- NemotronH ----
@@ -141,9 +160,18 @@ def test_a_convolution_of_lfm2_keeps_a_window_and_no_state(tmp_path_factory):
 
 @pytest.mark.parametrize("prefix", ["backbone.", "model."])
 def test_nemotron_hs_pattern_and_either_prefix(tmp_path_factory, prefix):
-    keys = {"layers_block_type": ["linear_attention", "mlp", "full_attention"], "num_nextn_predict_layers": 0}
+    keys = {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention"],
+        "num_nextn_predict_layers": 0,
+    }
     model, folder = checkpoint(tmp_path_factory, "nemotron_h", {**keys, "num_hidden_layers": 3})
-    letters = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-"}
+    letters = {
+        "linear_attention": "M",
+        "mamba": "M",
+        "full_attention": "*",
+        "attention": "*",
+        "mlp": "-",
+    }
 
     def spell(config):
         kinds = config.pop("layers_block_type", None) or config.pop("layer_types")
@@ -178,7 +206,9 @@ def test_nemotron_hs_router_is_wide_where_the_model_is_not(tmp_path_factory):
 
 
 def test_layers_of_zamba2_share_weights_and_no_cache(tmp_path_factory):
-    layers = load_model(checkpoint(tmp_path_factory, "zamba2")[1], EngineConfig(dtype="float32"), CPU).layers
+    layers = load_model(
+        checkpoint(tmp_path_factory, "zamba2")[1], EngineConfig(dtype="float32"), CPU
+    ).layers
     assert layers[1].shared is layers[4].shared is not layers[3].shared
     assert layers[1].attention.o_proj.weight is layers[4].attention.o_proj.weight
     assert layers[1].attention.name != layers[4].attention.name
@@ -193,7 +223,9 @@ def test_weights_that_zamba2_stores_with_every_layer_must_be_alike(tmp_path_fact
     check_parity(model, folder)
     tensors["model.layers.4.shared_transformer.self_attn.o_proj.weight"] += 1
     save_file(tensors, folder / "model.safetensors")
-    check_refused(folder, {}, r"ties layers\.4\.shared\.o_proj\.weight to layers\.1\.shared\.o_proj\.weight")
+    check_refused(
+        folder, {}, r"ties layers\.4\.shared\.o_proj\.weight to layers\.1\.shared\.o_proj\.weight"
+    )
 
 
 def test_an_adapter_of_a_layer_that_does_not_exist_is_rejected(tmp_path_factory):
@@ -201,4 +233,8 @@ def test_an_adapter_of_a_layer_that_does_not_exist_is_rejected(tmp_path_factory)
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.1.shared_transformer.feed_forward.gate_up_proj_adapter_list.7.0.weight"
     save_file({**tensors, name: torch.zeros(6, 36)}, folder / "model.safetensors")
-    check_refused(folder, {}, "does not know, the first is layers.1.shared.gate_up_proj_adapter_list.7.0.weight")
+    check_refused(
+        folder,
+        {},
+        "does not know, the first is layers.1.shared.gate_up_proj_adapter_list.7.0.weight",
+    )

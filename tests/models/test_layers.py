@@ -25,7 +25,9 @@ def test_the_oracles_sums_are_attention(length, seed):
     weights = {name: getattr(layer, name).tolist() for name in ("qkv", "write_mark", "read_mark")}
     sums = [[0] * 3 for _ in range(3)]
     seen: list[list[tuple[int, int]]] = []
-    got = [ExactOracle._attention(weights, token, i, sums, seen) for i, token in enumerate(x.tolist())]
+    got = [
+        ExactOracle._attention(weights, token, i, sums, seen) for i, token in enumerate(x.tolist())
+    ]
     assert got == expected.tolist()
 
 
@@ -38,10 +40,14 @@ def test_rms_norm(dtype, tokens):
     norm.weight.copy_(torch.randn(96, generator=g))
     x, before = (torch.randn(tokens, 96, generator=g) * 0.3).to(dtype), norm.weight.clone()
     wide = x.double()
-    expected = wide / (wide.square().mean(-1, keepdim=True) + 0.1).sqrt() * norm.to(dtype).weight.double()
+    expected = (
+        wide / (wide.square().mean(-1, keepdim=True) + 0.1).sqrt() * norm.to(dtype).weight.double()
+    )
     kept = x.clone()
     got = norm(x)
-    assert got.dtype == dtype and torch.equal(x, kept) and torch.equal(norm.weight, before.to(dtype))
+    assert (
+        got.dtype == dtype and torch.equal(x, kept) and torch.equal(norm.weight, before.to(dtype))
+    )
     relative = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2.0**-8}[dtype]
     assert bool(((got.double() - expected).abs() <= relative * expected.abs()).all())
 
@@ -53,7 +59,10 @@ def packed(monkeypatch):
     reorder = torch.ops.mkldnn._reorder_linear_weight
     monkeypatch.setattr(layers, "PACKED_ELEMENTS", 24 * 16)
     monkeypatch.setattr(
-        torch.ops.mkldnn, "_reorder_linear_weight", lambda *args: (counts.append(1), reorder(*args))[1], raising=False
+        torch.ops.mkldnn,
+        "_reorder_linear_weight",
+        lambda *args: (counts.append(1), reorder(*args))[1],
+        raising=False,
     )
     return counts
 
@@ -70,7 +79,9 @@ def assert_linear(layer, x):
     """Sums of 16 products of order one."""
     with torch.inference_mode():
         got = layer(x)
-        expected = x.double() @ layer.weight.double().T + (0 if layer.bias is None else layer.bias.double())
+        expected = x.double() @ layer.weight.double().T + (
+            0 if layer.bias is None else layer.bias.double()
+        )
         assert got.dtype == x.dtype and float((got - expected).abs().max()) <= 1e-5
 
 

@@ -38,7 +38,13 @@ def folder(original, tmp_path):
 
 def refused(folder, match, tokenizer=None):
     with pytest.raises(ConfigError, match=match) as caught:
-        LLM(folder, tokenizer=tokenizer or Characters(), device="cpu", dtype="float32", max_model_len=32)
+        LLM(
+            folder,
+            tokenizer=tokenizer or Characters(),
+            device="cpu",
+            dtype="float32",
+            max_model_len=32,
+        )
     assert "\n" not in str(caught.value)
 
 
@@ -51,7 +57,9 @@ def edit(folder, change):
 def edit_config(folder, **changes):
     """Replace some keys; `None` removes one."""
     config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    (folder / "config.json").write_text(
+        json.dumps({k: v for k, v in config.items() if v is not None})
+    )
 
 
 def truncate(path):
@@ -63,7 +71,9 @@ def add(name, size):
 
 
 def drop(name):
-    return lambda folder: edit(folder, lambda stored: stored.pop(next(key for key in stored if key.endswith(name))))
+    return lambda folder: edit(
+        folder, lambda stored: stored.pop(next(key for key in stored if key.endswith(name)))
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,11 +85,20 @@ def drop(name):
         (drop("lm_head.weight"), "lacks .*lm_head"),
         (drop("mixer.conv1d.bias"), "lacks .*conv_bias"),
         (lambda folder: edit_config(folder, model_type="mamba3"), "'mamba3'"),
-        (lambda folder: truncate(folder / "model.safetensors"), r"model\.safetensors cannot be read .*truncated"),
+        (
+            lambda folder: truncate(folder / "model.safetensors"),
+            r"model\.safetensors cannot be read .*truncated",
+        ),
         (lambda folder: (folder / "model.safetensors").unlink(), "safetensors"),
         (lambda folder: (folder / "config.json").unlink(), r"config\.json does not exist"),
-        (add("backbone.layers.0.mixer.dt_bias", 5), r"dt_bias has shape \(5,\), config\.json says \(4,\)"),
-        (add("model.layers.9.mixer.D", 4), r"1 tensors that the model does not know, the first is layers\.9\.mixer\.D"),
+        (
+            add("backbone.layers.0.mixer.dt_bias", 5),
+            r"dt_bias has shape \(5,\), config\.json says \(4,\)",
+        ),
+        (
+            add("model.layers.9.mixer.D", 4),
+            r"1 tensors that the model does not know, the first is layers\.9\.mixer\.D",
+        ),
         (
             lambda folder: shutil.copy(folder / "model.safetensors", folder / "older.safetensors"),
             r"older.safetensors holds backbone\..* again; leave one file per tensor",
@@ -100,13 +119,18 @@ def test_tied_embeddings(folder):
     edit_config(folder, tie_word_embeddings=True)
     refused(folder, r"ties lm_head\.weight to embed_tokens\.weight, but they differ")
     edit(folder, lambda tensors: tensors.pop("lm_head.weight"))
-    model = LLM(folder, tokenizer=Characters(), device="cpu", dtype="float32", max_model_len=32).model
+    model = LLM(
+        folder, tokenizer=Characters(), device="cpu", dtype="float32", max_model_len=32
+    ).model
     assert torch.equal(model.lm_head.weight, model.embed_tokens.weight)
 
 
 def test_the_index_names_the_files(folder):
     tensors = load_file(folder / "model.safetensors")
-    save_file({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, folder / "older.safetensors")
+    save_file(
+        {name: torch.zeros_like(tensor) for name, tensor in tensors.items()},
+        folder / "older.safetensors",
+    )
     index = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     llm = LLM(folder, tokenizer=Characters(), device="cpu", dtype="float32", max_model_len=32)
@@ -121,7 +145,14 @@ def test_every_listed_eos_token_ends_a_text(folder):
 
 def test_fp8_is_planned_but_not_run(folder):
     with pytest.raises(ConfigError, match="fp8 cache, which can be planned but not run yet"):
-        LLM(folder, tokenizer=Characters(), device="cpu", dtype="float32", kv_cache_dtype="fp8", max_model_len=32)
+        LLM(
+            folder,
+            tokenizer=Characters(),
+            device="cpu",
+            dtype="float32",
+            kv_cache_dtype="fp8",
+            max_model_len=32,
+        )
 
 
 class Recorded(dict):
@@ -145,7 +176,9 @@ def keys_that_are_read(monkeypatch):
     return sorted(values.read)
 
 
-def test_a_value_of_a_wrong_type_under_any_key_is_one_line_that_names_the_key(tmp_path, monkeypatch):
+def test_a_value_of_a_wrong_type_under_any_key_is_one_line_that_names_the_key(
+    tmp_path, monkeypatch
+):
     """Whatever is read is refused; a key that a later version reads is tested as soon as it does."""
     keys = keys_that_are_read(monkeypatch)
     assert len(keys) >= 29
@@ -171,15 +204,25 @@ def test_without_any_one_key_it_loads_or_one_line_names_the_key(tmp_path, monkey
             load_head(tmp_path, load_model(tmp_path, EngineConfig(), torch.device("cpu")))
         except ConfigError as error:
             needed.add(key)
-            assert key in str(error) or "shape" in str(error)  # a default that the weights contradict
+            assert key in str(error) or "shape" in str(
+                error
+            )  # a default that the weights contradict
             assert "\n" not in str(error)
     assert {"vocab_size", "hidden_size", "n_groups", "layers_block_type", "dtype"} <= needed
-    assert not needed & {"layer_norm_epsilon", "use_bias", "tie_word_embeddings", "num_hidden_layers"}
+    assert not needed & {
+        "layer_norm_epsilon",
+        "use_bias",
+        "tie_word_embeddings",
+        "num_hidden_layers",
+    }
 
 
 @pytest.mark.parametrize("model", [None, 3, b"folder", {}, object()])
 def test_what_is_no_model_is_refused(model):
-    with pytest.raises(ConfigError, match=f"a model of type {type(model).__name__} is neither a checkpoint folder nor"):
+    with pytest.raises(
+        ConfigError,
+        match=f"a model of type {type(model).__name__} is neither a checkpoint folder nor",
+    ):
         LLM(model, device="cpu")
 
 
@@ -189,19 +232,32 @@ def test_a_folder_whose_name_no_disk_takes():
 
 
 @pytest.mark.parametrize("value", [-1, 0, 1.5, True, "many", 10**30, 2**31 - 1])
-@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "mamba_num_heads", "chunk_size", "head_dim"])
+@pytest.mark.parametrize(
+    "key", ["vocab_size", "hidden_size", "mamba_num_heads", "chunk_size", "head_dim"]
+)
 def test_a_size_that_cannot_be_is_refused_without_taking_memory(folder, key, value):
     if (key, value) == ("chunk_size", 2**31 - 1):
         return  # a chunk may be as long as it likes
     edit_config(folder, **{key: value})
-    refused(folder, r"must be an integer >= 1|must be at most 2147483647|has shape|no model can have these sizes")
+    refused(
+        folder,
+        r"must be an integer >= 1|must be at most 2147483647|has shape|no model can have these sizes",
+    )
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.uint8, torch.float8_e4m3fn, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.int32, torch.uint8, torch.float8_e4m3fn, torch.bool]
+)
 def test_weights_that_are_no_floats_are_refused(folder, dtype):
-    edit(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].to(dtype)}))
+    edit(
+        folder,
+        lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].to(dtype)}),
+    )
     name = str(dtype).removeprefix("torch.")
-    refused(folder, f"lm_head.weight is of type {name}: quantised weights can't be run; use a checkpoint in bfloat16")
+    refused(
+        folder,
+        f"lm_head.weight is of type {name}: quantised weights can't be run; use a checkpoint in bfloat16",
+    )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -213,19 +269,33 @@ def test_weights_that_are_not_finite_are_refused(folder, value):
     refused(folder, r"lm_head\.weight holds NaN or infinity: every answer would be void")
 
 
-BROKEN = ("[]", "null", "3", '"text"', "", "garbage", "[" * 100_000, '{"a":' * 100_000, "\ud800", '{"weight_map": 3}')
+BROKEN = (
+    "[]",
+    "null",
+    "3",
+    '"text"',
+    "",
+    "garbage",
+    "[" * 100_000,
+    '{"a":' * 100_000,
+    "\ud800",
+    '{"weight_map": 3}',
+)
 
 
 @pytest.mark.parametrize("text", BROKEN, ids=lambda text: repr(text[:10]))
 @pytest.mark.parametrize(
-    "name", ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "index"]
+    "name",
+    ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "index"],
 )
 def test_a_broken_file_is_one_line(tmp_path, capfd, name, text):
     shutil.copytree(GUARD_MODEL, tmp_path, dirs_exist_ok=True)
     name = "model.safetensors.index.json" if name == "index" else name
     (tmp_path / name).write_text(text, encoding="utf-8", errors="surrogatepass")
     if text == BROKEN[-1] and name in ("generation_config.json", "tokenizer_config.json"):
-        assert LLM(tmp_path, device="cpu", max_model_len=32).eos_token_ids  # an object without the keys that we ask for
+        assert LLM(
+            tmp_path, device="cpu", max_model_len=32
+        ).eos_token_ids  # an object without the keys that we ask for
     else:
         with pytest.raises(ConfigError) as caught:
             LLM(tmp_path, device="cpu", max_model_len=32)
@@ -238,7 +308,11 @@ def test_a_broken_file_is_one_line(tmp_path, capfd, name, text):
 @pytest.mark.parametrize("odd", [0, -1, math.nan, 1e-40, math.inf, "x"])
 def test_a_rope_that_would_make_every_answer_nan_is_refused(kind, odd):
     given = {"rope_type": kind, "factor": odd, "rope_theta": 1e-300 if kind == "default" else 1e4}
-    given |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    given |= {
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 128}
     with pytest.raises(ConfigError, match=r"^config.json: rope_.*; correct the file$"):
         read_rope(ConfigFile({**sizes, "rope_parameters": given}, "config.json"), 16)
@@ -254,12 +328,16 @@ def test_what_is_wrong_with_a_folder_is_not_said_of_its_tokenizer(tmp_path):
         LLM(tmp_path, device="cpu", max_model_len=32)
 
 
-@pytest.mark.parametrize("section", ["added_tokens", "normalizer", "pre_tokenizer", "decoder", "model"])
+@pytest.mark.parametrize(
+    "section", ["added_tokens", "normalizer", "pre_tokenizer", "decoder", "model"]
+)
 def test_a_tokenizer_with_a_broken_section_is_one_line(tmp_path, section):
     shutil.copytree(GUARD_MODEL, tmp_path, dirs_exist_ok=True)
     values = json.loads((tmp_path / "tokenizer.json").read_text())
     (tmp_path / "tokenizer.json").write_text(json.dumps({**values, section: 3}))
-    with pytest.raises(ConfigError, match=r"cannot read the tokenizer .*; download its files again") as caught:
+    with pytest.raises(
+        ConfigError, match=r"cannot read the tokenizer .*; download its files again"
+    ) as caught:
         LLM(tmp_path, device="cpu", max_model_len=32)
     assert "\n" not in str(caught.value)
 
@@ -289,7 +367,9 @@ def test_a_damaged_header_is_one_line(folder):
     assert refusals > 140
 
 
-@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "", "..", "a\0b", "\ud800", 3, None])
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/etc/passwd", "", "..", "a\0b", "\ud800", 3, None]
+)
 def test_an_index_names_files_beside_it_and_no_others(folder, name):
     index = {"weight_map": {"lm_head.weight": name}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -299,13 +379,18 @@ def test_an_index_names_files_beside_it_and_no_others(folder, name):
 def test_a_file_that_the_index_names_and_nobody_has(folder):
     index = {"weight_map": {"lm_head.weight": "model-2-of-2.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    refused(folder, r"model-2-of-2\.safetensors does not exist, but .*'s index names it; download it again")
+    refused(
+        folder,
+        r"model-2-of-2\.safetensors does not exist, but .*'s index names it; download it again",
+    )
 
 
 @pytest.mark.parametrize("ids", ["end", [1, "end"], [True], -1, {"a": 1}])
 def test_ends_of_a_text_that_are_no_tokens(folder, ids):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
-    refused(folder, r"generation_config\.json: eos_token_id=.* must be a token id or a list of them")
+    refused(
+        folder, r"generation_config\.json: eos_token_id=.* must be a token id or a list of them"
+    )
 
 
 def test_a_text_longer_than_the_tokenizer_knows_is_the_engines_business(tmp_path, capfd):

@@ -20,21 +20,38 @@ class DenseHead:
     def __init__(self, folder):
         # Not above: every worker of a run imports every test, and these take seconds.
         from transformers import NemotronHConfig
-        from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHAttention, NemotronHMoE
+        from transformers.models.nemotron_h.modeling_nemotron_h import (
+            NemotronHAttention,
+            NemotronHMoE,
+        )
 
         config = NemotronHConfig.from_pretrained(folder)
         config._attn_implementation = "eager"
         self.tensors = load_file(folder / "model.safetensors")
         self.attention, self.moe = NemotronHAttention(config, 0), NemotronHMoE(config)
-        own = {name.removeprefix("mtp.layers."): t for name, t in self.tensors.items() if name.startswith("mtp.")}
+        own = {
+            name.removeprefix("mtp.layers."): t
+            for name, t in self.tensors.items()
+            if name.startswith("mtp.")
+        }
         self.own = own
         self.attention.load_state_dict(
-            {name.removeprefix("0.mixer."): t for name, t in own.items() if name.startswith("0.mixer.")}
+            {
+                name.removeprefix("0.mixer."): t
+                for name, t in own.items()
+                if name.startswith("0.mixer.")
+            }
         )
-        moe = {name.removeprefix("1.mixer."): t for name, t in own.items() if name.startswith("1.mixer.")}
+        moe = {
+            name.removeprefix("1.mixer."): t
+            for name, t in own.items()
+            if name.startswith("1.mixer.")
+        }
         for kind in ("up_proj", "down_proj"):
             experts = range(config.n_routed_experts)
-            moe[f"experts.{kind}"] = torch.stack([moe.pop(f"experts.{i}.{kind}.weight") for i in experts])
+            moe[f"experts.{kind}"] = torch.stack(
+                [moe.pop(f"experts.{i}.{kind}.weight") for i in experts]
+            )
         self.moe.load_state_dict(moe)
 
     @torch.no_grad()

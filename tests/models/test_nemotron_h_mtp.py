@@ -1,7 +1,8 @@
 """The MTP head with a paged cache against a dense one, on the guard model's weights.
 
 The dense head is that of `accuracy.guard_model`, which trains it, with the keys at
-multiples of the grid masked. Everything is float64, where the two differ by rounding only: at most 1e-9.
+multiples of the grid masked. Everything is float64, where the two differ by rounding only: at most
+1e-9.
 """
 
 import random
@@ -59,12 +60,16 @@ def dense(reference, hidden, ids, grid):
         heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         normed = first.norm(x)
-        query, key, value = (p(normed).view(t, h, size) for p, h in zip(projections, heads, strict=True))
+        query, key, value = (
+            p(normed).view(t, h, size) for p, h in zip(projections, heads, strict=True)
+        )
         group, places = heads[0] // heads[1], torch.arange(t)
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         seen = (places <= places[:, None]) & ((places + 1) % grid != 0)
         scores = torch.einsum("ihd,jhd->hij", query, key) * size**-0.5
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num()  # NaN: a query that sees no key
+        weights = (
+            scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num()
+        )  # NaN: a query that sees no key
         mixed = torch.einsum("hij,jhd->ihd", weights, value)
         return last.final_layernorm(last(x + attention.o_proj(mixed.flatten(1))))
 
@@ -80,15 +85,19 @@ def plain_attention(query, key, value, mask, scale, enable_gqa=False):
     return (query @ key.mT * scale + mask).softmax(-1) @ value
 
 
-@pytest.mark.parametrize("kernel", [torch.nn.functional.scaled_dot_product_attention, plain_attention])
-@pytest.mark.parametrize(("seed", "block_size", "grid"), [(0, 4, 8), (1, 3, 3), (2, 16, 32), (0, 4, 1), (1, 8, HUGE)])
+@pytest.mark.parametrize(
+    "kernel", [torch.nn.functional.scaled_dot_product_attention, plain_attention]
+)
+@pytest.mark.parametrize(
+    ("seed", "block_size", "grid"), [(0, 4, 8), (1, 3, 3), (2, 16, 32), (0, 4, 1), (1, 8, HUGE)]
+)
 def test_any_chunks_in_any_batch_equal_the_dense_head(
     reference, head, requests, block_size, grid, seed, kernel, monkeypatch
 ):
     """Also with drafts in between, one on another: the slots they wrote are overwritten by the true pairs.
 
-    And whatever the kernel makes of a query without a key, as all are on a grid of 1: torch's differ by version and
-    device.
+    And whatever the kernel makes of a query without a key, as all are on a grid of 1: torch's
+    differ by version and device.
     """
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", kernel)
     rng = random.Random(seed)
@@ -99,7 +108,12 @@ def test_any_chunks_in_any_batch_equal_the_dense_head(
     while unfinished := [r for r, n in enumerate(LENGTHS) if done[r] < n]:
         rows = rng.sample(unfinished, rng.randint(1, len(unfinished)))
         stops = [min(LENGTHS[r], done[r] + rng.choice((1, 1, 3, 7, 20))) for r in rows]
-        outputs = paged.step([(r, done[r], *pairs(requests[r], done[r], s)) for r, s in zip(rows, stops, strict=True)])
+        outputs = paged.step(
+            [
+                (r, done[r], *pairs(requests[r], done[r], s))
+                for r, s in zip(rows, stops, strict=True)
+            ]
+        )
         for r, stop, out in zip(rows, stops, outputs, strict=True):
             first = max(done[r], 1)  # the pair at position 0 does not exist
             if stop > first:
@@ -108,7 +122,10 @@ def test_any_chunks_in_any_batch_equal_the_dense_head(
             drafts = [int(head.compute_logits(out[-1:]).argmax())] if stop > 1 else []
             joined, ids = requests[r][1][: stop - 1], requests[r][0][1:stop]
             for step in range(2 if drafts else 0):
-                joined, ids = torch.cat([joined, out[-1:]]), torch.cat([ids, torch.tensor(drafts[-1:])])
+                joined, ids = (
+                    torch.cat([joined, out[-1:]]),
+                    torch.cat([ids, torch.tensor(drafts[-1:])]),
+                )
                 (out,) = paged.step([(r, stop + step, out[-1:], ids[-1:])])
                 assert_close(out, dense(reference, joined, ids, grid)[-1:])
                 drafts.append(int(head.compute_logits(out).argmax()))
@@ -172,7 +189,9 @@ def refused(folder, target, match):
 @pytest.mark.parametrize("count", [0, 2, None])
 def test_a_checkpoint_without_a_head(folder, target, count):
     edit_config(folder, num_nextn_predict_layers=count)
-    refused(folder, target, f"num_nextn_predict_layers={count or 0}, 1 is supported; draft with n-grams")
+    refused(
+        folder, target, f"num_nextn_predict_layers={count or 0}, 1 is supported; draft with n-grams"
+    )
 
 
 def test_a_head_of_other_layers(folder, target):
@@ -194,7 +213,9 @@ def test_tensors_that_lack_or_do_not_fit(folder, target):
     edit(folder, lambda tensors: tensors.update({"mtp.layers.2.norm.weight": torch.ones(3)}))
     refused(folder, target, r"does not know, the first is mtp\.layers\.2\.norm\.weight")
     edit(folder, lambda tensors: tensors.pop(prefix + "mixer.v_proj.weight"))
-    refused(folder, target, r"has mtp\.layer\.mixer\.q_proj\.weight but lacks mtp\.layer\.mixer\.v_proj")
+    refused(
+        folder, target, r"has mtp\.layer\.mixer\.q_proj\.weight but lacks mtp\.layer\.mixer\.v_proj"
+    )
     load_model(folder, EngineConfig(dtype="float32"), CPU)  # which has no use for the head
 
 
@@ -209,4 +230,8 @@ def test_a_target_without_attention(folder, target):
 
 def test_a_head_whose_layers_the_model_lacks_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match="its draft head has a layer 'moe'"):
-        write_checkpoint("nemotron_h", tmp_path, keys={"layers_block_type": ["linear_attention", "full_attention"]})
+        write_checkpoint(
+            "nemotron_h",
+            tmp_path,
+            keys={"layers_block_type": ["linear_attention", "full_attention"]},
+        )

@@ -44,7 +44,8 @@ def test_the_same_seed_writes_the_same_weights(tmp_path):
 
 def test_a_family_without_such_a_size_is_refused():
     with pytest.raises(
-        ConfigError, match=r"no checkpoint of llama in size 'tiny'; there are .*nemotron_h \(tiny\|small"
+        ConfigError,
+        match=r"no checkpoint of llama in size 'tiny'; there are .*nemotron_h \(tiny\|small",
     ):
         random_model("llama")
 

@@ -16,7 +16,14 @@ from hybrid_kv.models.shapes import model_shape
 from tests.models.tiny_nemotron import Characters
 
 CONFIG = {
-    **{"model_type": "tiny_mamba", "num_hidden_layers": 2, "dtype": "float64", "heads": 2, "head_dim": 4, "state": 3},
+    **{
+        "model_type": "tiny_mamba",
+        "num_hidden_layers": 2,
+        "dtype": "float64",
+        "heads": 2,
+        "head_dim": 4,
+        "state": 3,
+    },
     **{"groups": 1, "taps": 4, "hidden_size": 8, "vocab_size": 11},
 }
 
@@ -32,13 +39,17 @@ def tiny(tmp_path, monkeypatch):
     model = registry.family_of(file).build(file, model_shape(file).layers)
     g = torch.Generator().manual_seed(0)
     shapes = {name: weight.shape for name, weight in model.named_parameters()}
-    tensors = {name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in shapes.items()}
+    tensors = {
+        name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in shapes.items()
+    }
     save_file(tensors, tmp_path / "model.safetensors")
     return tmp_path
 
 
 def engine(folder, **options):
-    return LLM(folder, tokenizer=Characters(), device="cpu", max_model_len=64, max_num_seqs=2, **options)
+    return LLM(
+        folder, tokenizer=Characters(), device="cpu", max_model_len=64, max_num_seqs=2, **options
+    )
 
 
 def test_its_config_is_checked_like_any_other(tiny):
@@ -63,10 +74,21 @@ def test_a_model_type_has_one_family(monkeypatch):
 
 def test_engine_cache_sanitizer_and_loader_name_no_family():
     package = Path(hybrid_kv.__file__).parent
-    rooms = ("engine/**/*.py", "cache/**/*.py", "attention/**/*.py", "sanitizer*/**/*.py", "sanitizer*.py")
+    rooms = (
+        "engine/**/*.py",
+        "cache/**/*.py",
+        "attention/**/*.py",
+        "sanitizer*/**/*.py",
+        "sanitizer*.py",
+    )
     files = [path for room in rooms for path in package.glob(room)]
-    files += [package / "models" / name for name in ("loader.py", "registry.py", "layers.py", "specs.py")]
+    files += [
+        package / "models" / name for name in ("loader.py", "registry.py", "layers.py", "specs.py")
+    ]
     assert len(files) > 15
     words = ["nemotron_h", "NemotronH", "qwen3", "bamba", "zamba", "falcon_h1", '"mtp.']
-    named = {path.name: [word for word in words if word in path.read_text(encoding="utf-8")] for path in files}
+    named = {
+        path.name: [word for word in words if word in path.read_text(encoding="utf-8")]
+        for path in files
+    }
     assert {name: found for name, found in named.items() if found} == {}

@@ -9,7 +9,11 @@ KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
 def write_tiny(folder, pattern, **keys):
     """transformers' model and its folder."""
     kinds = [KINDS[letter] for letter in pattern]
-    keys |= {"layers_block_type": kinds, "num_hidden_layers": len(kinds), "num_nextn_predict_layers": 0}
+    keys |= {
+        "layers_block_type": kinds,
+        "num_hidden_layers": len(kinds),
+        "num_nextn_predict_layers": 0,
+    }
     return write_checkpoint("nemotron_h", folder, seed=1, keys=keys), folder
 
 

@@ -40,7 +40,9 @@ def mutant(*changes: Change) -> KnownBug:
 
 
 @pytest.mark.parametrize("known", read_mutants(), ids=lambda known: known.id)
-def test_each_mutant_changes_the_code_as_it_is_under_settings_of_our_target(known: KnownBug) -> None:
+def test_each_mutant_changes_the_code_as_it_is_under_settings_of_our_target(
+    known: KnownBug,
+) -> None:
     for text in known.changed().values():
         ast.parse(text)
     assert known.references and known.mechanism.endswith(".")
@@ -53,7 +55,17 @@ def test_no_mutant_uses_a_name_that_is_gone(tmp_path: Path) -> None:
     for known in read_mutants():
         for file, text in known.changed().items():
             (tmp_path / f"{known.id}_{file.replace('/', '_')}").write_text(text, encoding="utf-8")
-    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--select", "F821", tmp_path]
+    command = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "check",
+        "--isolated",
+        "--no-cache",
+        "--select",
+        "F821",
+        tmp_path,
+    ]
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout
 
@@ -67,18 +79,26 @@ def test_a_bug_is_injected_or_has_a_reason_why_not() -> None:
     catalog = FOLDER.parent.parent / "shared/bug_catalog.md"
     if not catalog.exists():
         pytest.skip("the list of reported bugs is not beside this checkout")
-    listed = re.findall(r"^(?:\*\*|\| )([A-L]\d\d)\b", catalog.read_text(encoding="utf-8"), re.MULTILINE)
-    assert injected | set(named) >= set(listed)  # more are injected: bugs of a kind that no reported one has
+    listed = re.findall(
+        r"^(?:\*\*|\| )([A-L]\d\d)\b", catalog.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert injected | set(named) >= set(
+        listed
+    )  # more are injected: bugs of a kind that no reported one has
 
 
 def test_text_that_has_moved_or_occurs_twice_is_refused() -> None:
     for old, count in (("return 3", 0), ("return", 2)):
-        with pytest.raises(ConfigError, match=f"Z01: '{old}' occurs {count} times in f.py, not once"):
+        with pytest.raises(
+            ConfigError, match=f"Z01: '{old}' occurs {count} times in f.py, not once"
+        ):
             Change("f.py", old, "pass").apply(TEXT, "Z01")
 
 
 def test_further_lines_are_indented_as_the_first_one() -> None:
-    changed = Change("f.py", "if x:\n    return 1", "if not x:\n    return 1\nx = 0").apply(TEXT, "Z01")
+    changed = Change("f.py", "if x:\n    return 1", "if not x:\n    return 1\nx = 0").apply(
+        TEXT, "Z01"
+    )
     assert changed == "def f(x):\n    if not x:\n        return 1\n    x = 0\n    return 2\n"
 
 
@@ -90,10 +110,14 @@ def test_a_known_bug_is_in_the_copy_alone(tmp_path: Path) -> None:
     assert (PACKAGE / "cache/manager.py").read_text() == before
     assert (tmp_path / "hybrid_kv/engine/runner.py").samefile(PACKAGE / "engine/runner.py")
     assert "class KVCacheManager:  # here" in file.read_text()
-    assert not list(file.parent.glob("__pycache__/manager.*")), "Python would run what it compiled before"
+    assert not list(file.parent.glob("__pycache__/manager.*")), (
+        "Python would run what it compiled before"
+    )
 
 
-SPELLED = [f"{way}cache/manager.py" for way in ("./", "/", "../hybrid_kv/", "cache/../", f"{PACKAGE}/")]
+SPELLED = [
+    f"{way}cache/manager.py" for way in ("./", "/", "../hybrid_kv/", "cache/../", f"{PACKAGE}/")
+]
 SPELLED += ["cache//manager.py", "../mutants/runner/run.py", "cache"]
 
 
@@ -108,14 +132,24 @@ def test_a_bug_is_injected_in_the_engine_alone(file: str) -> None:
     [
         ("F99", WHOLE.replace("mechanism", "reason"), "KeyError: 'mechanism'"),
         ("F99", WHOLE.replace("prefix=align", "align"), "ValueError"),
-        ("F99", WHOLE + "more: 1\n", "its id is invalid, it changes nothing, or \\['more'\\] is unknown"),
-        ("F99", WHOLE.replace("old: a", "old: {a: b}"), r"TypeError: old of a change is {'a': 'b'}, not a text"),
+        (
+            "F99",
+            WHOLE + "more: 1\n",
+            "its id is invalid, it changes nothing, or \\['more'\\] is unknown",
+        ),
+        (
+            "F99",
+            WHOLE.replace("old: a", "old: {a: b}"),
+            r"TypeError: old of a change is {'a': 'b'}, not a text",
+        ),
         ("nine", WHOLE, "its id is invalid"),
         ("F99", "[", "ParserError"),
         ("F99", "", "TypeError|AttributeError"),
     ],
 )
-def test_a_file_that_is_no_mutant_is_refused(name: str, text: str, problem: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_mutant_is_refused(
+    name: str, text: str, problem: str, tmp_path: Path
+) -> None:
     (tmp_path / f"{name}.yaml").write_text(text)
     with pytest.raises(ConfigError, match=f"is not a mutant: .*{problem}".replace(".*its", "its")):
         read_mutants(tmp_path)
@@ -128,7 +162,9 @@ def test_an_id_that_no_mutant_has_is_refused(tmp_path: Path) -> None:
         read_mutants(tmp_path / "nothing")
 
 
-@pytest.mark.parametrize("id, section, rule", [("B07", "exact model", "step-tokens"), ("L09", "exact model", "")])
+@pytest.mark.parametrize(
+    "id, section, rule", [("B07", "exact model", "step-tokens"), ("L09", "exact model", "")]
+)
 def test_the_quick_guard_catches_a_known_bug_and_reduces_its_case(
     id: str, section: str, rule: str, tmp_path: Path, forked: Forks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,8 +188,12 @@ def test_code_that_has_moved_is_reported_before_anything_is_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "F99.yaml").write_text(WHOLE)
-    monkeypatch.setattr("mutants.runner.run.run_all", lambda *_, **__: pytest.fail("a run has begun"))
-    found, _, said = run(capsys, "mutants", "--folder", str(tmp_path), "--results", str(tmp_path / "out"))
+    monkeypatch.setattr(
+        "mutants.runner.run.run_all", lambda *_, **__: pytest.fail("a run has begun")
+    )
+    found, _, said = run(
+        capsys, "mutants", "--folder", str(tmp_path), "--results", str(tmp_path / "out")
+    )
     assert found == 2 and "F99: 'a' occurs" in said and "the code has moved" in said
 
 
@@ -186,7 +226,16 @@ def test_every_bug_must_be_caught_and_nothing_where_there_is_none(
 ) -> None:  # fmt: skip
     case = Reduced("case.json", "batch", 2, 40, 8.04, fails=0.95, passes=True)
     made = [
-        Row(id, section, "batch", "", 7, 1.23, "somewhere", case if section.startswith("a case") else None)
+        Row(
+            id,
+            section,
+            "batch",
+            "",
+            7,
+            1.23,
+            "somewhere",
+            case if section.startswith("a case") else None,
+        )
         for id, section in rows
     ]
     monkeypatch.setattr("mutants.runner.run.run_all", lambda *_, **__: iter(made))
@@ -196,17 +245,34 @@ def test_every_bug_must_be_caught_and_nothing_where_there_is_none(
     recorded = read_rows(tmp_path / "mutants.csv")
     caught, seconds = (recorded[recorded["metric"] == metric] for metric in ("caught", "seconds"))
     assert list(caught["benchmark"]) == list(seconds["benchmark"]) == [id for id, _ in rows]
-    assert list(caught["value"]) == [made_row.caught for made_row in made] and set(seconds["value"]) == {1.2}
+    assert list(caught["value"]) == [made_row.caught for made_row in made] and set(
+        seconds["value"]
+    ) == {1.2}
     assert set(caught["params"]) == set(seconds["params"])
-    sizes = dict(recorded[recorded["metric"].str.startswith("reduced_")][["metric", "value"]].itertuples(index=False))
-    expected = {"requests": 2.0, "tokens": 40.0, "seconds": 8.0, "fails": 0.95, "passes_unchanged": 1.0}
-    assert sizes == ({f"reduced_{name}": value for name, value in expected.items()} if "reduced" in said else {})
+    sizes = dict(
+        recorded[recorded["metric"].str.startswith("reduced_")][["metric", "value"]].itertuples(
+            index=False
+        )
+    )
+    expected = {
+        "requests": 2.0,
+        "tokens": 40.0,
+        "seconds": 8.0,
+        "fails": 0.95,
+        "passes_unchanged": 1.0,
+    }
+    assert sizes == (
+        {f"reduced_{name}": value for name, value in expected.items()} if "reduced" in said else {}
+    )
     assert '"cell":"somewhere"' in recorded["params"][0]
 
 
 def test_accuracy_alone_is_as_many_questions_as_a_full_guard_has(tmp_path: Path) -> None:
     (step,) = steps_of(("accuracy",), tmp_path).values()
-    assert isinstance(step, partial) and step.args[:2] == ("accuracy", CHECKS["accuracy"].amounts["full"])
+    assert isinstance(step, partial) and step.args[:2] == (
+        "accuracy",
+        CHECKS["accuracy"].amounts["full"],
+    )
 
 
 def test_what_takes_too_long_or_dies_is_no_catch(forked: Forks) -> None:
@@ -215,10 +281,16 @@ def test_what_takes_too_long_or_dies_is_no_catch(forked: Forks) -> None:
     assert (row.section, row.rule, row.caught) == ("run", "time limit", False)
     dies = mutant(Change("config.py", begin, f"{begin}\n\nimport os\n\nos._exit(3)"))
     row = MutationRun(300).judge(dies, ("sanitizer",), forked)
-    assert (row.section, row.rule, row.caught) == ("run", "death", False) and "exit code 3" in row.detail
+    assert (row.section, row.rule, row.caught) == (
+        "run",
+        "death",
+        False,
+    ) and "exit code 3" in row.detail
 
 
-def test_a_server_that_does_not_start_or_that_dies_was_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_server_that_does_not_start_or_that_dies_was_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from hybrid_kv.check.targets.target import TargetError
 
     def refuse(*_: object, root: Path) -> None:

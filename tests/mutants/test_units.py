@@ -47,10 +47,16 @@ def left_by(group: int) -> list[list[str]]:
 def test_the_first_test_that_fails_kills_a_mutant(
     file: str, old: str, new: str, rule: str, forked: Forks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(units.TESTS, RANKS, ("tests/cache/test_ranks.py",))  # and not those of plans
+    monkeypatch.setitem(
+        units.TESTS, RANKS, ("tests/cache/test_ranks.py",)
+    )  # and not those of plans
     one = mutant(file, old, new)
     found = MutationRun(300).judge(one, one.ways("quick"), forked)
-    assert (found.section, found.rule.partition("[")[0], found.caught) == ("tests" if rule else "", rule, bool(rule))
+    assert (found.section, found.rule.partition("[")[0], found.caught) == (
+        "tests" if rule else "",
+        rule,
+        bool(rule),
+    )
     assert found.problem == ("" if rule else "not caught")
     assert left_by(forked._process.pid) == []
 
@@ -58,7 +64,9 @@ def test_the_first_test_that_fails_kills_a_mutant(
 def test_a_loop_is_killed(forked: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units, "LIMIT", 2)
     found = MutationRun(300).judge(
-        mutant(RANKS, STAGES, f"{STAGES}\n        while True:\n            pass"), ("tests",), forked
+        mutant(RANKS, STAGES, f"{STAGES}\n        while True:\n            pass"),
+        ("tests",),
+        forked,
     )
     assert (found.section, found.rule, found.caught) == ("run", "time limit", True)
 
@@ -66,37 +74,71 @@ def test_a_loop_is_killed(forked: Forks, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_known_bug_that_loops_is_caught_if_a_test_of_its_file_fails(
     forked: Forks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers = iter(({"section": "tests", "rule": "test_it", "detail": "", "test": ""}, {"section": "", "test": ""}))
+    answers = iter(
+        (
+            {"section": "tests", "rule": "test_it", "detail": "", "test": ""},
+            {"section": "", "test": ""},
+        )
+    )
 
     def call(_: object, function: str, *__: object) -> dict[str, str]:
         if function == "guard.run":
-            return {"section": "run", "rule": "time limit", "detail": "not done after 20 CPU seconds"}
+            return {
+                "section": "run",
+                "rule": "time limit",
+                "detail": "not done after 20 CPU seconds",
+            }
         return dict(next(answers))
 
     monkeypatch.setattr(forked, "call", lambda *given: call(*given))
-    known = KnownBug("Z01", (), "", {}, (Change("engine/text.py", "TAIL_MARGIN = 8", "TAIL_MARGIN = 9"),))
+    known = KnownBug(
+        "Z01", (), "", {}, (Change("engine/text.py", "TAIL_MARGIN = 8", "TAIL_MARGIN = 9"),)
+    )
     caught, left = (MutationRun(300).judge(known, ("quick", "tests"), forked) for _ in range(2))
     assert (caught.section, caught.rule, caught.caught) == ("tests", "test_it", True)
     assert (left.section, left.rule, left.problem) == ("run", "time limit", "not caught")
 
 
-def test_a_test_that_fails_without_a_mutant_too_kills_none(forked: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = {"section": "tests", "rule": "test_it", "detail": "assert 1 == 2", "test": "tests/test_it.py::test_it"}
+def test_a_test_that_fails_without_a_mutant_too_kills_none(
+    forked: Forks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = {
+        "section": "tests",
+        "rule": "test_it",
+        "detail": "assert 1 == 2",
+        "test": "tests/test_it.py::test_it",
+    }
     monkeypatch.setattr(forked, "call", lambda *_: {**failed})
-    with pytest.raises(HybridKVError, match=r"tests/test_it\.py::test_it fails without a mutant, too: assert 1 == 2"):
+    with pytest.raises(
+        HybridKVError,
+        match=r"tests/test_it\.py::test_it fails without a mutant, too: assert 1 == 2",
+    ):
         MutationRun(300).judge(mutant(RANKS, STAGES, "        begins = [1]"), ("tests",), forked)
 
 
 def test_every_file_has_tests_that_exist_or_is_for_the_guard() -> None:
-    assert units.tests_of("kernels/ssd/slots.py") == ["tests/kernels/ssd", "tests/kernels/test_recurrences.py"]
-    assert units.tests_of("kernels/moe.py") == units.tests_of_all(["kernels/moe.py"]) == ["tests/kernels/test_moe.py"]
-    every = [file.relative_to(PACKAGE).as_posix() for file in PACKAGE.rglob("*.py") if file.stem != "__init__"]
+    assert units.tests_of("kernels/ssd/slots.py") == [
+        "tests/kernels/ssd",
+        "tests/kernels/test_recurrences.py",
+    ]
+    assert (
+        units.tests_of("kernels/moe.py")
+        == units.tests_of_all(["kernels/moe.py"])
+        == ["tests/kernels/test_moe.py"]
+    )
+    every = [
+        file.relative_to(PACKAGE).as_posix()
+        for file in PACKAGE.rglob("*.py")
+        if file.stem != "__init__"
+    ]
     engine = [file for file in every if file.split("/")[0] not in JUDGES]
     named = {test for file in engine for test in units.tests_of(file)}
     assert not [test for test in named if not (PACKAGE.parent / test).exists()]
     of_engine = [file for file in engine if file.split("/")[0] in units.ENGINE]
     assert [file for file in of_engine if not units.tests_of(file)] == []
-    assert not {*files("tests")} & {*files("quick")} and len(files()) == len(files("tests")) + len(files("quick"))
+    assert not {*files("tests")} & {*files("quick")} and len(files()) == len(files("tests")) + len(
+        files("quick")
+    )
     for patterns in (units.TESTS, units.GUARD_FIRST):
         assert not [pattern for pattern in patterns if not [*PACKAGE.glob(pattern)]]
 
@@ -118,22 +160,32 @@ def test_every_file_has_tests_that_exist_or_is_for_the_guard() -> None:
 def test_tests_follow_from_what_imports_what(file: str, test: str) -> None:
     assert f"tests/{test}" in units.tests_of(file)
     assert not any(
-        found.startswith(("tests/check/guard/", "tests/check/probes/", "tests/cli/")) for found in units.tests_of(file)
+        found.startswith(("tests/check/guard/", "tests/check/probes/", "tests/cli/"))
+        for found in units.tests_of(file)
     )
 
 
 def test_known_bugs_of_units_go_to_their_tests_and_then_to_the_guard() -> None:
     def ways(by: str, *changed: str) -> tuple[str, ...]:
-        return KnownBug("Z01", (), "", {}, tuple(Change(file, "a", "b") for file in changed)).ways(by)
+        return KnownBug("Z01", (), "", {}, tuple(Change(file, "a", "b") for file in changed)).ways(
+            by
+        )
 
-    assert ways("quick", "cache/plan.py") == ways("quick", "cache/plan.py", "cache/ranks.py") == ("tests", "quick")
+    assert (
+        ways("quick", "cache/plan.py")
+        == ways("quick", "cache/plan.py", "cache/ranks.py")
+        == ("tests", "quick")
+    )
     assert ways("quick", "cache/manager.py") == ("quick", "tests")
     assert ways("quick", "cache/plan.py", "engine/llm.py") == ("quick", "tests")
     assert ways("full", "cache/plan.py") == ("full",)
 
 
 def test_a_mutant_is_run_by_its_row(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], forked: Forks, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    forked: Forks,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Forks, "close", lambda self: None)
     monkeypatch.setattr("mutants.runner.run.Forks", lambda: forked)

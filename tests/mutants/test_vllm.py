@@ -12,7 +12,16 @@ from hybrid_kv.check.probes.run import matrix_of
 from hybrid_kv.check.targets.exact import PATTERNS, write_exact_checkpoint
 from hybrid_kv.check.targets.kinds import for_model
 from hybrid_kv.check.targets.vllm import KIND
-from mutants.runner.vllm import FOLDER, HEALTHY, cell_of, files_of, head, overlay, patches_of, tables
+from mutants.runner.vllm import (
+    FOLDER,
+    HEALTHY,
+    cell_of,
+    files_of,
+    head,
+    overlay,
+    patches_of,
+    tables,
+)
 
 INSTALLED = [*Path(__file__).parents[2].glob(".venv-vllm/lib/python*/site-packages/vllm")]
 NAMES = sorted(one.stem for one in FOLDER.glob("*.patch"))
@@ -64,6 +73,9 @@ def test_an_overlay_copies_what_it_changes_alone(tmp_path: Path) -> None:
     patch = tmp_path / "one.patch"
     patch.write_text("--- a/vllm/core/b.py\n+++ b/vllm/core/b.py\n@@ -1 +1 @@\n-x = 1\n+x = 2\n")
     overlay(real, [patch], tmp_path)
-    assert [(tmp_path / "vllm/core/b.py").read_text(), (real / "core/b.py").read_text()] == ["x = 2\n", "x = 1\n"]
+    assert [(tmp_path / "vllm/core/b.py").read_text(), (real / "core/b.py").read_text()] == [
+        "x = 2\n",
+        "x = 1\n",
+    ]
     links = {one.name: one.is_symlink() for one in (tmp_path / "vllm").rglob("*")}
     assert links == {"core": False, "b.py": False, "__pycache__": False, "c.py": True}

@@ -30,7 +30,9 @@ def test_each_cell_is_one_of_our_target() -> None:
         (Answer((1, 2), logprobs=({1: 0.0}, {2: -1e-9})), "wrong"),
     ],
 )
-def test_an_answer_is_the_recorded_one_or_wrong(answer: Answer, verdict: str, tmp_path: Path) -> None:
+def test_an_answer_is_the_recorded_one_or_wrong(
+    answer: Answer, verdict: str, tmp_path: Path
+) -> None:
     judge = weights._judge(tmp_path, {PROMPT: (1, 2, 3)})
     assert judge.judge(Ask(PROMPT, max_tokens=2), answer, None).verdict == verdict
 
@@ -39,7 +41,9 @@ def alone() -> list[Probe]:
     return load_probes()[:1]
 
 
-def test_a_recorded_answer_that_differs_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recorded_answer_that_differs_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(weights, "CELLS", (("lfm2", {}),))
     monkeypatch.setattr(guarded, "load_probes", alone)
     weights.write_checkpoints(tmp_path)

@@ -35,7 +35,9 @@ PATTERNS = ("M*", "M*MM*", "*M", "MMM*M", "**", "MM")
 
 
 def scripted(script, k, prompts, sequences):
-    return ScriptedProposer(script, k, sequences, [len(prompt) for prompt in prompts], 8, ExactConfig.vocab_size)
+    return ScriptedProposer(
+        script, k, sequences, [len(prompt) for prompt in prompts], 8, ExactConfig.vocab_size
+    )
 
 
 class Traffic:
@@ -47,7 +49,9 @@ class Traffic:
         pattern = options.pop("pattern", PATTERNS[int(rng.integers(len(PATTERNS)))])
         base = rng.integers(0, 97, 30).tolist()
         self.prompts = [
-            base[: int(rng.integers(0, 31))] + rng.integers(0, 97, int(rng.integers(1, 16))).tolist() for _ in range(8)
+            base[: int(rng.integers(0, 31))]
+            + rng.integers(0, 97, int(rng.integers(1, 16))).tolist()
+            for _ in range(8)
         ]
         self.prompts.append(self.prompts[0])
         self.model = ExactModel(ExactConfig(pattern=pattern))
@@ -73,7 +77,9 @@ class Traffic:
             self.options["async_scheduling"] = False  # it would need blocks of 1 + 2K tokens
 
     def llm(self):
-        proposer = scripted("mixed", self.k, self.prompts * 2, self.sequences * 2) if self.k else None
+        proposer = (
+            scripted("mixed", self.k, self.prompts * 2, self.sequences * 2) if self.k else None
+        )
         return LLM(self.model, proposer=proposer, **self.options)
 
     def run(self, llm, before_step=lambda llm: None):
@@ -100,7 +106,9 @@ class Traffic:
 def test_a_right_engine_is_silent(scheme):
     seen = Counter()
     for seed in range(6, 12):  # Six seeds are every mode with every backend.
-        own = {"pattern": PATTERNS[seed % 4], "state_scheme": scheme} if scheme == "recompute" else {}
+        own = (
+            {"pattern": PATTERNS[seed % 4], "state_scheme": scheme} if scheme == "recompute" else {}
+        )
         traffic = Traffic(seed, **own)
         llm = traffic.llm()
         requests, report = traffic.run(llm)
@@ -139,7 +147,8 @@ def test_blocks_that_another_engine_filed_first_may_differ_in_bytes_that_are_nev
             mamba_cache_mode="all", kv_offload_folder=tmp_path, sanitize=sanitize,
         )  # fmt: skip
 
-    # One engine drafts right, the other wrong: rows of drafts that they leave behind a window differ.
+    # One engine drafts right, the other wrong: rows of drafts that they leave behind a window
+    # differ.
     other, own = engine("wrong", False), engine("mixed", True)
     params = SamplingParams(max_tokens=8)
 
@@ -167,11 +176,17 @@ def before(change):
 
 
 def accept_one_less(_, self, step, num_accepted):
-    self.cursors.window_row[step.inputs.rows] = np.maximum(0, self.cursors.window_row[step.inputs.rows] - 1)
+    self.cursors.window_row[step.inputs.rows] = np.maximum(
+        0, self.cursors.window_row[step.inputs.rows] - 1
+    )
 
 
 def with_metadata(**changes):
-    return around(lambda built, *_: replace(built, **{name: change(built) for name, change in changes.items()}))
+    return around(
+        lambda built, *_: replace(
+            built, **{name: change(built) for name, change in changes.items()}
+        )
+    )
 
 
 def live_padding(built, builder, common, *_):
@@ -182,7 +197,9 @@ def live_padding(built, builder, common, *_):
 def state_in_place(built, builder, common, *_):
     rows = slice(built.num_decodes, common.num_reqs)
     started = torch.from_numpy(common.num_computed_tokens[rows] > 0)
-    built.state_indices[rows, 0] = torch.where(started, built.source_indices[rows], built.state_indices[rows, 0])
+    built.state_indices[rows, 0] = torch.where(
+        started, built.source_indices[rows], built.state_indices[rows, 0]
+    )
     return built
 
 
@@ -194,7 +211,11 @@ def publish_when_scheduled(new, scheduler, item, *_):
     request, end = item.request, item.num_computed_tokens + item.num_tokens
     if new is not None and not item.num_drafts and not item.awaits_drafts:
         scheduler.manager.cache_blocks(
-            request.request_id, request.block_hashes, request.token_ids, StateProgress(end, end), item.is_decode
+            request.request_id,
+            request.block_hashes,
+            request.token_ids,
+            StateProgress(end, end),
+            item.is_decode,
         )
     return new
 
@@ -241,7 +262,13 @@ def give_back_more(self, request_id, rows, num_computed, num_seen):
 def publish_inside(plain):
     def cache_blocks(self, request, is_decode):
         end = min(-(-request.num_computed_tokens // 8) * 8, request.num_tokens)
-        args = request.request_id, request.block_hashes, request.token_ids, StateProgress(end, end), is_decode
+        args = (
+            request.request_id,
+            request.block_hashes,
+            request.token_ids,
+            StateProgress(end, end),
+            is_decode,
+        )
         self.manager.cache_blocks(*args)
 
     return cache_blocks
@@ -266,7 +293,9 @@ def states_beyond_the_row(built, *_):
 def boundary_into_current_block(built):
     if built.boundaries is None:
         return None
-    return built.boundaries._replace(blocks=built.state_indices[built.num_decodes + built.boundaries.rows, 0])
+    return built.boundaries._replace(
+        blocks=built.state_indices[built.num_decodes + built.boundaries.rows, 0]
+    )
 
 
 def metadata_of_its_own(built, *_):
@@ -290,7 +319,9 @@ def next_row(self, rows, *rest):
 
 
 def wrong_block(block, self, key):
-    others = [other for (group, _), other in self._blocks.items() if group == key[0] and other != block]
+    others = [
+        other for (group, _), other in self._blocks.items() if group == key[0] and other != block
+    ]
     return others[0] if block is not None and others else block
 
 
@@ -305,7 +336,12 @@ def damage_published_pages(llm):
     pages[list(llm.manager.pool._keys), 0] ^= 1
 
 
-ALL = {"mamba_cache_mode": "all", "pattern": "M*", "num_speculative_tokens": 3, "async_scheduling": False}
+ALL = {
+    "mamba_cache_mode": "all",
+    "pattern": "M*",
+    "num_speculative_tokens": 3,
+    "async_scheduling": False,
+}
 ALIGN = ALL | {"mamba_cache_mode": "align"}
 ATTENTION = ALL | {"pattern": "**"}
 OFFLOAD = ATTENTION | {"kv_offload_bytes": 2**20}
@@ -408,7 +444,9 @@ def with_recompute(**changes):
 
     def change(found, *_):
         step = found.history
-        return replace(found, history=step._replace(**{name: part(step) for name, part in changes.items()}))
+        return replace(
+            found, history=step._replace(**{name: part(step) for name, part in changes.items()})
+        )
 
     def staged(found, *_):
         arrays, make = found
@@ -497,10 +535,14 @@ def test_loaded_bytes_that_were_never_published_are_named_where_no_other_engine_
 
 
 def test_pages_of_a_shared_folder_loaded_into_each_others_blocks_are_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(KVOffload, "load", before(lambda self, pages, ids: (self, pages, ids[::-1]))(KVOffload.load))
+    monkeypatch.setattr(
+        KVOffload, "load", before(lambda self, pages, ids: (self, pages, ids[::-1]))(KVOffload.load)
+    )
     reports = (
         traffic.run(traffic.llm())[1]
-        for traffic in (Traffic(seed, **ATTENTION, kv_offload_folder=tmp_path / str(seed)) for seed in range(12))
+        for traffic in (
+            Traffic(seed, **ATTENTION, kv_offload_folder=tmp_path / str(seed)) for seed in range(12)
+        )
     )
     assert next(report.rule for report in reports if report is not None) == "load-bytes"
 
@@ -521,7 +563,10 @@ def test_an_injected_fault_is_named_before_a_wrong_token(name, monkeypatch):
 
 @pytest.mark.parametrize(
     "disturb, options, rule",
-    [(free_a_running_block, ALL, "free-held"), (damage_published_pages, ATTENTION | ROOMY, "hit-overwritten")],
+    [
+        (free_a_running_block, ALL, "free-held"),
+        (damage_published_pages, ATTENTION | ROOMY, "hit-overwritten"),
+    ],
 )
 def test_damage_from_outside_is_named(disturb, options, rule):
     traffic = Traffic(2, **options)
@@ -530,11 +575,16 @@ def test_damage_from_outside_is_named(disturb, options, rule):
 
 
 def test_a_report_has_rule_request_group_block_step_and_history(monkeypatch):
-    monkeypatch.setattr(ModelRunner, "_postprocess", around(accept_one_less)(ModelRunner._postprocess))
+    monkeypatch.setattr(
+        ModelRunner, "_postprocess", around(accept_one_less)(ModelRunner._postprocess)
+    )
     traffic = Traffic(2, **ALL)
     _, report = traffic.run(traffic.llm())
     first, request, group, block, *history = str(report).splitlines()
-    assert re.fullmatch(r"read-window in step \d+: block \d+: row \d of a window is read after \d+ tokens; .*", first)
+    assert re.fullmatch(
+        r"read-window in step \d+: block \d+: row \d of a window is read after \d+ tokens; .*",
+        first,
+    )
     assert "the first" in first and "(step" in first
     assert re.fullmatch(r"request \d in row \d: \d+ tokens, \d+ of them in the cache", request)
     assert re.fullmatch(r"group 0: MambaSpec, blocks of 8 tokens: layers\.0", group)
@@ -543,7 +593,9 @@ def test_a_report_has_rule_request_group_block_step_and_history(monkeypatch):
     assert re.fullmatch(r"  step \d+: write by request \d, group 0", history[-1])
 
 
-@pytest.mark.parametrize("variable, option, on", [("1", None, True), ("0", None, False), ("1", False, False)])
+@pytest.mark.parametrize(
+    "variable, option, on", [("1", None, True), ("0", None, False), ("1", False, False)]
+)
 def test_the_environment_is_the_default(variable, option, on, monkeypatch):
     monkeypatch.setenv("HYBRID_KV_SANITIZE", variable)
     llm = Traffic(1, sanitize=option).llm()

@@ -41,7 +41,9 @@ def propose(proposer, rows, width=None):
 @example([[5], [5, 5], [5, 6]], 2, 1, 0)
 def test_equals_the_plain_search(rows, k, min_ngram, more):
     proposer = NgramProposer(k, min_ngram + more, min_ngram)
-    assert propose(proposer, rows) == [brute_force(row, k, min_ngram + more, min_ngram) for row in rows]
+    assert propose(proposer, rows) == [
+        brute_force(row, k, min_ngram + more, min_ngram) for row in rows
+    ]
 
 
 @pytest.mark.parametrize(("k", "longest", "shortest"), [(0, 4, 1), (1, 1, 2), (1, 3, 0)])

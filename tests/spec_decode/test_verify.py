@@ -1,7 +1,8 @@
 """Verified tokens: the same as without drafts, and distributed as the target says.
 
-The target is a Markov chain over 5 tokens, so that the distribution of the first two tokens is known exactly. All
-seeds are fixed: every p-value is always the same number. What the statistics must notice is injected as wrong
+The target is a Markov chain over 5 tokens, so that the distribution of the first two tokens is
+known exactly. All seeds are fixed: every p-value is always the same number. What the statistics
+must notice is injected as wrong
     verifiers.
 """
 
@@ -14,16 +15,25 @@ from hybrid_kv.sampling import SamplingParams, apply_top_k_top_p
 from tests.draws import sampled, verified
 
 VOCAB, START, FIRST, NUM_SEEDS = 5, 2, 11, 8_000
-CHAIN = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1)) * 0.8  # [token before, token]
+CHAIN = (
+    torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1)) * 0.8
+)  # [token before, token]
 RANDOM = SamplingParams(temperature=0.9)
-PARAMS = (RANDOM, SamplingParams(temperature=1.3, top_k=3), SamplingParams(temperature=1.0, top_p=0.8))
+PARAMS = (
+    RANDOM,
+    SamplingParams(temperature=1.3, top_k=3),
+    SamplingParams(temperature=1.0, top_p=0.8),
+)
 DRAFTS = ([0], [1], [2], [3], [4], [3, 0], [1, 1, 2], [4, 2, 0, 1])
 
 
 def distribution(params):
     """[token before, token] float64, by the definition of temperature, top-k and top-p."""
     scaled = CHAIN.double() / params.temperature
-    k, p = torch.full((VOCAB,), params.top_k), torch.full((VOCAB,), params.top_p, dtype=torch.float64)
+    k, p = (
+        torch.full((VOCAB,), params.top_k),
+        torch.full((VOCAB,), params.top_p, dtype=torch.float64),
+    )
     return apply_top_k_top_p(scaled, k, p).softmax(-1)
 
 
@@ -77,7 +87,9 @@ def test_a_draft_is_accepted_with_its_probability(params):
     assert any(p[START] == 0) == (params is not RANDOM)
     for drafts in DRAFTS:
         _, accepted = steps(verified, drafts, params, length=1)
-        chain = np.cumprod([p[before, draft] for before, draft in zip([START, *drafts], drafts, strict=False)])
+        chain = np.cumprod(
+            [p[before, draft] for before, draft in zip([START, *drafts], drafts, strict=False)]
+        )
         exactly = np.append(-np.diff(np.append(1.0, chain)), chain[-1])  # j drafts and not j + 1
         assert p_value(accepted, exactly) > 1e-3
 
@@ -88,7 +100,9 @@ def textbook(acceptance=lambda p: p, without_draft=True):
     def verifier(logits, drafts, params, seeds, positions):
         rng = np.random.default_rng(positions[0])
         n, draft = len(seeds), torch.tensor(drafts)
-        first, bonus = (logits.double() / params[0].temperature).softmax(-1).view(n, 2, VOCAB).unbind(1)
+        first, bonus = (
+            (logits.double() / params[0].temperature).softmax(-1).view(n, 2, VOCAB).unbind(1)
+        )
         accepted = rng.random(n) < acceptance(first.gather(1, draft).numpy().ravel())
         residual = first.scatter(1, draft, 0) if without_draft else first
 
@@ -106,8 +120,12 @@ def same_noise(logits, drafts, params, seeds, positions):
     """The noise of a request's first position for all of them."""
     count = 1 + len(drafts[0])
     owner = [r for r in range(len(seeds)) for _ in range(count)]
-    own = sampled(logits, [params[0]] * len(logits), [seeds[r] for r in owner], [FIRST] * len(logits))
-    return [own[r * count : r * count + (own[r * count] == drafts[r][0]) + 1] for r in range(len(seeds))]
+    own = sampled(
+        logits, [params[0]] * len(logits), [seeds[r] for r in owner], [FIRST] * len(logits)
+    )
+    return [
+        own[r * count : r * count + (own[r * count] == drafts[r][0]) + 1] for r in range(len(seeds))
+    ]
 
 
 def keep_the_rest(logits, drafts, params, seeds, positions):
@@ -145,7 +163,9 @@ def test_same_tokens_as_without_drafts():
     num_rows, length, seeds = len(params), 12, rng.integers(0, 2**40, len(params)).tolist()
     alone = [[START] for _ in params]
     for position in range(length):
-        drawn = sampled(logits_of([t[-1] for t in alone]), params, seeds, [FIRST + position] * num_rows)
+        drawn = sampled(
+            logits_of([t[-1] for t in alone]), params, seeds, [FIRST + position] * num_rows
+        )
         for tokens, token in zip(alone, drawn, strict=True):
             tokens.append(token)
     drafted = [[START] for _ in params]
@@ -155,9 +175,17 @@ def test_same_tokens_as_without_drafts():
         for r in rows:
             right = alone[r][len(drafted[r]) :][: rng.integers(0, 5)]
             drafts.append([t if rng.random() < 0.8 else int(rng.integers(VOCAB)) for t in right])
-        before = [token for r, d in zip(rows, drafts, strict=True) for token in (drafted[r][-1], *d)]
+        before = [
+            token for r, d in zip(rows, drafts, strict=True) for token in (drafted[r][-1], *d)
+        ]
         positions = [FIRST + len(drafted[r]) - 1 for r in rows]
-        gained = verified(logits_of(before), drafts, [params[r] for r in rows], [seeds[r] for r in rows], positions)
+        gained = verified(
+            logits_of(before),
+            drafts,
+            [params[r] for r in rows],
+            [seeds[r] for r in rows],
+            positions,
+        )
         for r, d, new in zip(rows, drafts, gained, strict=True):
             gains.add((len(d), len(new)))
             drafted[r] += new

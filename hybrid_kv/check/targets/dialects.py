@@ -144,13 +144,17 @@ class Completions:
 
     def answer(self, raw: bytes) -> Answer:
         reply = read(_Completion, raw)
-        first, *others = sorted(reply.choices, key=lambda choice: choice.index) or [_Choice(index=0, token_ids=[])]
+        first, *others = sorted(reply.choices, key=lambda choice: choice.index) or [
+            _Choice(index=0, token_ids=[])
+        ]
         every = list(zip(first.logprobs or (), first.likeliest or (), strict=False))
         num_echoed = max(0, len(every) - len(first.token_ids))
         echoed = _logprobs((first.prompt or ())[1:num_echoed], every[1:num_echoed])
         rest = tuple(tuple(other.token_ids) for other in others)
         own = _logprobs(first.token_ids, every[num_echoed:])
-        return Answer(tuple(first.token_ids), reply.cached_tokens, own, rest, prompt_logprobs=echoed)
+        return Answer(
+            tuple(first.token_ids), reply.cached_tokens, own, rest, prompt_logprobs=echoed
+        )
 
 
 def _given(**fields: Any) -> Json:
@@ -185,7 +189,9 @@ class _Generated(BaseModel):
     scored_likeliest: Some[Some[_Row] | None] | None = within("meta_info", "input_top_logprobs")
 
 
-_OneOrSome = RootModel[_Generated | Annotated[list[_Generated], Field(min_length=1, fail_fast=True)]]
+_OneOrSome = RootModel[
+    _Generated | Annotated[list[_Generated], Field(min_length=1, fail_fast=True)]
+]
 
 
 class SGLang:
@@ -212,7 +218,9 @@ class SGLang:
         # Nothing stands before a prompt's first token.
         scored = _logprobs(scored_ids[1:], _rows(first.scored, first.scored_likeliest)[1:])
         rest = tuple(tuple(other.output_ids) for other in others)
-        return Answer(tuple(first.output_ids), first.cached_tokens, own, rest, prompt_logprobs=scored)
+        return Answer(
+            tuple(first.output_ids), first.cached_tokens, own, rest, prompt_logprobs=scored
+        )
 
 
 def _rows(
@@ -242,7 +250,9 @@ class _Predicted(BaseModel):
     completion_probabilities: Some[_Chosen] | None = None
 
 
-_OneOrSomePredicted = RootModel[_Predicted | Annotated[list[_Predicted], Field(min_length=1, fail_fast=True)]]
+_OneOrSomePredicted = RootModel[
+    _Predicted | Annotated[list[_Predicted], Field(min_length=1, fail_fast=True)]
+]
 
 
 class LlamaCpp:
@@ -260,11 +270,16 @@ class LlamaCpp:
 
     def answer(self, raw: bytes) -> Answer:
         reply = read(_OneOrSomePredicted, raw).root
-        first, *others = sorted(reply, key=lambda one: one.index) if isinstance(reply, list) else [reply]
+        first, *others = (
+            sorted(reply, key=lambda one: one.index) if isinstance(reply, list) else [reply]
+        )
         # A draft that was accepted has a log-probability of 0 and no alternatives: nothing was
         # computed for it.
         rows = [
-            (row.logprob if row.top_logprobs else None, {one.id: one.logprob for one in row.top_logprobs})
+            (
+                row.logprob if row.top_logprobs else None,
+                {one.id: one.logprob for one in row.top_logprobs},
+            )
             for row in first.completion_probabilities or ()
         ]
         rest = tuple(tuple(other.tokens) for other in others)

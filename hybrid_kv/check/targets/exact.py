@@ -41,7 +41,9 @@ def _config(name: str) -> ExactConfig:
         ConfigError: there is no such exact model.
     """
     if name not in PATTERNS:
-        raise ConfigError(f"exact:{name}: there is no such exact model; use one of {', '.join(PATTERNS)}")
+        raise ConfigError(
+            f"exact:{name}: there is no such exact model; use one of {', '.join(PATTERNS)}"
+        )
     pattern = "".join(ALIASES.get(letter, letter) for letter in PATTERNS[name][0])
     return ExactConfig(pattern=pattern, vocab_size=VOCABULARY)
 
@@ -127,7 +129,11 @@ class ExactAnswers:
 
             def choose(residues: Residues, position: int) -> int:
                 nonlocal last
-                last = int(residues.argmax()) if residues[0] % ECHO == 0 else last - last % CYCLE + (last + 1) % CYCLE
+                last = (
+                    int(residues.argmax())
+                    if residues[0] % ECHO == 0
+                    else last - last % CYCLE + (last + 1) % CYCLE
+                )
                 return last
 
             self._known[key] = self._oracle.generate(prompt, count, choose=choose)

@@ -40,7 +40,9 @@ def kind_of(name: str, python: str | Path | None = None) -> Kind:
 
         return kind_at(name)
     if name not in KINDS:
-        raise ConfigError(f"--target {name}: there is no such engine; use one of {', '.join(KINDS)}, or a server's URL")
+        raise ConfigError(
+            f"--target {name}: there is no such engine; use one of {', '.join(KINDS)}, or a server's URL"
+        )
     kind = cast(Kind, import_module(f"hybrid_kv.check.targets.{name}").KIND)
     if python is None:
         return kind
@@ -63,7 +65,9 @@ def for_model(kind: Kind, folder: str) -> Kind:
         return kind
     if (inside := kind.inside) is None:
         raise ConfigError(f"--exact: {kind.name} cannot run an exact model; leave it out")
-    return replace(kind, factors=inside.factors, matrix=inside.further.get(name_of(folder), inside.matrix))
+    return replace(
+        kind, factors=inside.factors, matrix=inside.further.get(name_of(folder), inside.matrix)
+    )
 
 
 @contextmanager

@@ -85,7 +85,12 @@ KNOWN = (
     # A state cannot be cut: what does not go on with all of a text computes it anew.
     Known(RELEASE, "prefix=on", ("api", "prefix=on"), words="cached stayed 0"),
     Known(RELEASE, "prefix=files", ("prefix=files",), words="cached stayed 0"),
-    Known(RELEASE, "llamacpp_stale_checkpoint", ("api=server", "prefix"), probe="another token near the end"),
+    Known(
+        RELEASE,
+        "llamacpp_stale_checkpoint",
+        ("api=server", "prefix"),
+        probe="another token near the end",
+    ),
     Known(RELEASE, "llamacpp_stale_checkpoint", ("api=server", "prefix"), probe="again after many"),
 )
 # Numbers are float32 throughout: what is off by more is no rounding of a cache in half precision.
@@ -116,10 +121,14 @@ class Build:
         """
         server = server.absolute()
         if not (server.is_file() and os.access(server, os.X_OK)):
-            raise ConfigError(f"--server {server}: there is no such program; give the llama-server of a build")
+            raise ConfigError(
+                f"--server {server}: there is no such program; give the llama-server of a build"
+            )
         if "llama" not in server.name:
             raise ConfigError(f"--server {server}: it is no llama-server; give that of a build")
-        trees = (parent for parent in server.parents if (parent / "convert_hf_to_gguf.py").is_file())
+        trees = (
+            parent for parent in server.parents if (parent / "convert_hf_to_gguf.py").is_file()
+        )
         return cls(server, next(trees, None))
 
     @classmethod
@@ -131,7 +140,9 @@ class Build:
         """
         known = SERVER if SERVER.exists() else shutil.which("llama-server")
         if known is None:
-            raise ConfigError("llama.cpp is not built: run `make peers-llamacpp`, or name a llama-server with --server")
+            raise ConfigError(
+                "llama.cpp is not built: run `make peers-llamacpp`, or name a llama-server with --server"
+            )
         return cls.at(Path(known))
 
     def gguf(self, folder: str, noise: float = 0.0) -> Path:
@@ -143,13 +154,24 @@ class Build:
         Raises:
             ConfigError: the converter does not know the model, or there is no converter.
         """
-        if not noise and (given := sorted(one for one in Path(folder).glob("*.gguf") if "hybrid-kv" not in one.name)):
+        if not noise and (
+            given := sorted(
+                one for one in Path(folder).glob("*.gguf") if "hybrid-kv" not in one.name
+            )
+        ):
             return given[0]
         if self.tree is None:
-            raise ConfigError(f"{folder} has no GGUF file, and no folder above {self.server} has a converter")
-        sources = [self.tree / "convert_hf_to_gguf.py", *sorted((self.tree / "conversion").glob("*.py"))]
+            raise ConfigError(
+                f"{folder} has no GGUF file, and no folder above {self.server} has a converter"
+            )
+        sources = [
+            self.tree / "convert_hf_to_gguf.py",
+            *sorted((self.tree / "conversion").glob("*.py")),
+        ]
         stamps = repr([(str(one), one.stat().st_mtime_ns) for one in sources])
-        made = hashlib.sha256(stamps.encode()).hexdigest()[:8] + (f"-noise-{noise:g}" if noise else "")
+        made = hashlib.sha256(stamps.encode()).hexdigest()[:8] + (
+            f"-noise-{noise:g}" if noise else ""
+        )
         file = Path(folder) / f"hybrid-kv-{made}.gguf"
         if not file.exists():
             self._convert(folder, noise, file)
@@ -166,19 +188,35 @@ class Build:
         folder = str(self.server.parent)
         headers = [f"-I{self.tree / name}" for name in ("include", "ggml/include")]
         links = ["-L", folder, "-lllama", f"-Wl,-rpath,{folder}"]
-        command = ["cc", "-O1", "-shared", "-fPIC", *headers, str(source), "-o", str(library), *links]
+        command = [
+            "cc",
+            "-O1",
+            "-shared",
+            "-fPIC",
+            *headers,
+            str(source),
+            "-o",
+            str(library),
+            *links,
+        ]
         try:
             ran = subprocess.run(command, capture_output=True, text=True, check=False)
         except OSError as error:
             raise ConfigError(f"api=sequences needs a C compiler: cc: {error.strerror}") from None
         if ran.returncode:
             errors = [line for line in ran.stderr.splitlines() if "error" in line] or ["nothing"]
-            raise ConfigError(f"api=sequences does not compile with this build; cc said: {errors[0][:400]}")
+            raise ConfigError(
+                f"api=sequences does not compile with this build; cc said: {errors[0][:400]}"
+            )
 
     def version(self) -> str:
         """Return what its server calls itself, without the commit."""
         ran = subprocess.run(
-            [str(self.server), "--version"], capture_output=True, text=True, check=False, env=self.environment()
+            [str(self.server), "--version"],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=self.environment(),
         )
         match = re.search(r"\(build (\d+)|version: (\d+) ", ran.stdout + ran.stderr)
         return f"b{match[1] or match[2]}" if match else "of unknown version"
@@ -189,14 +227,29 @@ class Build:
 
     def _convert(self, folder: str, noise: float, file: Path) -> None:
         half = file.with_suffix(f".{os.getpid()}")  # another process may convert it, too
-        command = [sys.executable, str(WORKERS / "llamacpp_convert.py"), str(self.tree), folder, str(half), str(noise)]
+        command = [
+            sys.executable,
+            str(WORKERS / "llamacpp_convert.py"),
+            str(self.tree),
+            folder,
+            str(half),
+            str(noise),
+        ]
         ran = subprocess.run(
-            command, capture_output=True, text=True, check=False, env=child_environment({"OMP_NUM_THREADS": "1"})
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            env=child_environment({"OMP_NUM_THREADS": "1"}),
         )
         if ran.returncode:
             half.unlink(missing_ok=True)
-            lines = [line.strip() for line in ran.stderr.splitlines() if line.strip()] or ["nothing"]
-            raise ConfigError(f"llama.cpp's converter refuses the checkpoint; it said: {lines[-1][:400]}")
+            lines = [line.strip() for line in ran.stderr.splitlines() if line.strip()] or [
+                "nothing"
+            ]
+            raise ConfigError(
+                f"llama.cpp's converter refuses the checkpoint; it said: {lines[-1][:400]}"
+            )
         half.replace(file)
 
 
@@ -215,8 +268,14 @@ class LlamaServer(Server):
         self._process: ServerProcess | None = None
         self._files: dict[tuple[int, ...], str] = {}
         try:
-            chosen = {factor: settings.get(factor, next(iter(levels))) for factor, levels in LEVELS.items()}
-            names = {"{folder}": lambda: self._scratch.name, "{draft}": lambda: str(build.gguf(folder, NOISE))}
+            chosen = {
+                factor: settings.get(factor, next(iter(levels)))
+                for factor, levels in LEVELS.items()
+            }
+            names = {
+                "{folder}": lambda: self._scratch.name,
+                "{draft}": lambda: str(build.gguf(folder, NOISE)),
+            }
             given = [one for factor, level in chosen.items() for one in LEVELS[factor][level]]
             arguments = [names[one]() if one in names else one for one in given]
             self._command = [str(build.server), "-m", str(build.gguf(folder)), *ALWAYS, *arguments]
@@ -269,9 +328,13 @@ class Sequences(Remote):
         self._scratch = tempfile.TemporaryDirectory()
         try:
             if settings.get("spec") == "mtp3":
-                raise ConfigError("api=sequences spec=mtp3: a draft head needs llama-server; use spec=draft")
+                raise ConfigError(
+                    "api=sequences spec=mtp3: a draft head needs llama-server; use spec=draft"
+                )
             (Path(self._scratch.name) / "model.gguf").symlink_to(build.gguf(folder).absolute())
-            build.compile(WORKERS / "llamacpp_sequences.c", Path(self._scratch.name) / "sequences.so")
+            build.compile(
+                WORKERS / "llamacpp_sequences.c", Path(self._scratch.name) / "sequences.so"
+            )
             super().__init__("llamacpp", sys.executable, self._scratch.name, settings)
             self.version = build.version()
         except BaseException:

@@ -22,7 +22,14 @@ _INSIDE = Inside(
         "batch=together prefix=lru",
     ),
     # Attention alone is trimmed, and drafted for.
-    {"attention": ("prefix=lru", "spec=draft2", "prefix=kept spec=draft2", "batch=together prefix=lru")},
+    {
+        "attention": (
+            "prefix=lru",
+            "spec=draft2",
+            "prefix=kept spec=draft2",
+            "batch=together prefix=lru",
+        )
+    },
 )
 _KNOWN = (
     Known("0.32.2", "mlx_server_dies", ("prefix",), words="has an empty prompt"),

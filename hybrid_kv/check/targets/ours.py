@@ -7,7 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import hybrid_kv
-from hybrid_kv.check.targets.target import CAPABILITIES, COUNTERS, NUM_LIKELIEST, Answer, Ask, Kind, by_token
+from hybrid_kv.check.targets.target import (
+    CAPABILITIES,
+    COUNTERS,
+    NUM_LIKELIEST,
+    Answer,
+    Ask,
+    Kind,
+    by_token,
+)
 from hybrid_kv.config import ConfigError
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.request import Request
@@ -21,11 +29,16 @@ LEVELS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "spec": {
         "none": {},
-        "ngram3": {"speculative_method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1},
+        "ngram3": {
+            "speculative_method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_min": 1,
+        },
         "mtp3": {"speculative_method": "mtp", "num_speculative_tokens": 3},
         "mtp1": {"speculative_method": "mtp", "num_speculative_tokens": 1},
     },
-    "chunk": {"whole": {}} | {size: {"max_num_batched_tokens": int(size)} for size in ("17", "100")},
+    "chunk": {"whole": {}}
+    | {size: {"max_num_batched_tokens": int(size)} for size in ("17", "100")},
     "blocks": {"ample": {}, "tight": {"tight": True}},
     "scheme": {"slots": {}, "recompute": {"state_scheme": "recompute"}},
     "async": {"off": {}, "on": {"async_scheduling": True}},
@@ -78,7 +91,9 @@ class Ours:
         errors: dict[int, str] = {}
         waiting, undisturbed = list(range(len(requests))), 0
         while True:
-            complete = len(errors) + sum(all(one.is_finished for one in group) for group in groups.values())
+            complete = len(errors) + sum(
+                all(one.is_finished for one in group) for group in groups.values()
+            )
             for i in [i for i in waiting if requests[i].after <= complete]:
                 waiting.remove(i)
                 try:
@@ -89,7 +104,9 @@ class Ours:
                 if not waiting:
                     break
                 continue
-            known = sum(len(request.output_token_ids) for group in groups.values() for request in group)
+            known = sum(
+                len(request.output_token_ids) for group in groups.values() for request in group
+            )
             if preempt_every and known - undisturbed >= preempt_every:
                 undisturbed = known
                 llm.reset_prefix_cache()
@@ -100,7 +117,10 @@ class Ours:
                 if limit is not None and len(request.output_token_ids) >= limit:
                     llm.abort(request.request_id)
             llm.step()
-        return [self._answer(groups[i]) if i in groups else Answer((), error=errors[i]) for i in range(len(requests))]
+        return [
+            self._answer(groups[i]) if i in groups else Answer((), error=errors[i])
+            for i in range(len(requests))
+        ]
 
     def _send(self, ask: Ask) -> list[Request]:
         group = []

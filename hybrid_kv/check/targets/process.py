@@ -35,7 +35,11 @@ class ServerProcess:
     """
 
     def __init__(
-        self, command: Sequence[str], announces: str, environment: Mapping[str, str], cwd: Path | None = None
+        self,
+        command: Sequence[str],
+        announces: str,
+        environment: Mapping[str, str],
+        cwd: Path | None = None,
     ) -> None:
         # Appended to: who reads it must not move the place where the server writes.
         self._log = tempfile.TemporaryFile("a+", errors="replace")  # noqa: SIM115  (lives as long as the server)
@@ -79,7 +83,9 @@ class ServerProcess:
 
     def last_words(self) -> str:
         """Return the last line of its log."""
-        return ([line.strip() for line in self.said().splitlines() if line.strip()] or ["nothing"])[-1]
+        return ([line.strip() for line in self.said().splitlines() if line.strip()] or ["nothing"])[
+            -1
+        ]
 
     def close(self) -> None:
         """End it and free what it holds; a server that does not end by itself is killed."""

@@ -45,7 +45,9 @@ def python_of(name: str, package: str) -> str:
     if own.exists():
         return str(own.absolute())
     if find_spec(package) is None:
-        raise ConfigError(f"{name} is not installed: run `make peers`, or name a Python that has it with --python")
+        raise ConfigError(
+            f"{name} is not installed: run `make peers`, or name a Python that has it with --python"
+        )
     return sys.executable
 
 
@@ -71,7 +73,9 @@ def remote_kind(
     """
 
     def start(folder: str, settings: Mapping[str, str]) -> Remote:
-        return Remote(name, python_of(name, package), folder, settings, variant_of(folder, settings))
+        return Remote(
+            name, python_of(name, package), folder, settings, variant_of(folder, settings)
+        )
 
     def begin(folder: str, settings: Mapping[str, str]) -> Path:
         return load(name, python_of(name, package), variant_of(folder, settings))
@@ -87,11 +91,17 @@ def build_of(kind: Kind, python: str) -> Kind:
     """
     finds = f"import sys, importlib.util as u; sys.exit(u.find_spec({kind.package!r}) is None)"
     try:
-        has_it = not subprocess.run([python, "-c", finds], capture_output=True, check=False).returncode
+        has_it = not subprocess.run(
+            [python, "-c", finds], capture_output=True, check=False
+        ).returncode
     except OSError as error:
-        raise ConfigError(f"{python}: {error.strerror}; give the Python of an environment") from None
+        raise ConfigError(
+            f"{python}: {error.strerror}; give the Python of an environment"
+        ) from None
     if not has_it:
-        raise ConfigError(f"{python} has no {kind.package}; give the Python of an environment with it")
+        raise ConfigError(
+            f"{python} has no {kind.package}; give the Python of an environment with it"
+        )
 
     def start(folder: str, settings: Mapping[str, str]) -> Remote:
         return Remote(kind.name, python, folder, settings, kind.variant_of(folder, settings))
@@ -124,7 +134,9 @@ class Loader:
                 stdout=log,
                 stderr=log,
                 pass_fds=[listener.fileno()],
-                env=environment.child_environment(environment.WORKER_DEFAULTS, TMPDIR=self._scratch.name),
+                env=environment.child_environment(
+                    environment.WORKER_DEFAULTS, TMPDIR=self._scratch.name
+                ),
                 start_new_session=True,  # Ctrl-C is not for it, and its forks end with it
             )
 
@@ -180,7 +192,10 @@ def shared_loaders() -> dict[tuple[str, str, str], Path]:
 
     It then starts targets without imports of its own.
     """
-    return {(name, python, variant): loader.folder for (name, python, variant, *_), loader in _loaders.items()}
+    return {
+        (name, python, variant): loader.folder
+        for (name, python, variant, *_), loader in _loaders.items()
+    }
 
 
 def share_loaders(shared: Mapping[tuple[str, str, str], Path]) -> None:
@@ -203,11 +218,18 @@ class Remote:
         TargetError: it does not start.
     """
 
-    def __init__(self, name: str, python: str, folder: str, settings: Mapping[str, str], variant: str = "") -> None:
+    def __init__(
+        self, name: str, python: str, folder: str, settings: Mapping[str, str], variant: str = ""
+    ) -> None:
         self.name = name
         self.settings: Mapping[str, str] = dict(settings)
         loader, self._is_asked = load(name, python, variant), False
-        self._pid, self.version, self._log, self._loader_log = 0, "", loader / uuid4().hex, loader / LOG
+        self._pid, self.version, self._log, self._loader_log = (
+            0,
+            "",
+            loader / uuid4().hex,
+            loader / LOG,
+        )
         self._connection: socket.socket | None = socket.socket(socket.AF_UNIX)
         self._lines = self._connection.makefile("r")
         try:
@@ -227,7 +249,10 @@ class Remote:
 
     def ask(self, requests: Sequence[Ask], preempt_every: int = 0) -> list[Answer]:
         plain = [asdict(one) for one in requests]
-        return [_answer(one) for one in self._call("ask", REPLY_SECONDS, requests=plain, preempt_every=preempt_every)]
+        return [
+            _answer(one)
+            for one in self._call("ask", REPLY_SECONDS, requests=plain, preempt_every=preempt_every)
+        ]
 
     def counters(self) -> Mapping[str, float]:
         return self._call("counters", REPLY_SECONDS)
@@ -293,7 +318,9 @@ class Remote:
         assert self._connection is not None
         if not select.select([self._connection], [], [], seconds)[0]:
             self._kill()
-            raise TargetError(f"{self.name} said nothing for {seconds:.0f} s after {op}; {self._last_words()}")
+            raise TargetError(
+                f"{self.name} said nothing for {seconds:.0f} s after {op}; {self._last_words()}"
+            )
         return self._lines.readline()
 
     def _last_words(self) -> str:
@@ -309,10 +336,13 @@ def _answer(reply: Mapping[str, Any]) -> Answer:
     return Answer(
         tuple(reply["token_ids"]),
         reply.get("cached_tokens"),
-        tuple({int(token): value for token, value in one.items()} for one in reply.get("logprobs", ())),
+        tuple(
+            {int(token): value for token, value in one.items()} for one in reply.get("logprobs", ())
+        ),
         tuple(tuple(one) for one in reply.get("others", ())),
         reply.get("error", ""),
         prompt_logprobs=tuple(
-            {int(token): value for token, value in one.items()} for one in reply.get("prompt_logprobs", ())
+            {int(token): value for token, value in one.items()}
+            for one in reply.get("prompt_logprobs", ())
         ),
     )

@@ -17,7 +17,9 @@ from hybrid_kv.config import ConfigError
 from hybrid_kv.environment import child_environment
 
 # Not only if asking shows it: salts that are mixed up look like no salts.
-PROMISED = frozenset({"salt", "cached", "n", "seed", "seed in all settings", "reset", "preempt", "logprobs", "score"})
+PROMISED = frozenset(
+    {"salt", "cached", "n", "seed", "seed in all settings", "reset", "preempt", "logprobs", "score"}
+)
 
 
 class Served(Server):
@@ -35,7 +37,16 @@ class Served(Server):
         model = str(Path(folder).absolute())
         of_root = {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"} if root else {}
         self._process = ServerProcess(
-            [sys.executable, "-m", "hybrid_kv.cli", "serve", "--model", model, "--port=0", *options],
+            [
+                sys.executable,
+                "-m",
+                "hybrid_kv.cli",
+                "serve",
+                "--model",
+                model,
+                "--port=0",
+                *options,
+            ],
             r" at (http[^;\s]+)",
             # The client's oracle may work next to it; a small model needs no second thread.
             child_environment({"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}, **of_root),
@@ -43,7 +54,9 @@ class Served(Server):
         )
         try:
             if not self._process.url:
-                raise ConfigError(f"hybrid-kv serve does not start; it said: {self._process.last_words()}")
+                raise ConfigError(
+                    f"hybrid-kv serve does not start; it said: {self._process.last_words()}"
+                )
             super().__init__(self._process.url, settings)
             self.can |= PROMISED
         except BaseException:

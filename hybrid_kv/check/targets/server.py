@@ -13,7 +13,16 @@ from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import AliasChoices, BaseModel, Field
 
 from hybrid_kv import environment
-from hybrid_kv.check.targets.dialects import COUNTERS, Count, Dialect, bounded, dialect_of, one_line, read, within
+from hybrid_kv.check.targets.dialects import (
+    COUNTERS,
+    Count,
+    Dialect,
+    bounded,
+    dialect_of,
+    one_line,
+    read,
+    within,
+)
 from hybrid_kv.check.targets.target import Answer, Ask, Kind, TargetError
 from hybrid_kv.config import ConfigError
 
@@ -72,7 +81,9 @@ class Server:
         key = environment.target_key()
         self._url = url.removesuffix("/").removesuffix("/v1")
         # What is packed may be a thousand times as large.
-        self._headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self._headers = {"Accept-Encoding": "identity"} | (
+            {"Authorization": f"Bearer {key}"} if key else {}
+        )
         try:
             (card, *_) = self._get(_Cards, "/v1/models").data
         except TargetError as error:
@@ -83,19 +94,30 @@ class Server:
         self.version = "of unknown version"
         with suppress(TargetError):
             about = self._get(_About, self._dialect.about)
-            self.version, self.longest = one_line(about.version), max(2, self.longest // about.total_slots)
+            self.version, self.longest = (
+                one_line(about.version),
+                max(2, self.longest // about.total_slots),
+            )
         self.can = frozenset(self._found_out(url))
 
     def _found_out(self, url: str) -> list[str]:
         prompt = TRIAL[: max(1, min(len(TRIAL), self.longest // 2))]
         first = self._one(Ask(prompt, max_tokens=2))
         if first.error or not first.token_ids:
-            raise ConfigError(f"--target {url}: it answers without token ids: {first.error or 'none came'}")
+            raise ConfigError(
+                f"--target {url}: it answers without token ids: {first.error or 'none came'}"
+            )
         self.counters()
-        posts = {"reset": self._can_post(self._dialect.reset), "preempt": self._can_post(self._dialect.preempt)}
+        posts = {
+            "reset": self._can_post(self._dialect.reset),
+            "preempt": self._can_post(self._dialect.preempt),
+        }
         again, other = (self._one(Ask(prompt, max_tokens=2, salt=salt)) for salt in ("", "trial"))
         is_cached = again.cached_tokens is not None
-        draws = [self._one(Ask(prompt[:9], max_tokens=8, temperature=1.0, seed=7)).token_ids for _ in range(2)]
+        draws = [
+            self._one(Ask(prompt[:9], max_tokens=8, temperature=1.0, seed=7)).token_ids
+            for _ in range(2)
+        ]
         can = posts | {
             "cached": is_cached,
             "salt": is_cached and not other.error and not other.cached_tokens,
@@ -141,7 +163,11 @@ class Server:
         # A server may end an idle connection at the moment at which the next request goes into it.
         once = aiohttp.TCPConnector(force_close=True)
         return aiohttp.ClientSession(
-            f"{self._url}/", connector=once, headers=self._headers, timeout=limit, auto_decompress=False
+            f"{self._url}/",
+            connector=once,
+            headers=self._headers,
+            timeout=limit,
+            auto_decompress=False,
         )
 
     def _request(self, method: str, path: str) -> tuple[int, bytes]:
@@ -167,7 +193,9 @@ def _count(text: str, counter: str) -> float:
     with suppress(ValueError):
         if 0 <= (value := float(text)) < 2**63:
             return value
-    raise TargetError(f"the server's counter of {counter} is {one_line(text)}; a counter is a number from 0 on")
+    raise TargetError(
+        f"the server's counter of {counter} is {one_line(text)}; a counter is a number from 0 on"
+    )
 
 
 def _answered(work: Coroutine[Any, Any, T]) -> T:
@@ -181,9 +209,13 @@ def _answered(work: Coroutine[Any, Any, T]) -> T:
     except asyncio.TimeoutError:
         raise TargetError(f"the server did not answer in {SECONDS:g} s") from None
     except (aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, ConnectionError):
-        raise TargetError("the server closed the connection before its reply was complete") from None
+        raise TargetError(
+            "the server closed the connection before its reply was complete"
+        ) from None
     except (aiohttp.ClientError, HttpProcessingError, OSError, ValueError) as error:
-        raise TargetError(f"the server does not answer: {type(error).__name__} {one_line(str(error))}") from None
+        raise TargetError(
+            f"the server does not answer: {type(error).__name__} {one_line(str(error))}"
+        ) from None
 
 
 def _sent(session: aiohttp.ClientSession, method: str, path: str, body: Any = None) -> Any:
@@ -202,8 +234,15 @@ async def _body(reply: aiohttp.ClientResponse) -> bytes:
 class Batch:
     """Requests of one batch, which wait for one another and are preempted together."""
 
-    def __init__(self, session: aiohttp.ClientSession, dialect: Dialect, model: str, preempt_every: int) -> None:
-        self._session, self._dialect, self._model, self._every = session, dialect, model, preempt_every
+    def __init__(
+        self, session: aiohttp.ClientSession, dialect: Dialect, model: str, preempt_every: int
+    ) -> None:
+        self._session, self._dialect, self._model, self._every = (
+            session,
+            dialect,
+            model,
+            preempt_every,
+        )
         self._complete, self._tokens, self._undisturbed = 0, 0, 0
         self._changed = asyncio.Condition()
 
@@ -247,7 +286,9 @@ class Batch:
                 try:
                     piece = self._dialect.answer(raw).token_ids
                 except TargetError:  # an error in the middle of an answer, as a rule
-                    return Answer(tuple(tokens), error=f"an event without token ids: {one_line(raw)}")
+                    return Answer(
+                        tuple(tokens), error=f"an event without token ids: {one_line(raw)}"
+                    )
                 tokens += piece
                 await self._count(len(piece))
                 if len(tokens) >= most:

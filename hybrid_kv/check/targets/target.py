@@ -77,7 +77,11 @@ class Ask:
     def extras(self) -> dict[str, Any]:
         """Return the fields that are not at their default, without the prompt."""
         plain = vars(Ask(()))
-        return {key: value for key, value in vars(self).items() if key != "prompt" and value != plain[key]}
+        return {
+            key: value
+            for key, value in vars(self).items()
+            if key != "prompt" and value != plain[key]
+        }
 
 
 @dataclass(frozen=True)
@@ -154,9 +158,13 @@ class Target(Protocol):
         """End it and free what it holds. A closed target may be closed again."""
 
 
-def by_token(tokens: Iterable[int], logprobs: Iterable[TokenLogprobs]) -> tuple[Mapping[int, float], ...]:
+def by_token(
+    tokens: Iterable[int], logprobs: Iterable[TokenLogprobs]
+) -> tuple[Mapping[int, float], ...]:
     """Return log-probabilities as an `Answer` has them."""
-    return tuple({**dict(one.top), token: one.logprob} for token, one in zip(tokens, logprobs, strict=False))
+    return tuple(
+        {**dict(one.top), token: one.logprob} for token, one in zip(tokens, logprobs, strict=False)
+    )
 
 
 def is_plain(kind: Kind, settings: Mapping[str, str], factors: Iterable[str]) -> bool:

@@ -30,7 +30,8 @@ FACTORS = {
     "beams": ("1", "4"),  # of the tokens that the search took, each must have its log-probability
 }
 INSIDE = Inside(
-    {factor: levels for factor, levels in FACTORS.items() if factor != "beams"} | {"cache": ("dynamic", "static")},
+    {factor: levels for factor, levels in FACTORS.items() if factor != "beams"}
+    | {"cache": ("dynamic", "static")},
     (
         "cache=static chunk=17",
         "prefix=kept chunk=17",
@@ -39,7 +40,10 @@ INSIDE = Inside(
         "batch=left cache=static chunk=17",
     ),
     # Drafts are for windows that can be rolled back, continuous batching for attention alone.
-    {"short_conv": ("spec=lookup3,draft2", "prefix=kept spec=lookup3"), "attention": ("batch=continuous chunk=17",)},
+    {
+        "short_conv": ("spec=lookup3,draft2", "prefix=kept spec=lookup3"),
+        "attention": ("batch=continuous chunk=17",),
+    },
 )
 KNOWN = (
     Known("5.23.0", "transformers_kept_chunked", ("prefix", "spec")),
@@ -64,13 +68,23 @@ class Transformers:
 
         self.version: str = transformers.__version__
         self.settings: Mapping[str, str] = dict(settings)
-        self._level = {factor: settings.get(factor, levels[0]) for factor, levels in FACTORS.items()}
+        self._level = {
+            factor: settings.get(factor, levels[0]) for factor, levels in FACTORS.items()
+        }
         batch = self._level["batch"]
         if batch != "one" and (self._level["prefix"], self._level["spec"]) != ("off", "none"):
-            raise ConfigError(f"batch={batch}: caches are kept and drafts are made for one request; use batch=one")
+            raise ConfigError(
+                f"batch={batch}: caches are kept and drafts are made for one request; use batch=one"
+            )
         self._beams = int(self._level["beams"])
-        if self._beams > 1 and (batch, self._level["prefix"], self._level["spec"]) != ("one", "off", "none"):
-            raise ConfigError(f"beams={self._beams}: a search has no drafts, batch or kept cache; leave them out")
+        if self._beams > 1 and (batch, self._level["prefix"], self._level["spec"]) != (
+            "one",
+            "off",
+            "none",
+        ):
+            raise ConfigError(
+                f"beams={self._beams}: a search has no drafts, batch or kept cache; leave them out"
+            )
         self._model = _load(folder)
         is_exact = hasattr(self._model, "echo")
         self.longest = EXACT_LONGEST if is_exact else MAX_MODEL_LEN
@@ -84,7 +98,13 @@ class Transformers:
             self._drafting = {"assistant_model": draft}
         self._kept: Kept = {}
         self._counts: Counter[str] = Counter()
-        further = ["batch"] if batch != "one" else ["logprobs"] if self._beams > 1 else ["logprobs", "seed", "n"]
+        further = (
+            ["batch"]
+            if batch != "one"
+            else ["logprobs"]
+            if self._beams > 1
+            else ["logprobs", "seed", "n"]
+        )
         self.can = frozenset({"cached", "reset", *further}) - ({"logprobs"} if is_exact else set())
         self._ask_once()
 
@@ -97,14 +117,18 @@ class Transformers:
 
     def ask(self, requests: Sequence[Ask], preempt_every: int = 0) -> list[Answer]:
         """See `Target.ask`; a batch is complete before the next one starts."""
-        together = {"one": self._one, "left": self._padded, "continuous": self._continuous}[self._level["batch"]]
+        together = {"one": self._one, "left": self._padded, "continuous": self._continuous}[
+            self._level["batch"]
+        ]
         answers: dict[int, Answer] = {}
         for ready in _in_turns(requests, self._level["batch"] == "one"):
             try:
                 with quiet():
                     found = together([requests[i] for i in ready])
             except Exception as error:
-                found = [Answer((), error=f"{type(error).__name__}: {first_line(error)}")] * len(ready)
+                found = [Answer((), error=f"{type(error).__name__}: {first_line(error)}")] * len(
+                    ready
+                )
             answers |= zip(ready, found, strict=True)
         return [answers[i] for i in range(len(requests))]
 
@@ -115,14 +139,19 @@ class Transformers:
             torch.manual_seed(ask.seed)
         prompts = torch.tensor([ask.prompt])
         with self._counted_drafts():
-            done = self._generate(prompts, torch.ones_like(prompts), ask, past_key_values=cache, **self._drafting)
+            done = self._generate(
+                prompts, torch.ones_like(prompts), ask, past_key_values=cache, **self._drafting
+            )
         rows = [tuple(row) for row in done.sequences[:, len(ask.prompt) :].tolist()]
         if self._level["prefix"] == "kept" and ask.n == 1:
             self._kept[(*ask.prompt, *rows[0][:-1])] = done.past_key_values
         self._counts["hits"] += num_cached
         if self._beams > 1:
             # At each step the row of the beam that the answer then went on from.
-            logits = [step[[beam]] for step, beam in zip(done.logits, done.beam_indices[0].tolist(), strict=False)]
+            logits = [
+                step[[beam]]
+                for step, beam in zip(done.logits, done.beam_indices[0].tolist(), strict=False)
+            ]
             return [Answer(rows[0], num_cached, _logprobs(rows[0], logits), is_greedy=False)]
         return [Answer(rows[0], num_cached, _logprobs(rows[0], done.logits or ()), tuple(rows[1:]))]
 
@@ -133,7 +162,9 @@ class Transformers:
         most = max(requests, key=lambda ask: ask.max_tokens)
         done = self._generate(torch.tensor(rows), torch.tensor(mask), most)
         new = done.sequences[:, longest:].tolist()
-        return [Answer(tuple(row[: ask.max_tokens]), 0) for ask, row in zip(requests, new, strict=True)]
+        return [
+            Answer(tuple(row[: ask.max_tokens]), 0) for ask, row in zip(requests, new, strict=True)
+        ]
 
     def _continuous(self, requests: Sequence[Ask]) -> list[Answer]:
         from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -141,9 +172,13 @@ class Transformers:
         done = self._model.generate_batch(
             [list(ask.prompt) for ask in requests],
             GenerationConfig(  # type: ignore[no-untyped-call]
-                max_new_tokens=max(ask.max_tokens for ask in requests), do_sample=False, eos_token_id=-1
+                max_new_tokens=max(ask.max_tokens for ask in requests),
+                do_sample=False,
+                eos_token_id=-1,
             ),
-            ContinuousBatchingConfig(page_size=16, num_blocks=256, max_batch_tokens=self._chunk or 512),
+            ContinuousBatchingConfig(
+                page_size=16, num_blocks=256, max_batch_tokens=self._chunk or 512
+            ),
         )
         outputs = list(done.values())
         return [
@@ -158,7 +193,12 @@ class Transformers:
     def _generate(self, prompts: torch.Tensor, mask: torch.Tensor, ask: Ask, **extra: Any) -> Any:
         from transformers import GenerationConfig
 
-        sampled = {"do_sample": True, "temperature": ask.temperature, "num_return_sequences": ask.n, "top_k": 0}
+        sampled = {
+            "do_sample": True,
+            "temperature": ask.temperature,
+            "num_return_sequences": ask.n,
+            "top_k": 0,
+        }
         own = self._level["cache"] == "dynamic" or extra.get("past_key_values") is not None
         config = GenerationConfig(  # type: ignore[no-untyped-call]
             max_new_tokens=ask.max_tokens,
@@ -172,7 +212,11 @@ class Transformers:
         )
         if (cache := extra.pop("past_key_values", None)) is not None:
             # The name of it is by the class's, as `generate` itself has it.
-            extra["cache_params" if "mamba" in type(self._model).__name__.lower() else "past_key_values"] = cache
+            extra[
+                "cache_params"
+                if "mamba" in type(self._model).__name__.lower()
+                else "past_key_values"
+            ] = cache
         return self._model.generate(prompts, attention_mask=mask, generation_config=config, **extra)
 
     def _take(self, prompt: tuple[int, ...]) -> tuple[Any, int]:
@@ -180,7 +224,11 @@ class Transformers:
 
         It can be continued once.
         """
-        held = [tokens for tokens in self._kept if len(tokens) < len(prompt) and tokens == prompt[: len(tokens)]]
+        held = [
+            tokens
+            for tokens in self._kept
+            if len(tokens) < len(prompt) and tokens == prompt[: len(tokens)]
+        ]
         if held:
             tokens = max(held, key=len)
             return self._kept.pop(tokens), len(tokens)
@@ -189,7 +237,9 @@ class Transformers:
             from transformers import StaticCache
 
             offloading = self._level["cache"].startswith("offloaded")
-            return StaticCache(self._model.config, max_cache_len=MAX_MODEL_LEN, offloading=offloading), 0
+            return StaticCache(
+                self._model.config, max_cache_len=MAX_MODEL_LEN, offloading=offloading
+            ), 0
         return None, 0
 
     @contextmanager
@@ -272,13 +322,22 @@ def _noisy(model: Any) -> Any:
     g = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
-            weight.add_(torch.randn(weight.shape, generator=g), alpha=NOISE * float(weight.abs().mean()))
+            weight.add_(
+                torch.randn(weight.shape, generator=g), alpha=NOISE * float(weight.abs().mean())
+            )
     return model
 
 
-def _logprobs(tokens: Sequence[int], logits: Sequence[torch.Tensor]) -> tuple[Mapping[int, float], ...]:
-    rows = (token_logprobs(row, [token], NUM_LIKELIEST)[0] for token, row in zip(tokens, logits, strict=False))
+def _logprobs(
+    tokens: Sequence[int], logits: Sequence[torch.Tensor]
+) -> tuple[Mapping[int, float], ...]:
+    rows = (
+        token_logprobs(row, [token], NUM_LIKELIEST)[0]
+        for token, row in zip(tokens, logits, strict=False)
+    )
     return by_token(tokens, rows)
 
 
-KIND = Kind("transformers", FACTORS, Transformers, inside=INSIDE, known=KNOWN, apart=("batch", "beams"))
+KIND = Kind(
+    "transformers", FACTORS, Transformers, inside=INSIDE, known=KNOWN, apart=("batch", "beams")
+)

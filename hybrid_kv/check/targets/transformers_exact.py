@@ -41,8 +41,13 @@ class ExactForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
             hidden_size=self.exact.config.width,
             num_hidden_layers=len(layers),
             num_attention_heads=1,
-            layer_types=["linear_attention" if isinstance(one, ExactMamba) else "full_attention" for one in layers],
-            number_of_conv_states=max((len(one.conv) for one in layers if isinstance(one, ExactMamba)), default=1),
+            layer_types=[
+                "linear_attention" if isinstance(one, ExactMamba) else "full_attention"
+                for one in layers
+            ],
+            number_of_conv_states=max(
+                (len(one.conv) for one in layers if isinstance(one, ExactMamba)), default=1
+            ),
         )  # type: ignore[call-arg]
         config._attn_implementation = "eager"  # whose mask is never left out
         super().__init__(config)
@@ -69,7 +74,10 @@ class ExactForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1])[None] + cache.get_seq_length()
         if not isinstance(attention_mask, dict):
-            shape = {"inputs_embeds": self.place.expand(*input_ids.shape, 1), "attention_mask": attention_mask}
+            shape = {
+                "inputs_embeds": self.place.expand(*input_ids.shape, 1),
+                "attention_mask": attention_mask,
+            }
             attention_mask = {
                 "full_attention": create_causal_mask(
                     config=self.config, past_key_values=cache, position_ids=position_ids, **shape
@@ -88,12 +96,16 @@ class ExactForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
             x = (x * 3 + y) % PRIME
         residues = exact.logits(x)
         follower = ids - ids % CYCLE + (ids + 1) % CYCLE
-        chosen = torch.from_numpy(np.where(residues[..., 0] % self.echo == 0, residues.argmax(-1), follower))
+        chosen = torch.from_numpy(
+            np.where(residues[..., 0] % self.echo == 0, residues.argmax(-1), follower)
+        )
         logits = torch.nn.functional.one_hot(chosen, exact.vocab_size).float() * 100
         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
 
-def _mamba(layer: ExactMamba, i: int, x: Residues, mask: torch.Tensor | None, cache: Any) -> Residues:
+def _mamba(
+    layer: ExactMamba, i: int, x: Residues, mask: torch.Tensor | None, cache: Any
+) -> Residues:
     """Return the layer's output for x [batch, len, width], in the same shape.
 
     mask is [batch, len]; None: no token is padding.
@@ -105,8 +117,12 @@ def _mamba(layer: ExactMamba, i: int, x: Residues, mask: torch.Tensor | None, ca
     taps = []
     for s, own in enumerate(layer.inputs(x)):
         new = _to_cache(own * real).transpose(1, 2)
-        seen = _from_cache(cache.update_conv_state(new, i, s, conv_kernel_size=kernel)).swapaxes(1, 2)
-        seen = np.concatenate([np.zeros((rows, kernel - 1, width), np.int64), seen], 1)[:, -(length + kernel - 1) :]
+        seen = _from_cache(cache.update_conv_state(new, i, s, conv_kernel_size=kernel)).swapaxes(
+            1, 2
+        )
+        seen = np.concatenate([np.zeros((rows, kernel - 1, width), np.int64), seen], 1)[
+            :, -(length + kernel - 1) :
+        ]
         taps.append(seen[:, np.arange(length)[:, None] + np.arange(kernel)])
     c = layer.convolve(taps)
     after = []
@@ -122,7 +138,11 @@ def _mamba(layer: ExactMamba, i: int, x: Residues, mask: torch.Tensor | None, ca
 
 
 def _attention(
-    layer: ExactAttention, x: Residues, positions: Residues, mask: torch.Tensor, update: Callable[..., Any]
+    layer: ExactAttention,
+    x: Residues,
+    positions: Residues,
+    mask: torch.Tensor,
+    update: Callable[..., Any],
 ) -> Residues:
     """Return the attention of x [batch, len, width], in the same shape.
 

@@ -62,7 +62,9 @@ def _one_token(setting: str, beside_others: str, in_traffic: str) -> list[Known]
     """
     name = "vllm_one_token_beside_drafts"
     words = {"one token beside others": beside_others, "traffic": in_traffic}
-    return [Known("0.32.0", name, (), probe, said, setting, shortest=2) for probe, said in words.items()]
+    return [
+        Known("0.32.0", name, (), probe, said, setting, shortest=2) for probe, said in words.items()
+    ]
 
 
 _KNOWN = (
@@ -70,14 +72,33 @@ _KNOWN = (
     Known("0.32.0", "vllm_top_k_without_drafts", ("spec",), words="max(): Expected reduction dim"),
     Known("0.32.0", "vllm_temperature_of_drafts", ("spec",), probe="seeds"),
     *(
-        Known(f"0.{minor}.0", "vllm_prefix_and_drafts", ("prefix", "spec"), words="object is not subscriptable")
+        Known(
+            f"0.{minor}.0",
+            "vllm_prefix_and_drafts",
+            ("prefix", "spec"),
+            words="object is not subscriptable",
+        )
         for minor in (22, 24, 28, 32, 33)
     ),
     *(Known(f"0.{minor}.0", "vllm_hit_inside_a_block", ("match",)) for minor in (32, 33)),
-    *_one_token("runner=v2 graph=decode spec=mtp3 prefix=align", "token 3 is 29, not 10", "token 1 is 36, not 70"),
-    *_one_token("runner=v2 spec=mtp3 async=on copies=early", "token 3 is 29, not 10", "token 1 is 36, not 70"),
+    *_one_token(
+        "runner=v2 graph=decode spec=mtp3 prefix=align",
+        "token 3 is 29, not 10",
+        "token 1 is 36, not 70",
+    ),
+    *_one_token(
+        "runner=v2 spec=mtp3 async=on copies=early",
+        "token 3 is 29, not 10",
+        "token 1 is 36, not 70",
+    ),
     # A state is kept at a prompt's end, but with `retain=all`.
-    Known("0.32.0", "retain=last", ("prefix",), probe="together across a boundary", words="cached stayed 0"),
+    Known(
+        "0.32.0",
+        "retain=last",
+        ("prefix",),
+        probe="together across a boundary",
+        words="cached stayed 0",
+    ),
 )
 
 
@@ -95,4 +116,13 @@ def _is_slow(settings: Mapping[str, str]) -> bool:
 
 
 # Its kernels for CPUs refuse the widths of a tiny checkpoint.
-KIND = remote_kind("vllm", "vllm", _FACTORS, _variant_of, size="small", inside=_INSIDE, known=_KNOWN, is_slow=_is_slow)
+KIND = remote_kind(
+    "vllm",
+    "vllm",
+    _FACTORS,
+    _variant_of,
+    size="small",
+    inside=_INSIDE,
+    known=_KNOWN,
+    is_slow=_is_slow,
+)

@@ -41,7 +41,9 @@ def test_a_count_is_bad_from_half_way_to_the_bad_end() -> None:
 
 
 def test_counts_that_a_commit_lacks_or_cannot_make_are_skipped() -> None:
-    finding = counted({"blocks": 3}, {"blocks": 3}, None, {"bytes": 1}, {"blocks": 5}, {"blocks": 5})
+    finding = counted(
+        {"blocks": 3}, {"blocks": 3}, None, {"bytes": 1}, {"blocks": 5}, {"blocks": 5}
+    )
     assert (finding.first_bad, finding.between) == ("4", ("2", "3"))
 
 
@@ -63,7 +65,9 @@ def answered(*right: str, others: tuple[str, ...] = ()) -> Finding:
 def test_the_commit_that_lost_answers_is_found() -> None:
     finding = answered(*[RIGHT] * 5, *[LOSS] * 6)
     assert (finding.verdict, finding.first_bad) == ("found", "5")
-    assert finding.evidence.detail.startswith("of other questions: 12 answers of 60 lost, 0 gained, p 0.00024, ")
+    assert finding.evidence.detail.startswith(
+        "of other questions: 12 answers of 60 lost, 0 gained, p 0.00024, "
+    )
 
 
 def test_a_commit_between_the_ends_or_with_other_questions_is_skipped() -> None:
@@ -83,7 +87,9 @@ def test_ends_with_other_questions_are_an_error() -> None:
         answered(RIGHT, RIGHT[1:])
 
 
-def test_answers_are_those_of_the_commits_own_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_those_of_the_commits_own_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ran = []
 
     def run(trees: Trees, commit: str, *words: str) -> None:
@@ -93,7 +99,9 @@ def test_answers_are_those_of_the_commits_own_command(tmp_path: Path, monkeypatc
              "correct_flexible": True, "invalid": False, "output_sha": "o"}
             for number in range(3)
         ]  # fmt: skip
-        Path(words[words.index("--samples") + 1]).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        Path(words[words.index("--samples") + 1]).write_text(
+            "".join(json.dumps(line) + "\n" for line in lines)
+        )
 
     monkeypatch.setattr(Trees, "run", run)
     found = answers_of(Trees(tmp_path, lambda *_: None), ["--limit", "3"])("abc", 5)

@@ -10,7 +10,9 @@ from bench.bisect.find import search
 from bench.bisect.question import Answer
 
 
-def searched(num: int, first_bad: int, skipped: set[int] | None = None) -> tuple[tuple[int, int], list[int]]:
+def searched(
+    num: int, first_bad: int, skipped: set[int] | None = None
+) -> tuple[tuple[int, int], list[int]]:
     tests: list[int] = []
 
     def test(position: int) -> Answer:
@@ -33,7 +35,9 @@ def test_what_was_skipped_lies_between_the_last_good_and_the_first_bad() -> None
         rng = random.Random(seed)
         num = rng.randrange(1, 40)
         first_bad = rng.randrange(num)
-        skipped = {position for position in range(num - 1) if rng.random() < rng.choice((0.1, 0.5, 1))}
+        skipped = {
+            position for position in range(num - 1) if rng.random() < rng.choice((0.1, 0.5, 1))
+        }
         (good, bad), tests = searched(num, first_bad, skipped)
         assert good < first_bad <= bad and {*range(good + 1, bad)} <= skipped
         assert good not in skipped and bad not in skipped and len({*tests}) == len(tests)

@@ -17,7 +17,9 @@ SHIFT = math.log(1.05)
 Measured = Callable[[str, str], Generator[float, None, None]]
 
 
-def history(levels: dict[str, float], spread: float, seed: int = 0) -> tuple[Measured, list[tuple[str, str]]]:
+def history(
+    levels: dict[str, float], spread: float, seed: int = 0
+) -> tuple[Measured, list[tuple[str, str]]]:
     """Pairs of commits whose times differ by `levels`; and which pairs were measured."""
     rng, measured = random.Random(seed), list[tuple[str, str]]()
 
@@ -31,7 +33,9 @@ def history(levels: dict[str, float], spread: float, seed: int = 0) -> tuple[Mea
     return measure, measured
 
 
-def bisected(levels: dict[str, float], spread: float = 0.015) -> tuple[Finding, list[tuple[str, str]]]:
+def bisected(
+    levels: dict[str, float], spread: float = 0.015
+) -> tuple[Finding, list[tuple[str, str]]]:
     measure, measured = history(levels, spread)
     good, *commits = levels
     return find(good, tuple(commits), Times(measure)), measured
@@ -83,7 +87,11 @@ def test_the_sequential_test_keeps_its_error_rate_with_pairs_that_are_far_off(tr
 
 def test_a_commit_half_way_stays_open() -> None:
     measure, measured = history({"good": 0.0, "half": SHIFT / 2}, 0.05, seed=4)
-    ends = Outcome("bad", "", {"log_ratios": [SHIFT - 0.1, SHIFT, SHIFT + 0.1] * 4, "shift": SHIFT, "good": "good"})
+    ends = Outcome(
+        "bad",
+        "",
+        {"log_ratios": [SHIFT - 0.1, SHIFT, SHIFT + 0.1] * 4, "shift": SHIFT, "good": "good"},
+    )
     outcome = Times(measure).test("half", {ENDS: ends})
     assert outcome.answer == "skip" and len(measured) == MOST_PAIRS
 

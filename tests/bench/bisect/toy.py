@@ -34,9 +34,19 @@ def commit(root: Path, files: Mapping[str, str], title: str = "commit") -> str:
 def checkout(root: Path, answers: Sequence[str]) -> list[str]:
     """A repository with a commit for each answer; the first one has the package."""
     git(root, "init", "-q", "-b", "main")
-    package = {"hybrid_kv/__init__.py": "", "hybrid_kv/cli/__init__.py": "", "hybrid_kv/cli/__main__.py": MAIN}
+    package = {
+        "hybrid_kv/__init__.py": "",
+        "hybrid_kv/cli/__init__.py": "",
+        "hybrid_kv/cli/__main__.py": MAIN,
+    }
     made = []
     for number, answer in enumerate(answers):
-        files = {"hybrid_kv/ANSWER": answer, "hybrid_kv/NUMBER": str(number), "constraints.txt": f"torch=={number}\n"}
-        made.append(commit(root, {**files, **(package if number == 0 else {})}, f"toy: number {number}"))
+        files = {
+            "hybrid_kv/ANSWER": answer,
+            "hybrid_kv/NUMBER": str(number),
+            "constraints.txt": f"torch=={number}\n",
+        }
+        made.append(
+            commit(root, {**files, **(package if number == 0 else {})}, f"toy: number {number}")
+        )
     return made

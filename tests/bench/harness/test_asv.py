@@ -1,6 +1,7 @@
 """asv itself, unpatched, over two commits of a scratch clone: its build, its environment, a benchmark, its pages.
 
-The clone's .venv is the environment of the tests, as `make` would have made it, so that no package is installed anew.
+The clone's .venv is the environment of the tests, as `make` would have made it, so that no package
+is installed anew.
 """
 
 import json
@@ -22,12 +23,16 @@ NAME = ("-c", "user.name=test", "-c", "user.email=test@example.com")
 
 
 def git(folder, *arguments):
-    return subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        ["git", *arguments], cwd=folder, check=True, capture_output=True, text=True
+    ).stdout
 
 
 def copy_working_tree(clone):
     """Bring what is not committed into the clone."""
-    changed = git(ROOT, "ls-files", "--modified", "--others", "--exclude-standard", "-z").split("\0")
+    changed = git(ROOT, "ls-files", "--modified", "--others", "--exclude-standard", "-z").split(
+        "\0"
+    )
     for name in filter(None, changed):
         if (ROOT / name).is_file():
             (clone / name).parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +62,9 @@ def asv(clone):
     def run(*arguments):
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         command = [sys.executable, "-m", "asv", *arguments]
-        done = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=clone, env=environment, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -94,5 +101,9 @@ def test_what_asv_measured_is_kept_as_rows(clone, compared, tmp_path, monkeypatc
     rows = read_rows(tmp_path / "history.parquet")
     assert sorted(rows["commit"]) == sorted(commits)
     assert set(rows["params"]) == {'{"K":3,"by":"asv","mode":"all"}'}
-    assert set(rows["metric"]) == {"most"} and set(rows["unit"]) == {"blocks"} and (rows["value"] > 0).all()
+    assert (
+        set(rows["metric"]) == {"most"}
+        and set(rows["unit"]) == {"blocks"}
+        and (rows["value"] > 0).all()
+    )
     assert not rows["dirty"].any()

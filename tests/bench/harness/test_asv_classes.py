@@ -39,7 +39,11 @@ def test_a_case_is_built_once_reset_before_each_sample_and_checked_behind_it():
 
     def make():
         calls.append("make")
-        return Case(lambda: calls.append("run"), lambda: calls.append("check") or 0.0, lambda: calls.append("reset"))
+        return Case(
+            lambda: calls.append("run"),
+            lambda: calls.append("check") or 0.0,
+            lambda: calls.append("reset"),
+        )
 
     subject = made_by(Timed, make)
     for _ in range(2):
@@ -124,7 +128,9 @@ def test_an_edited_case_starts_a_new_history():
     def edited(x):
         return x + 0
 
-    one, other = (Grid((Cell("s", "b", {"x": 1}, "cpu", function),)).version for function in (build, edited))
+    one, other = (
+        Grid((Cell("s", "b", {"x": 1}, "cpu", function),)).version for function in (build, edited)
+    )
     assert one != other
     assert one == Grid((Cell("s", "b", {"x": 2}, "cpu", build),)).version
 
@@ -139,7 +145,12 @@ def listed():
     )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -174,8 +185,14 @@ def test_asv_lists_every_cell_of_the_registry(listed):
 
 def test_numbers_have_the_units_of_their_cells(listed):
     cells = [cell for cell in registry.cells() if (cell.suite, cell.benchmark) not in NOT_IN_ASV]
-    units = {(cell.suite, f"track_{name}"): unit for cell in cells for name, unit in cell.units.items()}
-    found = {(name.split(".")[0], name.split(".")[2]): unit for name, _, unit in listed if ".track_" in name}
+    units = {
+        (cell.suite, f"track_{name}"): unit for cell in cells for name, unit in cell.units.items()
+    }
+    found = {
+        (name.split(".")[0], name.split(".")[2]): unit
+        for name, _, unit in listed
+        if ".track_" in name
+    }
     assert found.pop(("kernel_blocks", "track_ratio")) == "time ratio"
     assert found == units
 
@@ -186,7 +203,11 @@ def test_a_sample_asks_no_more_calls_than_a_case_allows():
     for suite in registry.suites():
         module = importlib.import_module(f"bench.asv_suite.{suite}")
         for benchmark in vars(module).values():
-            if isinstance(benchmark, type) and issubclass(benchmark, Timed) and benchmark.__module__ == module.__name__:
+            if (
+                isinstance(benchmark, type)
+                and issubclass(benchmark, Timed)
+                and benchmark.__module__ == module.__name__
+            ):
                 quick = [cell for cell in benchmark.grid.cells if cell.quick and cell.tier == "cpu"]
                 for cell in quick:
                     assert benchmark.calls <= cell.make().max_repeats, cell.key
@@ -204,7 +225,9 @@ def test_thresholds_know_every_benchmark_once(listed):
 
 
 def test_the_history_is_of_listed_benchmarks_and_asv_takes_no_others(listed):
-    names = [f"{name}({', '.join(values)})" for name, params, _ in listed for values in product(*params)]
+    names = [
+        f"{name}({', '.join(values)})" for name, params, _ in listed for values in product(*params)
+    ]
     pattern = re.compile(history.pattern())
     assert {name for name in names if pattern.search(name)} >= set(history.BENCHMARKS)
     assert {*history.BENCHMARKS, *history.ON_A_GPU} <= set(names)

@@ -1,6 +1,7 @@
 """The whole of `compare` on toy packages in a git repository, timed by a clock that counts work: nothing is measured.
 
-The toy's clock moves only by the work that it is given, so equal code takes exactly as long, and 5 % more is 5 %.
+The toy's clock moves only by the work that it is given, so equal code takes exactly as long, and 5
+% more is 5 %.
 """
 
 import json
@@ -39,7 +40,8 @@ from tests.cli.run import refused, run
 
 SMALL = Design(pairs=3, samples=2)
 STEP, BIG, NEW, WRONG, HELD, RAISING, DYING, HANGING, LISTED = (
-    f"toy/{name}[size=1]" for name in ("step", "big", "new", "wrong", "held", "raising", "dying", "hanging", "listed")
+    f"toy/{name}[size=1]"
+    for name in ("step", "big", "new", "wrong", "held", "raising", "dying", "hanging", "listed")
 )
 LATE = "late/newer[]"
 
@@ -63,7 +65,9 @@ def command(toy, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(driver, "ROOT", toy)
     monkeypatch.setattr(fitness, "examine", lambda _: SimpleNamespace(unfit=""))
 
-    return lambda *words: run(capsys, "compare", *words, "--results", tmp_path, "--seed", "3", "--pairs", "3")
+    return lambda *words: run(
+        capsys, "compare", *words, "--results", tmp_path, "--seed", "3", "--pairs", "3"
+    )
 
 
 def verdicts_of(comparison, folder):
@@ -73,14 +77,18 @@ def verdicts_of(comparison, folder):
 def test_equal_code_is_the_same_and_what_cannot_run_says_why(toy):
     comparison = compare("base", "comment", root=toy, select=["toy", "late"], design=SMALL)
     assert {key: times.log_ratios for key, times in comparison.measured.first.items()} == {
-        key: pytest.approx([0.0] * 3) for key in (STEP, BIG, NEW, WRONG, RAISING, DYING, HANGING, LATE)
+        key: pytest.approx([0.0] * 3)
+        for key in (STEP, BIG, NEW, WRONG, RAISING, DYING, HANGING, LATE)
     }
     assert comparison.measured.repeat == {}
     found = {one.name: one for one in outcomes_of(comparison, toy / "results")}
     assert [one.verdict for one in found.values()].count("same") == 10
     # Its module belongs to an editable install alone.
     assert found["toy/own[size=1]"].verdict == "not comparable"
-    assert found["toy/own[size=1]"].reason == "BASE: ModuleNotFoundError: No module named 'hybrid_kv.later'"
+    assert (
+        found["toy/own[size=1]"].reason
+        == "BASE: ModuleNotFoundError: No module named 'hybrid_kv.later'"
+    )
     # An error of NaN proves nothing.
     assert found["toy/nan[size=1]"].verdict == "wrong result"
     assert found["toy/device[size=1]"].reason == "it needs a CUDA device"
@@ -89,7 +97,9 @@ def test_equal_code_is_the_same_and_what_cannot_run_says_why(toy):
     assert not {"toy/rival[size=1]", "toy/slow[size=1]"} & found.keys()
 
 
-@pytest.mark.parametrize(("head", "verdict", "ratio"), [("slow", "slower", 1.05), ("fast", "faster", 0.95)])
+@pytest.mark.parametrize(
+    ("head", "verdict", "ratio"), [("slow", "slower", 1.05), ("fast", "faster", 0.95)]
+)
 def test_a_change_is_repeated_and_found(toy, head, verdict, ratio):
     comparison = compare("base", head, root=toy, select=["toy/step", "toy/big"], design=SMALL)
     assert list(comparison.measured.repeat) == [STEP]
@@ -104,7 +114,9 @@ def test_a_change_is_repeated_and_found(toy, head, verdict, ratio):
     assert step.alarm == (verdict == "slower")
 
 
-@pytest.mark.parametrize(("head", "verdict", "ratio"), [("slow", "slower", 1.05), ("comment", "same", 1.0)])
+@pytest.mark.parametrize(
+    ("head", "verdict", "ratio"), [("slow", "slower", 1.05), ("comment", "same", 1.0)]
+)
 def test_a_launch_is_timed_by_the_device_and_what_became_slower_is_found(
     toy, command, tmp_path, monkeypatch, head, verdict, ratio
 ):
@@ -114,7 +126,11 @@ def test_a_launch_is_timed_by_the_device_and_what_became_slower_is_found(
     assert (code, err) == (int(verdict == "slower"), "")
     assert f": 1 {verdict}" in out.splitlines()[-1]  # and nothing of another tier
     row, *more = read_rows(tmp_path / "compare.csv").itertuples()
-    assert (row.benchmark, row.metric, row.verdict) == ("toy/device", "gpu_time_ratio", "fail" if code else "pass")
+    assert (row.benchmark, row.metric, row.verdict) == (
+        "toy/device",
+        "gpu_time_ratio",
+        "fail" if code else "pass",
+    )
     assert row.value == pytest.approx(ratio)
     assert [one.metric for one in more] == ["p_value"] * code + ["clock_base", "clock_head"]
     assert (more[-1].value, more[-1].unit) == (1980, "MHz")
@@ -144,8 +160,12 @@ def test_what_one_side_cannot_run_is_an_alarm_if_that_is_head(toy, base, head, e
     select = [key.partition("[")[0] for key in expected]
     comparison = compare(base, head, root=toy, select=select, design=SMALL)
     found = {one.name: one for one in outcomes_of(comparison, toy / "results")}
-    assert {name: one.verdict for name, one in found.items()} == {name: word for name, (word, _) in expected.items()}
-    assert all(found[name].alarm == (word in verdicts.ALARMS) for name, (word, _) in expected.items())
+    assert {name: one.verdict for name, one in found.items()} == {
+        name: word for name, (word, _) in expected.items()
+    }
+    assert all(
+        found[name].alarm == (word in verdicts.ALARMS) for name, (word, _) in expected.items()
+    )
     assert all(reason in found[name].reason for name, (_, reason) in expected.items())
 
 
@@ -188,7 +208,10 @@ def test_an_older_version_runs_the_benchmark_that_it_came_with(toy, tmp_path):
 def test_a_worker_that_dies_costs_one_benchmark_and_no_other(toy, seed):
     others = ["toy/dying", "toy/big", "toy/step", "toy/new"]
     comparison = compare("base", "dying", root=toy, select=others, design=SMALL, seed=seed)
-    assert {key: len(times.log_ratios) for key, times in comparison.measured.first.items()} == {BIG: 3, NEW: 3}
+    assert {key: len(times.log_ratios) for key, times in comparison.measured.first.items()} == {
+        BIG: 3,
+        NEW: 3,
+    }
     found = verdicts_of(comparison, toy)
     assert found == {DYING: "broken at HEAD", STEP: "wrong result", BIG: "same", NEW: "same"}
     assert comparison.measured.failures[DYING].reason.startswith("the worker, in make, died")
@@ -196,7 +219,10 @@ def test_a_worker_that_dies_costs_one_benchmark_and_no_other(toy, seed):
 
 def test_a_count_that_kills_its_worker_costs_no_other_count(toy):
     comparison = compare("base", "dying", root=toy, select=["toy/fatal", "toy/held"], design=SMALL)
-    assert verdicts_of(comparison, toy) == {"toy/fatal[size=1] counts": "broken at HEAD", f"{HELD} blocks": "same"}
+    assert verdicts_of(comparison, toy) == {
+        "toy/fatal[size=1] counts": "broken at HEAD",
+        f"{HELD} blocks": "same",
+    }
 
 
 def states(groups):
@@ -294,7 +320,9 @@ def test_both_workers_of_a_pair_share_core_and_hash_seed(toy, tmp_path):
         folder.mkdir()
         place(toy, find_revision(toy, "base"), folder)
         cases = folder / "bench" / "harness" / "registry.py"
-        cases.write_text(cases.read_text() + f"\n{code}\ndef unavailable(): return {{'seen': ANSWER}}\n")
+        cases.write_text(
+            cases.read_text() + f"\n{code}\ndef unavailable(): return {{'seen': ANSWER}}\n"
+        )
     seen = []
     with driver.start(folders, 2, random.Random(1)) as pairs:
         for pair in pairs:
@@ -326,10 +354,21 @@ def test_a_changed_count_is_an_alarm_until_it_is_acknowledged(toy, command):
 
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
-    [(9, 1, ""), (1, 2, "a"), (1, 3, "a; b"), (2, 1, "b; c; d"), (3, 1, "c; d"), (1, 9, ""), (5, 5, "loop")],
+    [
+        (9, 1, ""),
+        (1, 2, "a"),
+        (1, 3, "a; b"),
+        (2, 1, "b; c; d"),
+        (3, 1, "c; d"),
+        (1, 9, ""),
+        (5, 5, "loop"),
+    ],
 )
 def test_acknowledged_steps_chain(old, new, expected):
-    assert reason_for(old, new, {1: {2: "a"}, 2: {3: "b"}, 3: {4: "c"}, 4: {1: "d"}, 5: {5: "loop"}}) == expected
+    assert (
+        reason_for(old, new, {1: {2: "a"}, 2: {3: "b"}, 3: {4: "c"}, 4: {1: "d"}, 5: {5: "loop"}})
+        == expected
+    )
 
 
 def test_a_count_that_only_one_side_has(tmp_path):
@@ -338,7 +377,13 @@ def test_a_count_that_only_one_side_has(tmp_path):
     counts = ({"counts": {"x": [3, "B", "lower"]}}, {"counts": {"y": [1, "B", "lower"]}})
     measured = Measured([cell], counts={cell.key: counts})
     gone, new = count_outcomes(measured, {})
-    assert (gone.metric, gone.verdict, gone.alarm, gone.base, gone.head) == ("x", "changed", True, 3, None)
+    assert (gone.metric, gone.verdict, gone.alarm, gone.base, gone.head) == (
+        "x",
+        "changed",
+        True,
+        3,
+        None,
+    )
     assert cells_of_table(gone)[1:] == ("3 B", "", "", "", "changed (HEAD: it has no such count)")
     assert (new.metric, new.verdict, new.alarm) == ("y", "not comparable", False)
     assert new.reason.startswith("BASE")
@@ -367,7 +412,10 @@ def rate_row(key, verdict, metric="false_alarm_rate"):
 def test_quarantine_is_the_newest_word_on_this_machine(tmp_path, monkeypatch):
     file = tmp_path / "operating_curve.csv"
     assert read_quarantine(file) == set()
-    append_rows(file, [rate_row("a", "fail"), rate_row("b", "pass"), rate_row("c", "fail", "detection_rate")])
+    append_rows(
+        file,
+        [rate_row("a", "fail"), rate_row("b", "pass"), rate_row("c", "fail", "detection_rate")],
+    )
     append_rows(file, [rate_row("d", "fail"), rate_row("d", "pass"), rate_row("b", "fail")])
     assert read_quarantine(file) == {"a", "b"}
     monkeypatch.setattr(verdicts, "provenance", lambda: SimpleNamespace(machine="another"))
@@ -408,7 +456,11 @@ def test_the_command_prints_and_writes_everything(toy, command, tmp_path):
     params = json.loads(step.params)
     assert params["receipt"] == {"checked_before": True, "checked_after": True, "max_error": 0.25}
     assert (params["size"], params["outcome"]) == (1, "slower")
-    assert (p_value.metric, p_value.verdict, json.loads(p_value.params)) == ("p_value", "", {"size": 1})
+    assert (p_value.metric, p_value.verdict, json.loads(p_value.params)) == (
+        "p_value",
+        "",
+        {"size": 1},
+    )
     assert 0 <= p_value.value < 0.01
     assert (held.metric, held.value, held.verdict) == ("blocks", 10, "pass")
     assert (at_base.metric, at_base.value, at_base.verdict) == ("blocks_at_base", 10, "")
@@ -417,7 +469,11 @@ def test_the_command_prints_and_writes_everything(toy, command, tmp_path):
     assert [one["alarm"] for one in document["outcomes"]] == [True, False]
     assert document["outcomes"][0]["log_ratios"]["first"] == pytest.approx([0.04879] * 3, abs=1e-4)
     text = comment.read_text()
-    assert text.startswith("**1 alarm: 1 slower, 1 same") and "**; `slow (" in text and "\n| `toy/step" in text
+    assert (
+        text.startswith("**1 alarm: 1 slower, 1 same")
+        and "**; `slow (" in text
+        and "\n| `toy/step" in text
+    )
     assert text.index("slower |") < text.index("<details>") < text.index("held")
 
 
@@ -436,7 +492,9 @@ def test_the_command_prints_and_writes_everything(toy, command, tmp_path):
         (("base", "base", "--tier", "gpu", "-k", "toy/"), "it needs a CUDA device"),
     ],
 )
-def test_what_cannot_run_is_one_line_and_exit_2(toy, tmp_path, monkeypatch, capsys, arguments, message):
+def test_what_cannot_run_is_one_line_and_exit_2(
+    toy, tmp_path, monkeypatch, capsys, arguments, message
+):
     monkeypatch.setattr(driver, "ROOT", toy)
     monkeypatch.chdir(tmp_path)
     assert message in refused(capsys, "compare", "--results", ".", *arguments)
@@ -451,27 +509,40 @@ def trial(percent=0, number=0, slower=(), faster=(), suspects=()):
 
 
 def test_two_false_alarms_in_fifty_are_too_many():
-    assert [operating_curve.keeps_its_rate(hits, 50) for hits in range(4)] == [True, True, False, False]
+    assert [operating_curve.keeps_its_rate(hits, 50) for hits in range(4)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     assert not operating_curve.keeps_its_rate(1, 3)
 
 
 def test_rates_count_what_happened():
     injected = operating_curve.INJECTED
     trials = [trial(number=i) for i in range(8)]
-    trials += [trial(number=8, slower=("a",), suspects=("a", "b")), trial(number=9, faster=("a",), suspects=("a",))]
+    trials += [
+        trial(number=8, slower=("a",), suspects=("a", "b")),
+        trial(number=9, faster=("a",), suspects=("a",)),
+    ]
     trials += [trial(5, i, slower=injected if i else injected[1:]) for i in range(4)]
     found = {
         (row.benchmark, row.metric, row.params["inject_percent"]): row
         for row in operating_curve.rates(trials, ["a", "b"], "e")
     }
-    assert {key: row.value for key, row in found.items() if key[0] in ("a", "b", operating_curve.WHOLE)} == {
+    assert {
+        key: row.value for key, row in found.items() if key[0] in ("a", "b", operating_curve.WHOLE)
+    } == {
         (operating_curve.WHOLE, "false_alarm_rate", 0): 0.2,
         ("a", "false_alarm_rate", 0): 0.2,
         ("a", "suspect_rate", 0): 0.2,
         ("b", "false_alarm_rate", 0): 0.0,
         ("b", "suspect_rate", 0): 0.1,
     }
-    assert (found["a", "false_alarm_rate", 0].verdict, found["b", "false_alarm_rate", 0].verdict) == ("fail", "pass")
+    assert (
+        found["a", "false_alarm_rate", 0].verdict,
+        found["b", "false_alarm_rate", 0].verdict,
+    ) == ("fail", "pass")
     assert found[injected[0], "detection_rate", 5].value == 0.75
     assert found[injected[1], "detection_rate", 5].value == 1.0
     assert found[injected[0], "detection_rate", 5].n == 4
@@ -513,7 +584,10 @@ def test_the_self_test_stops_and_continues(tmp_path, monkeypatch, capsys):
 
 def test_trials_of_another_design_or_other_benchmarks_do_not_count(tmp_path, monkeypatch):
     file = tmp_path / "curve.csv"
-    ids = {operating_curve.experiment_id(*one) for one in ((["a", "b"], SMALL), (["a"], SMALL), (["a"], Design()))}
+    ids = {
+        operating_curve.experiment_id(*one)
+        for one in ((["a", "b"], SMALL), (["a"], SMALL), (["a"], Design()))
+    }
     assert len(ids) == 3
     assert operating_curve.experiment_id(["b", "a"], SMALL) in ids
     append_rows(file, [operating_curve._trial_row(trial(5, 3, ("x",), (), ("x", "y")), "one")])
@@ -538,15 +612,25 @@ def test_injected_benchmarks_exist_and_are_measured_by_a_trial():
 
 
 def test_a_verdict_from_an_unfit_machine_carries_the_mark():
-    timed, counted = (CellInfo("s", name, {}, tier) for name, tier in (("t", "cpu"), ("c", "count")))
+    timed, counted = (
+        CellInfo("s", name, {}, tier) for name, tier in (("t", "cpu"), ("c", "count"))
+    )
     answers = ({"counts": {"blocks": (3, "blocks")}}, {"counts": {"blocks": (3, "blocks")}})
     first = {timed.key: Times([0.0] * 3, [(1.0, 1.0)] * 3)}
     measured = Measured([timed, counted], first, counts={counted.key: answers})
     outcomes = [*timed_outcomes(measured, SMALL), *verdicts.count_outcomes(measured, {})]
-    comparison = Comparison(Revision("a", "1"), Revision("b", "2"), 0, SMALL, measured, "others took 33% of a core")
+    comparison = Comparison(
+        Revision("a", "1"), Revision("b", "2"), 0, SMALL, measured, "others took 33% of a core"
+    )
     marks = {row.metric: row.params.get("unfit") for row in verdicts.rows(comparison, outcomes)}
-    assert marks == {"cpu_time_ratio": "others took 33% of a core", "blocks": None, "blocks_at_base": None}
-    assert "; unfit machine: others took 33% of a core" in verdicts.verdict_line(comparison, outcomes)
+    assert marks == {
+        "cpu_time_ratio": "others took 33% of a core",
+        "blocks": None,
+        "blocks_at_base": None,
+    }
+    assert "; unfit machine: others took 33% of a core" in verdicts.verdict_line(
+        comparison, outcomes
+    )
     assert "; unfit machine: others took 33% of a core" in verdicts.markdown(comparison, outcomes)
     assert verdicts.document(comparison, outcomes)["unfit"] == "others took 33% of a core"
 
@@ -561,5 +645,7 @@ def test_a_placed_version_has_all_that_its_benchmarks_read(tmp_path):
     code = "from bench.harness import registry; print(registry.unavailable())"
     command = [sys.executable, "-c", code]
     environment = {**os.environ, "PYTHONPATH": str(folder)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout) == (0, "{}\n"), done.stderr

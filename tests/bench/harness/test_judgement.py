@@ -51,7 +51,10 @@ def test_a_suite_of_equal_code_raises_almost_no_alarm(draw):
     rng, design = np.random.default_rng(11), Design(alpha=0.05)  # a rate that a simulation can see
     runs = [decide(rng, design, [0.0] * 20, draw) for _ in range(25)]
     assert np.mean([len(measured.repeat) for _, measured, _ in runs]) > 1  # there were suspects
-    false = sum(any(one.verdict in ("slower", "faster") for one in outcomes.values()) for outcomes, _, _ in runs)
+    false = sum(
+        any(one.verdict in ("slower", "faster") for one in outcomes.values())
+        for outcomes, _, _ in runs
+    )
     assert clopper_pearson(false, len(runs), level=0.99)[0] <= design.alpha
 
 
@@ -65,13 +68,19 @@ def test_one_changed_benchmark_among_many_is_found(effect, expected):
 def test_equal_code_on_a_quiet_machine_is_the_same():
     outcomes, measured, _ = decide(np.random.default_rng(13), Design(), [0.0] * 20, quiet)
     assert {one.verdict for one in outcomes.values()} == {"same"}
-    assert all(1 / 1.05 <= one.estimate.low <= one.estimate.high <= 1.05 for one in outcomes.values())
+    assert all(
+        1 / 1.05 <= one.estimate.low <= one.estimate.high <= 1.05 for one in outcomes.values()
+    )
     assert max(len(times.log_ratios) for times in measured.first.values()) <= 24
 
 
 def test_what_is_off_by_more_than_the_threshold_is_hardly_ever_the_same():
     rng = np.random.default_rng(14)
-    words = [one.verdict for _ in range(20) for one in decide(rng, Design(), [0.1] * 10, normal)[0].values()]
+    words = [
+        one.verdict
+        for _ in range(20)
+        for one in decide(rng, Design(), [0.1] * 10, normal)[0].values()
+    ]
     assert words.count("same") / len(words) < 0.025
 
 
@@ -79,9 +88,16 @@ def test_where_nothing_can_be_said_nothing_is_said():
     """An interval of 0.886 … 5.835 was once called the same."""
     outcomes, measured, looks = decide(np.random.default_rng(15), Design(), [0.0] * 20, wild)
     assert {one.verdict for one in outcomes.values()} == {"inconclusive"}
-    assert {len(times.log_ratios) for key, times in measured.first.items() if key not in measured.repeat} == {24}
+    assert {
+        len(times.log_ratios) for key, times in measured.first.items() if key not in measured.repeat
+    } == {24}
     assert {len(times.log_ratios) for times in measured.repeat.values()} == {24}
-    assert [title for title, _ in looks] == ["first look", *["more pairs"] * 3, "repeat", "more pairs"]
+    assert [title for title, _ in looks] == [
+        "first look",
+        *["more pairs"] * 3,
+        "repeat",
+        "more pairs",
+    ]
 
 
 def test_more_pairs_are_measured_only_where_an_interval_is_too_wide():

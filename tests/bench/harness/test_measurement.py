@@ -12,7 +12,16 @@ from hybrid_kv.measure.timing.clock import Interval
 
 
 def cell(make, tier="cpu", promise=None, **params):
-    return Cell("offload", "b", params, tier, make, True, promise, {"blocks": "blocks"} if tier == "count" else {})
+    return Cell(
+        "offload",
+        "b",
+        params,
+        tier,
+        make,
+        True,
+        promise,
+        {"blocks": "blocks"} if tier == "count" else {},
+    )
 
 
 def steady(error=0.0):
@@ -38,7 +47,8 @@ def failing_after(count, error=None):
 @pytest.mark.parametrize("error", [None, float("nan"), float("inf"), -1.0])
 def test_a_result_that_is_wrong_before_or_after_has_no_time(count, error):
     with pytest.raises(
-        WrongResultError, match=r"offload/b\[x=1\]: (the injected mistake|an error of .* proves nothing)"
+        WrongResultError,
+        match=r"offload/b\[x=1\]: (the injected mistake|an error of .* proves nothing)",
     ):
         measure_together([cell(lambda: failing_after(count, error), x=1)], 2)
 
@@ -53,7 +63,11 @@ def test_rows_carry_receipts_with_the_largest_error():
     errors = iter([2e-7, 5e-7])
     (one,) = measure_together([cell(lambda: Case(lambda: None, lambda: next(errors)), x=1)], 9)
     (row,) = one.rows()
-    assert row.params["receipt"] == {"checked_before": True, "checked_after": True, "max_error": 5e-7}
+    assert row.params["receipt"] == {
+        "checked_before": True,
+        "checked_after": True,
+        "max_error": 5e-7,
+    }
     assert (row.suite, row.benchmark, row.metric) == ("offload", "b", "cpu_time")
     assert (row.unit, row.n, row.better) == ("ns", 9, "lower")
     assert row.ci_low <= row.value <= row.ci_high
@@ -61,35 +75,69 @@ def test_rows_carry_receipts_with_the_largest_error():
 
 def test_seconds_become_nanoseconds():
     interval, share = Interval(2e-6, 1e-6, 3e-6), Interval(5.0, 4.0, 6.0)
-    one = Measurement(cell(steady, promise=7.0, subject="r"), interval, share, 9, Receipt(True, True, 0.0))
+    one = Measurement(
+        cell(steady, promise=7.0, subject="r"), interval, share, 9, Receipt(True, True, 0.0)
+    )
     time, times = one.rows()
     assert (time.value, time.ci_low, time.ci_high) == (2000, 1000, 3000)
-    assert (times.value, times.ci_low, times.ci_high, times.verdict, times.unit) == (5, 4, 6, "fail", "time ratio")
+    assert (times.value, times.ci_low, times.ci_high, times.verdict, times.unit) == (
+        5,
+        4,
+        6,
+        "fail",
+        "time ratio",
+    )
 
 
 def test_a_rival_without_a_promise_has_a_ratio_for_the_reader_and_no_row_of_it():
-    cells = [cell(steady, promise=None if name == "engine" else 0.0, subject=name) for name in ("engine", "rival")]
+    cells = [
+        cell(steady, promise=None if name == "engine" else 0.0, subject=name)
+        for name in ("engine", "rival")
+    ]
     _, rival = measure_together(cells, 2)
     assert rival.ratio is not None and [row.metric for row in rival.rows()] == ["cpu_time"]
 
 
-@pytest.mark.parametrize(("high", "promise", "verdict"), [(6, 7, "fail"), (7, 7, "pass"), (1, None, ""), (1, 0.0, "")])
+@pytest.mark.parametrize(
+    ("high", "promise", "verdict"), [(6, 7, "fail"), (7, 7, "pass"), (1, None, ""), (1, 0.0, "")]
+)
 def test_verdicts(high, promise, verdict):
-    one = Measurement(cell(steady, promise=promise), Interval(1, 1, 1), Interval(1, 1, high), 9, Receipt(True, True, 0))
+    one = Measurement(
+        cell(steady, promise=promise),
+        Interval(1, 1, 1),
+        Interval(1, 1, high),
+        9,
+        Receipt(True, True, 0),
+    )
     assert one.verdict == verdict
 
 
 def test_rivals_are_measured_with_their_engine():
-    made = list(grid("s", "b", "cpu", lambda seed, **_: steady(), {"x": (1, 2), "subject": ("rival", "engine")}))
+    made = list(
+        grid(
+            "s",
+            "b",
+            "cpu",
+            lambda seed, **_: steady(),
+            {"x": (1, 2), "subject": ("rival", "engine")},
+        )
+    )
     assert [[one.params["x"] for one in group] for group in groups(made)] == [[1, 1], [2, 2]]
 
 
 def test_a_ratio_is_how_many_times_the_engine_a_rival_takes(monkeypatch):
     samples = {"rival": np.array([3.0, 9.0, 6.0]), "engine": np.array([1.0, 3.0, 2.0])}
     cells = [cell(steady, subject=name) for name in samples]
-    monkeypatch.setattr(together, "measure", lambda *_: {one.key: samples[one.params["subject"]] for one in cells})
+    monkeypatch.setattr(
+        together, "measure", lambda *_: {one.key: samples[one.params["subject"]] for one in cells}
+    )
     rival, engine = measure_together(cells, 9)
-    assert (rival.ratio.value, rival.time.value, engine.time.value, engine.ratio) == (3.0, 6.0, 2.0, None)
+    assert (rival.ratio.value, rival.time.value, engine.time.value, engine.ratio) == (
+        3.0,
+        6.0,
+        2.0,
+        None,
+    )
     (alone,) = measure_together(cells[:1], 9)
     assert (alone.ratio, alone.time.value) == (None, 6.0)
 
@@ -99,7 +147,9 @@ def test_one_thread_while_measuring_and_as_many_as_before_afterwards():
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        measure_together([cell(lambda: Case(lambda: seen.append(torch.get_num_threads()), lambda: 0.0), x=1)], 2)
+        measure_together(
+            [cell(lambda: Case(lambda: seen.append(torch.get_num_threads()), lambda: 0.0), x=1)], 2
+        )
         with pytest.raises(WrongResultError):
             measure_together([cell(lambda: failing_after(0), x=1)], 2)
         assert (set(seen), torch.get_num_threads()) == ({1}, 2)
@@ -108,7 +158,15 @@ def test_one_thread_while_measuring_and_as_many_as_before_afterwards():
 
 
 def test_counts_become_rows():
-    (one,) = measure_together([cell(lambda: {"blocks": Count(3, "blocks", "higher")}, "count", x=1)], 2)
+    (one,) = measure_together(
+        [cell(lambda: {"blocks": Count(3, "blocks", "higher")}, "count", x=1)], 2
+    )
     assert isinstance(one, Counted)
     (row,) = one.rows()
-    assert (row.metric, row.value, row.unit, row.better, row.params) == ("blocks", 3, "blocks", "higher", {"x": 1})
+    assert (row.metric, row.value, row.unit, row.better, row.params) == (
+        "blocks",
+        3,
+        "blocks",
+        "higher",
+        {"x": 1},
+    )

@@ -1,6 +1,7 @@
 """Toy packages in a git repository, and benchmarks of them on a clock that counts work: nothing is measured.
 
-The clock moves only by the work that it is given, so equal code takes exactly as long, and 5 % more is 5 %.
+The clock moves only by the work that it is given, so equal code takes exactly as long, and 5 % more
+is 5 %.
 """
 
 import shutil
@@ -167,7 +168,9 @@ VERSIONS = {
 
 def git(folder, *arguments):
     name = ("-c", "user.name=t", "-c", "user.email=t@example.com", "-c", "commit.gpgsign=false")
-    done = subprocess.run(("git", *name, *arguments), cwd=folder, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ("git", *name, *arguments), cwd=folder, capture_output=True, text=True, check=True
+    )
     return done.stdout.strip()
 
 
@@ -182,7 +185,13 @@ def write_toy(folder):
     git(folder, "init", "-q", "-b", "base")
     (folder / "bench" / "harness").mkdir(parents=True)
     (folder / "results").mkdir()
-    for name in ("__init__.py", "harness/__init__.py", "harness/cells.py", "harness/registry.py", "harness/worker.py"):
+    for name in (
+        "__init__.py",
+        "harness/__init__.py",
+        "harness/cells.py",
+        "harness/registry.py",
+        "harness/worker.py",
+    ):
         (folder / "bench" / name).write_text((BENCH / name).read_text())
     shutil.copytree(BENCH.parent / "hybrid_kv/measure/timing", folder / "hybrid_kv/measure/timing")
     clock = folder / "hybrid_kv/measure/timing" / "clock.py"

@@ -13,30 +13,106 @@ from hybrid_kv.kernels.gated_delta.slots import _delta_update
 from hybrid_kv.kernels.ssd.slots import _state_update
 
 
-@pytest.mark.parametrize(("make", "bits"), [(conv_update, 32), (state_update, 64), (delta_update, 32)])
+@pytest.mark.parametrize(
+    ("make", "bits"), [(conv_update, 32), (state_update, 64), (delta_update, 32)]
+)
 def test_all_properties_of_a_kernel_are_proven(make, bits):
     found = [*prove(make(columns=1 if make is conv_update else 2, bits=bits))]
     assert [one.property for one in found] == [*PROPERTIES]
-    assert {one.word for one in found} == {"proven"} and min(one.num_queries for one in found) > 1, found
+    assert {one.word for one in found} == {"proven"} and min(
+        one.num_queries for one in found
+    ) > 1, found
 
 
 NARROW = ("source_indices + row).to(tl.int64)", "source_indices + row)")
 PLANTED = [
     pytest.param(state_update, _state_update, *NARROW, "32 bits", id="a narrow source"),
-    pytest.param(state_update, _state_update, "j).to(tl.int64)", "j)", "32 bits", id="a narrow target"),
-    pytest.param(state_update, _state_update, "if target != 0:", "if length > 0:", "own slot", id="padding is written"),
-    pytest.param(state_update, _state_update, "if target != 0:", "if length > 0:", "apart", id="padding is shared"),
-    pytest.param(state_update, _state_update, "range(length)", "range(length + 1)", "inside", id="a token too many"),
-    pytest.param(delta_update, _delta_update, *NARROW, "32 bits", id="a narrow source of a delta rule"),
-    pytest.param(delta_update, _delta_update, "if target != 0:", "if length > 0:", "own slot", id="its padding"),
-    pytest.param(delta_update, _delta_update, "// KEY_HEADS)", "// HEADS)", "inside", id="a key head too many"),
-    pytest.param(conv_update, _conv_update, "(target != 0) &", "(length > 0) &", "own slot", id="a window of padding"),
-    pytest.param(conv_update, _conv_update, "+ row * indices", "+ row // 2 * indices", "own slot", id="another's row"),
     pytest.param(
-        conv_update, _conv_update, "+ row * indices", "+ row // 2 * indices", "apart", id="rows share a block"
+        state_update, _state_update, "j).to(tl.int64)", "j)", "32 bits", id="a narrow target"
     ),
-    pytest.param(block_tables, _block_tables, "index.to(tl.int64) *", "index *", "32 bits", id="a narrow table"),
-    pytest.param(block_tables, _block_tables, "row * width", "row * width + 1", "inside", id="a column too far"),
+    pytest.param(
+        state_update,
+        _state_update,
+        "if target != 0:",
+        "if length > 0:",
+        "own slot",
+        id="padding is written",
+    ),
+    pytest.param(
+        state_update,
+        _state_update,
+        "if target != 0:",
+        "if length > 0:",
+        "apart",
+        id="padding is shared",
+    ),
+    pytest.param(
+        state_update,
+        _state_update,
+        "range(length)",
+        "range(length + 1)",
+        "inside",
+        id="a token too many",
+    ),
+    pytest.param(
+        delta_update, _delta_update, *NARROW, "32 bits", id="a narrow source of a delta rule"
+    ),
+    pytest.param(
+        delta_update,
+        _delta_update,
+        "if target != 0:",
+        "if length > 0:",
+        "own slot",
+        id="its padding",
+    ),
+    pytest.param(
+        delta_update,
+        _delta_update,
+        "// KEY_HEADS)",
+        "// HEADS)",
+        "inside",
+        id="a key head too many",
+    ),
+    pytest.param(
+        conv_update,
+        _conv_update,
+        "(target != 0) &",
+        "(length > 0) &",
+        "own slot",
+        id="a window of padding",
+    ),
+    pytest.param(
+        conv_update,
+        _conv_update,
+        "+ row * indices",
+        "+ row // 2 * indices",
+        "own slot",
+        id="another's row",
+    ),
+    pytest.param(
+        conv_update,
+        _conv_update,
+        "+ row * indices",
+        "+ row // 2 * indices",
+        "apart",
+        id="rows share a block",
+    ),
+    pytest.param(
+        block_tables,
+        _block_tables,
+        "index.to(tl.int64) *",
+        "index *",
+        "32 bits",
+        id="a narrow table",
+    ),
+    pytest.param(
+        block_tables,
+        _block_tables,
+        "row * width",
+        "row * width + 1",
+        "inside",
+        id="a column too far",
+    ),
 ]
 
 

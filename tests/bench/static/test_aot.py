@@ -82,7 +82,9 @@ def injected() -> dict[str, Measurement]:
 
 
 @pytest.fixture(scope="module")
-def baseline(injected: dict[str, Measurement], tmp_path_factory: pytest.TempPathFactory) -> gate.Baseline:
+def baseline(
+    injected: dict[str, Measurement], tmp_path_factory: pytest.TempPathFactory
+) -> gate.Baseline:
     file = tmp_path_factory.mktemp("baseline") / "kernels.csv"
     append_rows(file, result_rows(injected["plain, warps of 32"]))
     return read_baseline(file, provenance().triton)
@@ -93,14 +95,22 @@ def baseline(injected: dict[str, Measurement], tmp_path_factory: pytest.TempPath
     [
         ("a little work", [], []),  # less than before
         ("more work", [], ["sass instructions per byte"]),
-        ("narrow", ["accesses state in 32 bit, not 128", "32 bit loads instead of 128", "32 bit stores"], [""]),
+        (
+            "narrow",
+            ["accesses state in 32 bit, not 128", "32 bit loads instead of 128", "32 bit stores"],
+            [""],
+        ),
         ("larger block", ["blocks per SM instead of 16"], []),
         ("spilled", ["spills "], []),
         ("broken", ["does not compile: CompilationError"], []),
     ],
 )
 def test_a_injected_regression_is_caught(
-    injected: dict[str, Measurement], baseline: gate.Baseline, shape: str, failures: list[str], warnings: list[str]
+    injected: dict[str, Measurement],
+    baseline: gate.Baseline,
+    shape: str,
+    failures: list[str],
+    warnings: list[str],
 ) -> None:
     verdict = judge(injected[shape], baseline)
     for found, expected in ((verdict.failures, failures), (verdict.warnings, warnings)):
@@ -109,10 +119,16 @@ def test_a_injected_regression_is_caught(
     assert verdict.word == ("FAILED" if failures else "warning" if warnings else "ok")
 
 
-def test_what_needs_no_baseline_fails_without_one(injected: dict[str, Measurement], baseline: gate.Baseline) -> None:
+def test_what_needs_no_baseline_fails_without_one(
+    injected: dict[str, Measurement], baseline: gate.Baseline
+) -> None:
     """Nor does --update accept it."""
     for shape in ("narrow", "spilled", "broken"):
-        assert judge(injected[shape], {}).word == judge(injected[shape], baseline, accept=True).word == "FAILED"
+        assert (
+            judge(injected[shape], {}).word
+            == judge(injected[shape], baseline, accept=True).word
+            == "FAILED"
+        )
     for shape in ("larger block", "more work"):
         assert judge(injected[shape], {}).word == "new"
         assert judge(injected[shape], baseline, accept=True).word == "ok"
@@ -122,14 +138,17 @@ def test_metrics_of_a_kernel_that_can_be_counted_by_hand(injected: dict[str, Mea
     metrics = injected["plain, warps of 32"].metrics
     assert metrics is not None
     assert (metrics.load_bits, metrics.store_bits, metrics.spill_bytes) == (128, 128, 0)
-    # 2048 floats, 128 threads, 4 floats an access: four loads and stores; a sum over 4 warps: 5 + 2 shuffles.
+    # 2048 floats, 128 threads, 4 floats an access: four loads and stores; a sum over 4 warps: 5 + 2
+    # shuffles.
     mix = metrics.mix["ptx"]
     assert (mix["global"], mix["shuffle"], mix["shared"]) == (8, 7, 4)
     assert metrics.shared_bytes == 16
     assert metrics.instructions_per_byte == metrics.instructions * 128 / (8 * 2048)
 
 
-def test_state_access_that_narrows_on_one_side_only(injected: dict[str, Measurement], baseline: gate.Baseline) -> None:
+def test_state_access_that_narrows_on_one_side_only(
+    injected: dict[str, Measurement], baseline: gate.Baseline
+) -> None:
     plain = injected["plain, warps of 32"]
     assert plain.metrics is not None
     narrower = replace(plain, metrics=replace(plain.metrics, store_bits=64))
@@ -137,7 +156,9 @@ def test_state_access_that_narrows_on_one_side_only(injected: dict[str, Measurem
     assert judge(replace(narrower, state_access=False), baseline).failures == []
 
 
-def test_the_newest_baseline_of_this_triton_counts(injected: dict[str, Measurement], tmp_path: Path) -> None:
+def test_the_newest_baseline_of_this_triton_counts(
+    injected: dict[str, Measurement], tmp_path: Path
+) -> None:
     plain = injected["plain, warps of 32"]
     assert plain.metrics is not None
     file = tmp_path / "kernels.csv"
@@ -149,7 +170,9 @@ def test_the_newest_baseline_of_this_triton_counts(injected: dict[str, Measureme
     assert judge(plain, read_baseline(file, provenance().triton)).word == "ok"
 
 
-def test_counts_of_different_code_are_not_compared(baseline: gate.Baseline, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_of_different_code_are_not_compared(
+    baseline: gate.Baseline, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without NVIDIA's disassembler PTX is counted."""
     monkeypatch.setattr(compile, "_disassemble", lambda cubin: None)
     case = _case("injected", WORK=8)
@@ -236,7 +259,9 @@ k:                                      ; @k
 	.section	.rodata,"a",@progbits
 	v_not_an_instruction
 """
-EACH = dict.fromkeys(("shared", "local", "tensor", "float", "convert", "special", "shuffle", "control"), 1)
+EACH = dict.fromkeys(
+    ("shared", "local", "tensor", "float", "convert", "special", "shuffle", "control"), 1
+)
 EACH |= {"integer": 2, "barrier": 2}
 
 
@@ -248,15 +273,23 @@ EACH |= {"integer": 2, "barrier": 2}
         ("amdgcn", AMDGCN, EACH | {"global": 3, "shuffle": 2}),
     ],
 )
-def test_every_instruction_is_found_and_classed(isa: str, code: str, expected: dict[str, int]) -> None:
-    assert instruction_mix(isa, instructions(isa, code)) == {name: n for name, n in expected.items() if n}
+def test_every_instruction_is_found_and_classed(
+    isa: str, code: str, expected: dict[str, int]
+) -> None:
+    assert instruction_mix(isa, instructions(isa, code)) == {
+        name: n for name, n in expected.items() if n
+    }
 
 
 @pytest.mark.parametrize(
     ("isa", "line", "bits"),
     [
         ("ptx", "ld.global.v8.b32 { %r1 }, [ %rd1 + 0 ];", (256, 0)),
-        ("ptx", "ld.global.L1::no_allocate.L2::cache_hint.v2.b64 { %rd1, %rd2 }, [ %rd3 + 0 ], %rd4;", (128, 0)),
+        (
+            "ptx",
+            "ld.global.L1::no_allocate.L2::cache_hint.v2.b64 { %rd1, %rd2 }, [ %rd3 + 0 ], %rd4;",
+            (128, 0),
+        ),
         ("ptx", "ld.volatile.global.u8 %rs1, [%rd1];", (8, 0)),
         ("ptx", "@%p4 st.global.v2.b16 [ %rd3 + 0 ], { %rs1, %rs2 };", (0, 32)),
         ("ptx", "cp.async.ca.shared.global [ %r5 + 0 ], [ %rd2 + 0 ], 0x4;", (32, 0)),
@@ -289,7 +322,9 @@ def test_access_width(isa: str, line: str, bits: tuple[int, int]) -> None:
         ("gfx942", 32, 65 << 10, 4, 0),
     ],
 )
-def test_blocks_per_sm(target: str, registers: int, shared: int, num_warps: int, blocks: int) -> None:
+def test_blocks_per_sm(
+    target: str, registers: int, shared: int, num_warps: int, blocks: int
+) -> None:
     assert TARGETS[target].blocks_per_sm(registers, shared, num_warps) == blocks
 
 
@@ -298,14 +333,19 @@ def test_blocks_per_sm(target: str, registers: int, shared: int, num_warps: int,
 
 @pytest.fixture
 def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Starting workers takes longer than compiling, which is done once. Counts have their own tests."""
+    """Starting workers takes longer than compiling, which is done once.
+
+    Counts have their own tests.
+    """
     once = cache(compile._measure)
     monkeypatch.setattr(gate, "measure", lambda *what: (once(*job) for job in compile.jobs(*what)))
     monkeypatch.setattr(counts, "count_all", list)
 
 
 @pytest.mark.usefixtures("one_process")
-def test_block_tables_pass_and_a_step_down_does_not(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_block_tables_pass_and_a_step_down_does_not(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     file, report = tmp_path / "kernels.csv", tmp_path / "kernels.json"
     only = "kernels", "-k", "block_tables", "--targets", "sm_90,gfx942"
     out = printed(capsys, *only, "--baseline", file, "--update", "--out", report)
@@ -320,10 +360,17 @@ def test_block_tables_pass_and_a_step_down_does_not(capsys: pytest.CaptureFixtur
     assert file.read_text().splitlines() == lines
 
     key = ("block_tables.update_block_tables", "Nemotron-3-Nano, 256 rows", "int32", "sm_90")
-    better = next(row for row in result_rows(_measurement(key, blocks_per_sm=31)) if row.metric == "blocks_per_sm")
+    better = next(
+        row
+        for row in result_rows(_measurement(key, blocks_per_sm=31))
+        if row.metric == "blocks_per_sm"
+    )
     append_rows(file, [better])
     out = printed(capsys, *only[:3], "--targets", "sm_90", "--baseline", file, code=1)
-    assert "update_block_tables (Nemotron-3-Nano, 256 rows, int32) on sm_90: 12 blocks per SM instead of 31" in out
+    assert (
+        "update_block_tables (Nemotron-3-Nano, 256 rows, int32) on sm_90: 12 blocks per SM instead of 31"
+        in out
+    )
     printed(capsys, *only[:3], "--targets", "sm_90", "--baseline", file, "--update")
     assert read_baseline(file, provenance().triton)[key]["blocks_per_sm"] == 12
 
@@ -350,14 +397,23 @@ def test_a_failure_is_exit_1_and_never_becomes_the_baseline(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--targets", "sm_90,sm_70"], "unknown target 'sm_70'; use sm_80, sm_90, sm_100, gfx942\n"),
+        (
+            ["--targets", "sm_90,sm_70"],
+            "unknown target 'sm_70'; use sm_80, sm_90, sm_100, gfx942\n",
+        ),
         (["--baseline", "nowhere.csv"], "nowhere.csv does not exist, so nothing would be compared"),
-        (["--out", "/dev/null/kernels.json"], "/dev/null/kernels.json: /dev/null cannot be written"),
+        (
+            ["--out", "/dev/null/kernels.json"],
+            "/dev/null/kernels.json: /dev/null cannot be written",
+        ),
         ([], "triton is not installed; run: pip install 'hybrid_kv[kernels]'"),
     ],
 )
 def test_what_cannot_run_is_one_line_and_exit_2(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, args: list[str], message: str
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    args: list[str],
+    message: str,
 ) -> None:
     if not args:  # nothing is wrong with the command
         monkeypatch.setitem(sys.modules, "triton", None)
@@ -365,7 +421,9 @@ def test_what_cannot_run_is_one_line_and_exit_2(
 
 
 def test_cases_that_would_share_a_baseline_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "aot_cases", lambda _: [_case("plain"), _case("plain")])
+    monkeypatch.setattr(
+        sys.modules[__name__], "aot_cases", lambda _: [_case("plain"), _case("plain")]
+    )
     with pytest.raises(ValueError, match="two cases have the same kernel, shape and dtype"):
         compile.cases_of.__wrapped__(__name__, "sm_90")
 
@@ -377,7 +435,9 @@ def die(*job: Any) -> None:
 def test_a_compiler_that_dies_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile, "NUM_WORKERS", 1)
     monkeypatch.setattr(compile, "_measure", die)
-    with pytest.raises(HybridKVError, match=r"a compiler process died at or after injected\.centre for sm_90"):
+    with pytest.raises(
+        HybridKVError, match=r"a compiler process died at or after injected\.centre for sm_90"
+    ):
         list(measure([__name__], ["sm_90"]))
 
 

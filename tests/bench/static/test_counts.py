@@ -63,7 +63,9 @@ def test_a_model_that_is_not_what_is_counted_is_wrong(monkeypatch):
         assert slots / own >= 5
         assert model not in counts.DELTA or own <= found["bytes.record", f"{model}, K={K}"].bytes
     monkeypatch.setattr(counts, "FEWEST", 7.0)
-    assert "6.46 times the bytes of recompute, it must be 7.0" in "".join(one.wrong for one in count_bytes())
+    assert "6.46 times the bytes of recompute, it must be 7.0" in "".join(
+        one.wrong for one in count_bytes()
+    )
 
 
 KINDS = ("slots", "recompute")
@@ -96,7 +98,12 @@ def test_only_changes_become_rows(file):
     assert not list(check_file(file))
     assert changed_rows([SLOTS, BYTES], file) == []
     (row,) = changed_rows([SLOTS, replace(BYTES, bytes=999)], file)
-    assert (row.benchmark, row.metric, row.value, row.better) == ("bytes.recompute", "bytes", 999, "lower")
+    assert (row.benchmark, row.metric, row.value, row.better) == (
+        "bytes.recompute",
+        "bytes",
+        999,
+        "lower",
+    )
 
 
 def test_the_command_counts_and_fails(monkeypatch, capsys, tmp_path, file):
@@ -111,7 +118,10 @@ def test_the_command_counts_and_fails(monkeypatch, capsys, tmp_path, file):
     code, out = run([SLOTS, BYTES])
     assert code == 0 and "1,000" in out and "FAILED" not in out
     code, out = run([SLOTS, more])
-    assert code == 1 and "bytes.recompute (Nemotron-3-Nano, K=3, float32): 1001 bytes instead of 1000" in out
+    assert (
+        code == 1
+        and "bytes.recompute (Nemotron-3-Nano, K=3, float32): 1001 bytes instead of 1000" in out
+    )
     code, _ = run([replace(BYTES, wrong="counted otherwise")], "--update")
     assert code == 1 and file.read_bytes() == before
     assert run([SLOTS, more], "--update")[0] == 0
@@ -122,7 +132,13 @@ def test_the_command_counts_and_fails(monkeypatch, capsys, tmp_path, file):
 def test_the_rate_of_flushes_is_that_of_the_chain():
     """Without drafts everything is known: a ring of 33 tokens is folded every 32 steps, each block has one more."""
     group = (1, 1, 1, 1)
-    assert counts.mean_traffic(group, torch.float32, 0, block_size=None, steps=256).flush_rate == pytest.approx(1 / 32)
-    assert counts.mean_traffic(group, torch.float32, 0, block_size=8, steps=256).flush_rate == pytest.approx(1 / 8)
-    all_accepted = counts.mean_traffic(group, torch.float32, 3, acceptance=1.0, block_size=None, steps=320)
+    assert counts.mean_traffic(
+        group, torch.float32, 0, block_size=None, steps=256
+    ).flush_rate == pytest.approx(1 / 32)
+    assert counts.mean_traffic(
+        group, torch.float32, 0, block_size=8, steps=256
+    ).flush_rate == pytest.approx(1 / 8)
+    all_accepted = counts.mean_traffic(
+        group, torch.float32, 3, acceptance=1.0, block_size=None, steps=320
+    )
     assert all_accepted.flush_rate == pytest.approx(1 / 8)

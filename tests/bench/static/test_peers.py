@@ -89,7 +89,9 @@ def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (folder / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path / "peer")
     root = peers.root_of
-    monkeypatch.setattr(peers, "root_of", lambda package: root(package) if package == "vllm" else None)
+    monkeypatch.setattr(
+        peers, "root_of", lambda package: root(package) if package == "vllm" else None
+    )
     forget()
     yield
     forget()
@@ -97,20 +99,44 @@ def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("made_up")
 def test_a_launch_is_recorded_as_triton_would_compile_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "vllm"}
+    before = {
+        name: module for name, module in sys.modules.items() if name.partition(".")[0] == "vllm"
+    }
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     case = next(case for case in peers.aot_cases(32) if "norm" in case.kernel)
-    assert (case.kernel, case.shape, case.dtype) == ("vllm.norm_kernel", "Nemotron-3-Nano, config 1/2", "bfloat16")
+    assert (case.kernel, case.shape, case.dtype) == (
+        "vllm.norm_kernel",
+        "Nemotron-3-Nano, config 1/2",
+        "bfloat16",
+    )
     assert case.constexprs == {"B": None, "one": 1, "BLOCK_N": 256, "HAS_BIAS": False}
     constants = dict.fromkeys(case.constexprs, "constexpr")
-    kinds = {"X": "*bf16", "Y": "*bf16", "rows": "i32", "stride": "i64", "odd": "i32", "eps": "fp32"}
+    kinds = {
+        "X": "*bf16",
+        "Y": "*bf16",
+        "rows": "i32",
+        "stride": "i64",
+        "odd": "i32",
+        "eps": "fp32",
+    }
     assert case.signature == kinds | constants
-    assert {"stride"} == set(case.divisible) - {"X", "Y"}  # Triton may not look at `rows`, and 7 is odd.
-    assert case.options == {"num_warps": 2, "num_stages": 3} and case.bytes_per_program == 3 * 256 * 2
+    assert {"stride"} == set(case.divisible) - {
+        "X",
+        "Y",
+    }  # Triton may not look at `rows`, and 7 is odd.
+    assert (
+        case.options == {"num_warps": 2, "num_stages": 3} and case.bytes_per_program == 3 * 256 * 2
+    )
     metrics = read_metrics(case, "sm_90", compile_case(case, "sm_90"))
-    assert (metrics.load_bits, metrics.store_bits, metrics.spill_bytes) == (64, 64, 0)  # 4 of 256 numbers a thread
+    assert (metrics.load_bits, metrics.store_bits, metrics.spill_bytes) == (
+        64,
+        64,
+        0,
+    )  # 4 of 256 numbers a thread
     # The package is as before: only the tests know of it.
-    assert {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "vllm"} == before
+    assert {
+        name: module for name, module in sys.modules.items() if name.partition(".")[0] == "vllm"
+    } == before
     assert not any(isinstance(finder, _Finder) for finder in sys.meta_path)
 
 
@@ -118,20 +144,34 @@ def test_a_launch_is_recorded_as_triton_would_compile_it(monkeypatch: pytest.Mon
 def test_the_command_shows_them_apart_and_gates_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(gate, "measure", lambda *what: (compile._measure(*job) for job in compile.jobs(*what)))
+    monkeypatch.setattr(
+        gate, "measure", lambda *what: (compile._measure(*job) for job in compile.jobs(*what))
+    )
     monkeypatch.setattr(counts, "count_all", list)
     file, report = tmp_path / "kernels.csv", tmp_path / "kernels.json"
     options = "-k", "block_tables", "--update", "--baseline", file, "--out", report
     out = printed(capsys, "kernels", "--peers", "--targets", "sm_90", *options)
     ours, theirs = out.split("kernels of other packages, not gated:")
     assert "block_tables.update_block_tables" in ours and "vllm." not in ours
-    assert "vllm.norm_kernel" in theirs and "block_tables." not in theirs and "without a baseline" not in theirs
-    assert "vllm.selective_scan_update_kernel (Nemotron-3-Nano, K=0, float32) on sm_90: warning: does not" in theirs
+    assert (
+        "vllm.norm_kernel" in theirs
+        and "block_tables." not in theirs
+        and "without a baseline" not in theirs
+    )
+    assert (
+        "vllm.selective_scan_update_kernel (Nemotron-3-Nano, K=0, float32) on sm_90: warning: does not"
+        in theirs
+    )
     assert "FAILED" not in out and "ok\n" not in theirs
     assert "\nmamba_ssm is not installed\n" in theirs
-    chunks = "\nvllm.model_executor.layers.mamba.ops.ssd_combined (Nemotron-3-Nano, chunks of 128): "
+    chunks = (
+        "\nvllm.model_executor.layers.mamba.ops.ssd_combined (Nemotron-3-Nano, chunks of 128): "
+    )
     assert f"{chunks}skipped, it needs the package made_up_package\n" in theirs
-    assert "\nvllm.model_executor.layers.mamba.ops.causal_conv1d (Nemotron-3-Nano, K=0): Module" in theirs
+    assert (
+        "\nvllm.model_executor.layers.mamba.ops.causal_conv1d (Nemotron-3-Nano, K=0): Module"
+        in theirs
+    )
     assert file.exists() and "vllm" not in file.read_text()
     document = json.loads(report.read_text())
     assert document["passed"]
@@ -145,7 +185,10 @@ def test_without_any_it_is_one_line_and_exit_2(
     monkeypatch.setattr(peers, "root_of", lambda package: None)
     forget()
     err = refused(capsys, "kernels", "--peers", "--targets", "sm_90")
-    assert "neither vllm nor mamba_ssm can be imported; run: pip install --no-deps vllm mamba-ssm einops" in err
+    assert (
+        "neither vllm nor mamba_ssm can be imported; run: pip install --no-deps vllm mamba-ssm einops"
+        in err
+    )
 
 
 @pytest.mark.parametrize("package", peers.PACKAGES)
@@ -155,6 +198,10 @@ def test_every_kernel_of_an_installed_peer_is_recorded(package: str) -> None:
     forget()
     cases, absent = peers.find()
     reasons = [line for line in absent if line.startswith(f"{package}.")]
-    assert not [line for line in reasons if not line.endswith("skipped, it needs the package einops")]
-    assert {case.shape.split(",")[0] for case in cases if case.kernel.startswith(package)} == {"Nemotron-3-Nano"}
+    assert not [
+        line for line in reasons if not line.endswith("skipped, it needs the package einops")
+    ]
+    assert {case.shape.split(",")[0] for case in cases if case.kernel.startswith(package)} == {
+        "Nemotron-3-Nano"
+    }
     assert not any(case.kernel.startswith("hybrid_kv") for case in cases)

@@ -71,7 +71,10 @@ def test_drafts_of_all_rows_that_go_with_a_row_at_its_end_are_seen(drafting, mon
 
 
 def test_a_cell_that_shows_nothing_is_void(alone):
-    assert alone.check({"max_num_seqs": 1, "preempts": True}).problem == "void: no request was preempted"
+    assert (
+        alone.check({"max_num_seqs": 1, "preempts": True}).problem
+        == "void: no request was preempted"
+    )
     assert alone.check({"script": "wrong"}).problem == "void: no draft was accepted"
     found = alone.check({"mamba_cache_mode": "all", "block_size": 256})
     assert found.problem == "void: no prompt token came from the cache"
@@ -81,7 +84,11 @@ def test_a_cell_that_shows_nothing_is_void(alone):
 def test_a_logit_that_is_no_number_is_the_largest_difference(value):
     logits = torch.zeros(3, 4, dtype=torch.float64)
     logits[1, 2] = value
-    assert logit_difference(logits, torch.zeros(3, 4, dtype=torch.float64)).tolist() == [0, LARGEST, 0]
+    assert logit_difference(logits, torch.zeros(3, 4, dtype=torch.float64)).tolist() == [
+        0,
+        LARGEST,
+        0,
+    ]
 
 
 @pytest.mark.parametrize("side", ["engine", "transformers"])
@@ -91,4 +98,6 @@ def test_a_side_that_is_no_number_is_far_away(tmp_path, monkeypatch, side):
     damaged = llm.model.lm_head.weight if side == "engine" else model.lm_head.weight
     damaged.data[5, 0] = float("nan")
     params = SamplingParams(max_tokens=2)
-    assert [far for *_, far in beside_transformers(model, llm, [[1, 2, 3]], params)] > [FLOAT32_LIMIT]
+    assert [far for *_, far in beside_transformers(model, llm, [[1, 2, 3]], params)] > [
+        FLOAT32_LIMIT
+    ]

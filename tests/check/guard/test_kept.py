@@ -39,7 +39,10 @@ STORE = KVOffload.store
 
 @pytest.mark.parametrize(
     ("place", "name", "broken", "seen"),
-    [(offload, "OrderedDict", LastInFirstOut, "hit-length"), (KVOffload, "store", first_group_alone, "tier")],
+    [
+        (offload, "OrderedDict", LastInFirstOut, "hit-length"),
+        (KVOffload, "store", first_group_alone, "tier"),
+    ],
 )
 def test_a_host_tier_that_keeps_other_blocks(
     monkeypatch: pytest.MonkeyPatch, place: Any, name: str, broken: Any, seen: str
@@ -51,8 +54,12 @@ def test_a_host_tier_that_keeps_other_blocks(
     assert rule(tight) == seen
 
 
-@pytest.mark.parametrize("metric", ["loaded_blocks", "loaded_bytes", "stored_bytes", "host_hits", "misses"])
-def test_a_metric_of_the_tier_that_did_not_happen(monkeypatch: pytest.MonkeyPatch, metric: str) -> None:
+@pytest.mark.parametrize(
+    "metric", ["loaded_blocks", "loaded_bytes", "stored_bytes", "host_hits", "misses"]
+)
+def test_a_metric_of_the_tier_that_did_not_happen(
+    monkeypatch: pytest.MonkeyPatch, metric: str
+) -> None:
     load: Callable[..., Any] = KVOffload.load
 
     def lie(self: KVOffload, pages: Any, ids: Any) -> None:
@@ -63,7 +70,9 @@ def test_a_metric_of_the_tier_that_did_not_happen(monkeypatch: pytest.MonkeyPatc
     assert rule(draw_scenario(forced("offload_hit"))) == "tier"
 
 
-def test_a_request_that_goes_on_without_what_the_tier_has_lost_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_goes_on_without_what_the_tier_has_lost_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     scenario = draw_scenario(forced("lost_hit"))
     result = run_scenario(scenario)
     assert not result.wrong and result.seen["lost_hit"] and not result.seen["offload_hit"]

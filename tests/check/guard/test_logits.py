@@ -23,9 +23,15 @@ from hybrid_kv.models.mixers import conv
 from tests.check.guard.checks.test_families import late_window, next_expert, no_states
 
 PROMPTS = [list(range(3, 23)), [*range(3, 20), 50, 51], [7] * 9]
-ALONE = LogitCase("alone", "lfm2", {"max_num_batched_tokens": 17, "preempts": 5}, PROMPTS, (0, 2), 4)
-WHOLE = LogitCase("transformers", "granitemoehybrid", {"max_num_batched_tokens": 37}, PROMPTS, (), 4)
-PLAIN = LogitCase("plain", "guard_model", {"dtype": "float64", "attention_backend": "TORCH"}, PROMPTS, (), 4)
+ALONE = LogitCase(
+    "alone", "lfm2", {"max_num_batched_tokens": 17, "preempts": 5}, PROMPTS, (0, 2), 4
+)
+WHOLE = LogitCase(
+    "transformers", "granitemoehybrid", {"max_num_batched_tokens": 37}, PROMPTS, (), 4
+)
+PLAIN = LogitCase(
+    "plain", "guard_model", {"dtype": "float64", "attention_backend": "TORCH"}, PROMPTS, (), 4
+)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +49,10 @@ def test_little_is_left_of_a_cell_that_is_wrong(
         assert rule in ("logits", "tokens")
         made = reproduce(to_json(case, rule), tmp_path)
         assert made.rule == rule and made.requests <= requests and made.tokens <= tokens
-        assert f"hybrid-kv guard --replay {made.file}" in made.story and f"broken rule: {rule}" in made.story
+        assert (
+            f"hybrid-kv guard --replay {made.file}" in made.story
+            and f"broken rule: {rule}" in made.story
+        )
         assert broken_rule(Path(made.file)) == rule and replay(Path(made.file)) == 1
         assert capsys.readouterr().out.endswith(f"broken rule: {rule}\n")
     assert replay(Path(made.file)) == 0
@@ -78,7 +87,9 @@ def test_an_engine_that_fails_by_itself_has_broken_a_rule(monkeypatch: pytest.Mo
         assert "injected" in play_logits(case)[1]
 
 
-def test_the_guard_names_the_reproducer_of_a_logit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_guard_names_the_reproducer_of_a_logit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from hybrid_kv.check.guard.checks import guard_model
 
     monkeypatch.setattr(guard_model, "TRAINED", {"nemotron_h": TRAINED["nemotron_h"]})
@@ -86,7 +97,9 @@ def test_the_guard_names_the_reproducer_of_a_logit(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(guard_model, "NUM_NEW", 4)
     monkeypatch.setattr(cases, "SECONDS", 0.0)  # the test above reduces some
     late_window(monkeypatch)
-    first, second, _ = run_guard({"guard model": 2}, GuardRunOptions(0, progress=False, repro=tmp_path, jobs=1))
+    first, second, _ = run_guard(
+        {"guard model": 2}, GuardRunOptions(0, progress=False, repro=tmp_path, jobs=1)
+    )
     (file,) = tmp_path.glob("logits-*.json")
     assert not first.passed and not second.passed
     assert f"hybrid-kv guard --replay {file}" in first.detail and "--replay" not in second.detail
@@ -96,7 +109,9 @@ def test_a_token_that_alone_is_wrong_is_a_case_too() -> None:
     model = TRAINED["nemotron_h"]
     found = Questions(model, 7, 2).run({**LOGIT_CELLS[0]}, "cpu")
     found.num_wrong = 1
-    assert found.broken == ("tokens", "other tokens in 1 places") and found.case.max_tokens == NUM_NEW
+    assert (
+        found.broken == ("tokens", "other tokens in 1 places") and found.case.max_tokens == NUM_NEW
+    )
     assert result_of(found, model, 0).passed  # the tokens of all cells have a line of their own
 
 
@@ -128,9 +143,13 @@ def test_every_cell_survives_as_a_file() -> None:
         (changed(cell=[]), "'list' object has no attribute 'items'"),
     ],
 )
-def test_a_file_with_a_wrong_value_is_one_clear_error(text: str, problem: str, tmp_path: Path) -> None:
+def test_a_file_with_a_wrong_value_is_one_clear_error(
+    text: str, problem: str, tmp_path: Path
+) -> None:
     file = tmp_path / "case.json"
     file.write_text(text)
     with pytest.raises(ConfigError, match=problem) as raised:
         replay(file)
-    assert str(raised.value).startswith(f"{file} is no scenario of this version: ") and "\n" not in str(raised.value)
+    assert str(raised.value).startswith(
+        f"{file} is no scenario of this version: "
+    ) and "\n" not in str(raised.value)

@@ -20,8 +20,12 @@ def compare(model_type: str, folder: Path) -> Narrow:
         return compare_paths(folder, 0)
 
 
-@pytest.mark.parametrize(("model_type", "num_paths"), [("mamba2", 4), ("qwen3_next", 3), ("jamba", 3), ("lfm2", 0)])
-def test_every_path_leaves_the_states_of_one_prefill(model_type: str, num_paths: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "num_paths"), [("mamba2", 4), ("qwen3_next", 3), ("jamba", 3), ("lfm2", 0)]
+)
+def test_every_path_leaves_the_states_of_one_prefill(
+    model_type: str, num_paths: int, tmp_path: Path
+) -> None:
     found = compare(model_type, tmp_path)
     assert found.worst <= LIMIT / 10 and found.num_paths == num_paths
 
@@ -29,7 +33,9 @@ def test_every_path_leaves_the_states_of_one_prefill(model_type: str, num_paths:
 def states_of_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     copy = conv.copy_blocks
     monkeypatch.setattr(
-        conv, "copy_blocks", lambda view, ids, states: copy(view, ids, states.bfloat16().to(view.dtype))
+        conv,
+        "copy_blocks",
+        lambda view, ids, states: copy(view, ids, states.bfloat16().to(view.dtype)),
     )
 
 
@@ -59,7 +65,10 @@ def inputs_of_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
     [(states_of_decodes, ""), (steps_of_prefills, ""), (inputs_of_one_token, "decodes")],
 )
 def test_what_is_rounded_on_one_path_is_seen(
-    damage: Callable[[pytest.MonkeyPatch], None], path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    damage: Callable[[pytest.MonkeyPatch], None],
+    path: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     damage(monkeypatch)
     found = compare("mamba2", tmp_path)

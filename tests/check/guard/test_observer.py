@@ -29,10 +29,21 @@ from hybrid_kv.sampling import SamplingParams
 def scenario(mode: str, K: int = 0, drafts: str = "none", **options: Any) -> Scenario:
     """Three prompts, twice."""
     d, layers = Draw(4), "**" if mode == "attention" else "M*MM*"
-    options = {"attention_backend": SmallKVFirst.name, "max_num_batched_tokens": 20, "max_model_len": 80} | options
+    options = {
+        "attention_backend": SmallKVFirst.name,
+        "max_num_batched_tokens": 20,
+        "max_model_len": 80,
+    } | options
     prompts = d.prompts(13, 24, 31) * 2
     return d.scenario(
-        prompts, [14] * 6, modes=(mode,), layers=layers, num_drafts=K, drafts=drafts, waves=(3, 3), **options
+        prompts,
+        [14] * 6,
+        modes=(mode,),
+        layers=layers,
+        num_drafts=K,
+        drafts=drafts,
+        waves=(3, 3),
+        **options,
     )
 
 
@@ -58,7 +69,11 @@ def views(allocate: Any) -> Any:
 
     def view(self: BlockPool, count: int) -> Any:
         ids, end = allocate(self, count), self._head  # behind what was just taken
-        return ids if ids is None or len(ids) != count or end < count else self._ring[end - count : end]
+        return (
+            ids
+            if ids is None or len(ids) != count or end < count
+            else self._ring[end - count : end]
+        )
 
     return view
 
@@ -102,7 +117,10 @@ def greedy(schedule: Any) -> Any:
     def admit(self: Scheduler) -> Any:
         before = sum(request.num_preemptions for request in self.running)
         items = schedule(self)
-        if self.waiting and sum(one.num_preemptions for one in (*self.running, *self.waiting)) > before:
+        if (
+            self.waiting
+            and sum(one.num_preemptions for one in (*self.running, *self.waiting)) > before
+        ):
             item = self._admit(self.waiting[0], 1, items)
             items += [item] if item else []
         return items
@@ -117,7 +135,9 @@ def refreshing(find: Any) -> Any:
         hit = find(self, *given)
         logical_blocks = range(hit.num_tokens // self.config.groups[0].spec.block_size)
         blocks = [self.pool.lookup((0, hit.chains[0][block_idx])) for block_idx in logical_blocks]
-        self.pool.refresh(np.array([block for block in blocks if block is not None], dtype=np.int32))
+        self.pool.refresh(
+            np.array([block for block in blocks if block is not None], dtype=np.int32)
+        )
         return hit
 
     return use
@@ -142,12 +162,21 @@ def roomy(by: int) -> Any:
 KEPT: list[Any] = []
 STATES = scenario("align", 3, "right", state_scheme="recompute")
 FULL = scenario("attention", num_blocks=9)
-EQUAL = replace(scenario("align", max_num_batched_tokens=64), prompts=[scenario("align").prompts[2]] * 6)
+EQUAL = replace(
+    scenario("align", max_num_batched_tokens=64), prompts=[scenario("align").prompts[2]] * 6
+)
 # Three prompts that begin differently: nothing is shared, and step 3 is an odd one.
-RESET = replace(scenario("all"), prompts=scenario("all").prompts[:3], waves=(3,), events=(Disturbance("reset", 3),))
+RESET = replace(
+    scenario("all"),
+    prompts=scenario("all").prompts[:3],
+    waves=(3,),
+    events=(Disturbance("reset", 3),),
+)
 LATE = FORCED["once_more_at_max_model_len"](Draw(0))
 ENDS = FORCED["all_accepted, max_model_len_with_drafts"](Draw(0))
-SLEEP = replace(scenario("all", 2, "mixed", state_scheme="recompute"), events=(Disturbance("sleep", 3, 4),))
+SLEEP = replace(
+    scenario("all", 2, "mixed", state_scheme="recompute"), events=(Disturbance("sleep", 3, 4),)
+)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +218,9 @@ SLEEP = replace(scenario("all", 2, "mixed", state_scheme="recompute"), events=(D
          "drafts-due: request"),
     ],
 )  # fmt: skip
-def test_a_rule(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, broken: Any, traffic: Any, said: str) -> None:
+def test_a_rule(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, broken: Any, traffic: Any, said: str
+) -> None:
     assert run_scenario(traffic).wrong == []
     monkeypatch.setattr(owner, name, broken(getattr(owner, name)))
     assert said in wrong(run_scenario(traffic))
@@ -198,7 +229,8 @@ def test_a_rule(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, broken: 
 def test_a_preemption_counts_though_another_request_takes_its_own_along() -> None:
     """Their sum over all requests stays the same."""
     gone, head, running = (
-        SimpleNamespace(request_id=name, num_preemptions=n) for name, n in (("a", 1), ("b", 0), ("c", 0))
+        SimpleNamespace(request_id=name, num_preemptions=n)
+        for name, n in (("a", 1), ("b", 0), ("c", 0))
     )
     scheduler = SimpleNamespace(running=[gone, running], waiting=[head])
     waiting = Waiting.__new__(Waiting)
@@ -212,13 +244,19 @@ def test_metrics_of_an_output_that_did_not_happen(monkeypatch: pytest.MonkeyPatc
     assert run_scenario(deeper()).wrong == []
     output = LLM.output
     for lie in (
-        lambda o: {"cached_tokens": max((o.cached_tokens, *o.hit.group_tokens))},  # of one group alone
+        lambda o: {
+            "cached_tokens": max((o.cached_tokens, *o.hit.group_tokens))
+        },  # of one group alone
         lambda o: {"num_draft_tokens": o.num_draft_tokens + 1},
         lambda o: {"num_accepted_draft_tokens": o.num_draft_tokens},
         lambda o: {"num_preemptions": o.num_preemptions + 1},
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(LLM, "output", lambda *given, lie=lie: replace(found := output(*given), **lie(found)))
+            patch.setattr(
+                LLM,
+                "output",
+                lambda *given, lie=lie: replace(found := output(*given), **lie(found)),
+            )
             assert "metrics: request" in wrong(run_scenario(deeper()))
 
 
@@ -234,7 +272,9 @@ def test_a_livelock(monkeypatch: pytest.MonkeyPatch) -> None:
     # Twenty tokens need two steps of sixteen, and the request is preempted after each first one.
     generate = LLM.generate
 
-    def preempting(self: LLM, prompts: Any, params: Any, progress: bool, on_step: Callable[[LLM], None]) -> Any:
+    def preempting(
+        self: LLM, prompts: Any, params: Any, progress: bool, on_step: Callable[[LLM], None]
+    ) -> Any:
         def disturb(llm: LLM) -> None:
             for request in list(llm.scheduler.running):
                 llm.scheduler.preempt(request)
@@ -252,7 +292,9 @@ def test_rows_that_are_padded_to_another_size(monkeypatch: pytest.MonkeyPatch) -
     padded = scenario("none", captured_batch_sizes=(2, 4))
     assert run_scenario(padded).wrong == []
     for size in (0, 3):
-        monkeypatch.setattr(step_inputs, "padded_size", lambda rows, sizes, size=size: max(rows, size))
+        monkeypatch.setattr(
+            step_inputs, "padded_size", lambda rows, sizes, size=size: max(rows, size)
+        )
         assert "requests has" in wrong(run_scenario(padded))
 
 
@@ -269,7 +311,12 @@ def test_what_a_request_publishes_as_it_leaves_is_forgotten_too(events: list[str
         "state_scheme": "recompute", "mamba_block_size": 4, "num_blocks": 400,
     }  # fmt: skip
     leaving = Scenario(
-        0, "M", options, [[0]], [SamplingParams(max_tokens=10)], events=tuple(Disturbance(what, 9) for what in events)
+        0,
+        "M",
+        options,
+        [[0]],
+        [SamplingParams(max_tokens=10)],
+        events=tuple(Disturbance(what, 9) for what in events),
     )
     assert run_scenario(leaving).wrong == []
 
@@ -277,7 +324,9 @@ def test_what_a_request_publishes_as_it_leaves_is_forgotten_too(events: list[str
 @pytest.mark.parametrize("scheme", ["slots", "recompute"])
 @pytest.mark.parametrize("mode", ["none", "align", "all"])
 @pytest.mark.parametrize("layers", ["W*W", "T*M", "V*W"])
-def test_layers_of_one_three_and_five_parts_keep_every_rule(layers: str, mode: str, scheme: str) -> None:
+def test_layers_of_one_three_and_five_parts_keep_every_rule(
+    layers: str, mode: str, scheme: str
+) -> None:
     """A short convolution, a window and two states, three windows and two states."""
     found = scenario(mode, 3, "mixed", state_scheme=scheme, sanitize=True)
     assert run_scenario(replace(found, layers=layers)).wrong == []

@@ -22,7 +22,9 @@ def test_a_forced_pattern_happens(names: str) -> None:
 
 
 def test_quiet_traffic_has_none_of_them() -> None:
-    alone = scenario("none", max_num_seqs=2, captured_batch_sizes=(), attention_backend="TORCH", block_size=16)
+    alone = scenario(
+        "none", max_num_seqs=2, captured_batch_sizes=(), attention_backend="TORCH", block_size=16
+    )
     prompts, params = [[1, 2, 3, 4, 5]], [SamplingParams(max_tokens=3)]
     result = run_scenario(replace(alone, layers="M*", prompts=prompts, params=params, waves=()))
     assert result.wrong == []

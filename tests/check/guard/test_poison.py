@@ -23,9 +23,17 @@ TABLES = {"torch": BlockTables, "triton": LaunchedBlockTables}
 
 def one_after_the_other(kernels: str) -> Scenario:
     """The same prompt three times, each time in the same row: what is cached has the same blocks each time."""
-    base = scenario("attention", num_blocks=60, max_num_seqs=1, max_num_batched_tokens=64, max_model_len=64)
+    base = scenario(
+        "attention", num_blocks=60, max_num_seqs=1, max_num_batched_tokens=64, max_model_len=64
+    )
     prompts, params = [list(range(20))] * 3, [SamplingParams(max_tokens=6)] * 3
-    return replace(base, options={**base.options, "kernels": kernels}, prompts=prompts, params=params, waves=(1, 1, 1))
+    return replace(
+        base,
+        options={**base.options, "kernels": kernels},
+        prompts=prompts,
+        params=params,
+        waves=(1, 1, 1),
+    )
 
 
 def first_block_idx_once(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,10 +74,16 @@ def test_a_stale_block_idx_that_holds_the_right_block_by_chance(kernels: str) ->
 
 
 def test_what_rows_keep_beside_the_cache_is_poisoned_too() -> None:
-    options = {**one_after_the_other("torch").options, **cache_options("align", 2, "none"), "state_scheme": "recompute"}
+    options = {
+        **one_after_the_other("torch").options,
+        **cache_options("align", 2, "none"),
+        "state_scheme": "recompute",
+    }
     llm = LLM(answer_book("M*").model, **options)
     poison(llm)
     parts = [part for memory in llm.runner.row_memory.values() for part in vars(memory).values()]
     tensors = [part for part in parts if torch.is_tensor(part)]
-    assert tensors and all((part.isnan() if part.is_floating_point() else part == -1).all() for part in tensors)
+    assert tensors and all(
+        (part.isnan() if part.is_floating_point() else part == -1).all() for part in tensors
+    )
     assert all((buffer.view(torch.uint8) == 255).all() for buffer in llm.runner.raw_buffers)

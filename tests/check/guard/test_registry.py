@@ -42,16 +42,23 @@ def test_a_check_is_one_file(toy: None) -> None:
     assert amounts("quick")["toy"] == 3 and amounts("full")["toy"] == amounts("long")["toy"] == 30
     assert amounts("long")["exact model"] == 100_000
     assert load_checks()[-1].section == "toy"  # behind those that say where they stand
-    (result,) = run_guard(amounts("quick"), GuardRunOptions(seed=0, progress=False, jobs=1, select=["toy"]))
+    (result,) = run_guard(
+        amounts("quick"), GuardRunOptions(seed=0, progress=False, jobs=1, select=["toy"])
+    )
     assert (result.section, result.passed, result.n) == ("toy", True, 3)
-    (result,) = run_guard(amounts("full"), GuardRunOptions(seed=13, progress=False, jobs=1, select=["toy"]))
+    (result,) = run_guard(
+        amounts("full"), GuardRunOptions(seed=13, progress=False, jobs=1, select=["toy"])
+    )
     assert not result.passed and result.n == 30
 
 
 @pytest.mark.parametrize(
     ("only", "message"),
     [
-        ({"colour": "red"}, "--only colour=red: there is no such factor; use one of mode, drafts, K"),
+        (
+            {"colour": "red"},
+            "--only colour=red: there is no such factor; use one of mode, drafts, K",
+        ),
         ({"mode": "sparse"}, "--only mode=sparse: use one of none, align, all, attention"),
     ],
 )
@@ -63,16 +70,20 @@ def test_levels_that_no_section_has_are_refused(only: dict[str, str], message: s
 def test_levels_leave_the_sections_that_have_them() -> None:
     with pytest.raises(ConfigError, match="no section of this guard has 'costs or mode'"):
         run_guard(
-            amounts("quick"), GuardRunOptions(seed=0, progress=False, jobs=1, select=["costs"], only={"mode": "all"})
+            amounts("quick"),
+            GuardRunOptions(seed=0, progress=False, jobs=1, select=["costs"], only={"mode": "all"}),
         )
     results = run_guard(
-        amounts("quick"), GuardRunOptions(seed=0, progress=False, jobs=1, only={"layers": "MM", "mode": "none"})
+        amounts("quick"),
+        GuardRunOptions(seed=0, progress=False, jobs=1, only={"layers": "MM", "mode": "none"}),
     )
     assert {result.section for result in results} == {"exact model"}
     assert results[0].passed and results[0].params == {"seed": 0, "layers": "MM", "mode": "none"}
 
 
-def test_a_package_that_is_missing_is_named_before_anything_runs(toy: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_missing_is_named_before_anything_runs(
+    toy: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "scipy", None)
     ran: list[float] = []
     load_checks()
@@ -82,6 +93,10 @@ def test_a_package_that_is_missing_is_named_before_anything_runs(toy: None, monk
         run_guard({"toy": 1, "accuracy": 8}, GuardRunOptions(seed=0, progress=False, jobs=1))
     assert not ran
     assert (
-        run_guard({"toy": 1, "accuracy": 8}, GuardRunOptions(seed=0, progress=False, jobs=1, select=["toy"])) == []
+        run_guard(
+            {"toy": 1, "accuracy": 8},
+            GuardRunOptions(seed=0, progress=False, jobs=1, select=["toy"]),
+        )
+        == []
         and ran
     )

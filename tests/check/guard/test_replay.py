@@ -50,21 +50,39 @@ def changed(**values: Any) -> Callable[[dict[str, Any]], None]:
         (changed(waves=[1]), "waves of [1] requests, but 4 requests"),
         (changed(options={"colour": "red"}), "EngineConfig does not know colour"),
         (changed(options={}), "options have no max_model_len"),
-        (changed(events=[{"what": "explode", "first": 1}]), "event 'explode' at step 1 and every 0 is none of preempt"),
-        (changed(requests=[{"prompt": [1, 97]}], waves=[]), "token 97 is outside the vocabulary of 97"),
+        (
+            changed(events=[{"what": "explode", "first": 1}]),
+            "event 'explode' at step 1 and every 0 is none of preempt",
+        ),
+        (
+            changed(requests=[{"prompt": [1, 97]}], waves=[]),
+            "token 97 is outside the vocabulary of 97",
+        ),
         (changed(requests=[{"prompt": [1, 2.5]}], waves=[]), "2.5 is no integer"),
-        (changed(requests=[{"prompt": [1], "max_tokens": 0}]), "max_tokens=0 must be an integer >= 1"),
-        (changed(requests=[{"prompt": [1], "max_tokens": 10**9}] * 2000, waves=[]), "tokens, more than 100,000"),
+        (
+            changed(requests=[{"prompt": [1], "max_tokens": 0}]),
+            "max_tokens=0 must be an integer >= 1",
+        ),
+        (
+            changed(requests=[{"prompt": [1], "max_tokens": 10**9}] * 2000, waves=[]),
+            "tokens, more than 100,000",
+        ),
         (
             lambda document: document["options"].update(max_model_len=10**9),
             "max_model_len=1000000000 is more than 1,048,576",
         ),
-        (changed(events=[{"what": "preempt", "first": 1, "every": 10**9}]), "event 'preempt' at step 1 and every 10"),
+        (
+            changed(events=[{"what": "preempt", "first": 1, "every": 10**9}]),
+            "event 'preempt' at step 1 and every 10",
+        ),
         (changed(requests=[{"prompt": [1], "tokens": 0}]), "unexpected keyword argument 'tokens'"),
     ],
 )
 def test_a_broken_file_is_one_clear_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Callable[[dict[str, Any]], None], problem: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[dict[str, Any]], None],
+    problem: str,
 ) -> None:
     document = json.loads(to_json(draw_scenario(BOUNDARY)))
     change(document)

@@ -20,7 +20,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A guard of a section of toys, and one that a test replaces."""
 
     def ratio(run: Run) -> list[CheckResult]:
-        return [CheckResult("list over the engine", 2.0, "time ratio", ">= 1", 1, section="block ids")]
+        return [
+            CheckResult("list over the engine", 2.0, "time ratio", ">= 1", 1, section="block ids")
+        ]
 
     load_checks()
     for section in CHECKS:
@@ -43,7 +45,9 @@ def test_a_clean_run_exits_0_and_writes_a_row_per_check(
         "guard model": CheckResult(
             "largest logit difference", 1e-13, "logit", "1e-09", 9, metrics={"cached_tokens": 3}
         ),
-        "accuracy": CheckResult("share of right answers", 0.9, "share", ">= 0.8", 9, interval=(0.8, 1.0)),
+        "accuracy": CheckResult(
+            "share of right answers", 0.9, "share", ">= 0.8", 9, interval=(0.8, 1.0)
+        ),
     }
     for section, result in clean.items():
         found = replace(result, section=section, seconds=0.5)
@@ -65,9 +69,16 @@ def test_a_clean_run_exits_0_and_writes_a_row_per_check(
     rows = rows[~rows["metric"].str.contains(":") & (rows["benchmark"] != "whole")]
     assert [metric_key(check["name"]) for check in document["checks"]] == rows["metric"].tolist()
     assert [check["value"] for check in document["checks"]] == pytest.approx(rows["value"].tolist())
-    assert {"wrong_tokens/exact_model:limit", "wrong_tokens/exact_model:seconds"} <= set(numbers["metric"])
+    assert {"wrong_tokens/exact_model:limit", "wrong_tokens/exact_model:seconds"} <= set(
+        numbers["metric"]
+    )
     assert (numbers["verdict"] == "").all()
-    assert {check["section"] for check in document["checks"]} == {"exact model", "guard model", "accuracy", "block ids"}
+    assert {check["section"] for check in document["checks"]} == {
+        "exact model",
+        "guard model",
+        "accuracy",
+        "block ids",
+    }
     assert (rows["verdict"] == "pass").all()
     assert f"{len(rows)} of {len(rows)} checks passed" in table
 

@@ -31,7 +31,9 @@ def test_processes_change_when_a_section_runs_and_nothing_else() -> None:
 
 def result(name: str, failed_after: float | None = None) -> Callable[[Run], list[CheckResult]]:
     detail = "" if failed_after is None else "it is wrong"
-    return lambda run: [CheckResult("toy", 0, "settings", "0", 1, detail, section=name, failed_after=failed_after)]
+    return lambda run: [
+        CheckResult("toy", 0, "settings", "0", 1, detail, section=name, failed_after=failed_after)
+    ]
 
 
 @pytest.fixture
@@ -45,7 +47,9 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return dict.fromkeys(functions, 1)
 
 
-def test_the_first_failure_is_a_metric(toys: dict[str, int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_failure_is_a_metric(
+    toys: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
     results = run_guard(toys, GuardRunOptions(seed=0, progress=False, jobs=1))
     first = first_failure(results)
     assert first is not None and first["section"] == "costs" and 0.25 <= first["seconds"] < 0.5

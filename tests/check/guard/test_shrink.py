@@ -61,26 +61,40 @@ def chunks_beside_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_little_is_left_of_a_failing_scenario(
-    monkeypatch: pytest.MonkeyPatch, inject: Any, pattern: str, rule: str, num_requests: int, num_tokens: int
+    monkeypatch: pytest.MonkeyPatch,
+    inject: Any,
+    pattern: str,
+    rule: str,
+    num_requests: int,
+    num_tokens: int,
 ) -> None:
     with monkeypatch.context() as patch:
         inject(patch)
         found = shrink(failure(forced(pattern)))
         small = found.failure
         assert found.is_minimal and small.rule == rule
-        assert len(small.scenario.prompts) <= num_requests and num_prompt_tokens(small) <= num_tokens
+        assert (
+            len(small.scenario.prompts) <= num_requests and num_prompt_tokens(small) <= num_tokens
+        )
         assert len(small.scenario.options) <= 8
         assert [one.rule for one in run_scenario(small.scenario).wrong] == [rule]
         assert replace(shrink(failure(forced(pattern))), seconds=0.0) == replace(found, seconds=0.0)
     assert run_scenario(small.scenario).wrong == []
 
 
-def test_drawn_tokens_keep_their_seed_where_the_failure_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawn_tokens_keep_their_seed_where_the_failure_needs_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def next_to_it(logits: torch.Tensor, params: Sequence[SamplingParams], *_: object) -> list[int]:
-        return [token + (not own.is_greedy) for token, own in zip(logits.argmax(-1).tolist(), params, strict=True)]
+        return [
+            token + (not own.is_greedy)
+            for token, own in zip(logits.argmax(-1).tolist(), params, strict=True)
+        ]
 
     monkeypatch.setattr(verify, "sample", next_to_it)
-    scenario = replace(draw_scenario(0), params=[SamplingParams(max_tokens=3, temperature=5.0, seed=1)] * 4)
+    scenario = replace(
+        draw_scenario(0), params=[SamplingParams(max_tokens=3, temperature=5.0, seed=1)] * 4
+    )
     found = shrink(run_scenario(scenario).wrong[0]).failure
     (params,) = found.scenario.params
     assert params.temperature > 0 and params.seed == 1 and num_prompt_tokens(found) == 1
@@ -105,11 +119,15 @@ def test_a_second_turn_stays_one_while_the_first_becomes_shorter() -> None:
     assert len(first) == 8 and second == [*first, *answer[: again.num_answer], *again.new]
 
 
-def test_a_failing_section_names_its_reproducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_failing_section_names_its_reproducer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     folder = tmp_path / "repro"
 
     def unlike_the_oracle() -> CheckResult:
-        return run_guard({"exact model": 10}, GuardRunOptions(0, progress=False, repro=folder, jobs=1))[0]
+        return run_guard(
+            {"exact model": 10}, GuardRunOptions(0, progress=False, repro=folder, jobs=1)
+        )[0]
 
     assert unlike_the_oracle().passed and not folder.exists()
     no_copies(monkeypatch)

@@ -10,7 +10,13 @@ import torch
 
 from hybrid_kv.check.guard.forced import FORCED, Draw
 from hybrid_kv.check.guard.play import run_scenario
-from hybrid_kv.check.guard.scenario import Disturbance, ScriptedProposer, answer_book, drawn, num_states
+from hybrid_kv.check.guard.scenario import (
+    Disturbance,
+    ScriptedProposer,
+    answer_book,
+    drawn,
+    num_states,
+)
 from hybrid_kv.check.guard.traffic import (
     CHANCES,
     FACTORS,
@@ -87,7 +93,9 @@ def test_the_trio_differs_in_drafts_and_cache_only() -> None:
     assert both.options["enable_prefix_caching"] and not uncached.options["enable_prefix_caching"]
 
 
-@pytest.mark.parametrize("script", ["right", "wrong", "mixed", "ragged", "boundary", "beyond", "rotate"])
+@pytest.mark.parametrize(
+    "script", ["right", "wrong", "mixed", "ragged", "boundary", "beyond", "rotate"]
+)
 def test_drafts_are_a_pure_function_and_right_as_far_as_scripted(script: str) -> None:
     sequence = np.random.default_rng(2).integers(0, 97, 60).tolist()
     proposer = ScriptedProposer(script, 5, [sequence] * 3, [9] * 3, 8, 97)
@@ -96,7 +104,13 @@ def test_drafts_are_a_pure_function_and_right_as_far_as_scripted(script: str) ->
         assert drafts == proposer.drafts(2, n)
         right = next((j for j, token in enumerate(drafts) if token != sequence[n + j]), len(drafts))
         to_boundary = -n % 8
-        due = {"right": 5, "wrong": 0, "boundary": to_boundary, "beyond": to_boundary + 1, "rotate": 2}.get(script)
+        due = {
+            "right": 5,
+            "wrong": 0,
+            "boundary": to_boundary,
+            "beyond": to_boundary + 1,
+            "rotate": 2,
+        }.get(script)
         if due is not None:
             assert (len(drafts), right) == (5, min(5, due))
         if script == "ragged":
@@ -107,7 +121,10 @@ def test_answers_are_computed_once_and_cut() -> None:
     book = answer_book("M*")
     whole = book.without_stop([1, 2, 3], SamplingParams(max_tokens=9), 64)
     assert book.without_stop([1, 2, 3], SamplingParams(max_tokens=4), 64) == whole[:4]
-    assert book.answer([1, 2, 3], SamplingParams(max_tokens=9, stop_token_ids=(whole[2],)), 64)[-1] == whole[2]
+    assert (
+        book.answer([1, 2, 3], SamplingParams(max_tokens=9, stop_token_ids=(whole[2],)), 64)[-1]
+        == whole[2]
+    )
     assert book.answer([1, 2, 3], SamplingParams(max_tokens=9), 5) == whole[:2]
     assert book.answer([1] * 5, SamplingParams(max_tokens=9), 5) == []
     sampled = SamplingParams(max_tokens=9, temperature=2e8, seed=3)
@@ -123,7 +140,9 @@ def test_the_oracle_draws_as_the_engine_does(top_k: int, top_p: float) -> None:
 
 
 def test_wrong_log_probabilities_break_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "token_logprobs", lambda logits, *rest: token_logprobs(logits / 2e8, *rest))
+    monkeypatch.setattr(
+        runner, "token_logprobs", lambda logits, *rest: token_logprobs(logits / 2e8, *rest)
+    )
     scenario = FORCED["mixed_sampling, top_k_beside_top_p, logprobs_of_sampled, prompt_logprobs"]
     assert {one.rule for one in run_scenario(scenario(Draw(3))).wrong} == {"logprobs"}
 
@@ -148,7 +167,9 @@ def test_a_seed_of_a_swarm_has_the_features_of_its_batch() -> None:
         scenario, features = draw_swarm_scenario(seed), draw_features(seed // SEEDS_PER_BATCH)
         assert scenario == draw_swarm_scenario(seed) and allowed(scenario.cell)
         assert all(scenario.cell[name] in features.levels[name] for name in FACTORS)
-        assert features.chances["stop"] or not any(params.stop_token_ids for params in scenario.params)
+        assert features.chances["stop"] or not any(
+            params.stop_token_ids for params in scenario.params
+        )
         happened = {event.what for event in scenario.events}
         assert features.chances["reset"] or "reset" not in happened
         assert features.chances["abort"] or not happened & {"abort", "drop"}

@@ -10,7 +10,11 @@ def test_every_embedded_model_is_guarded_and_has_its_recorded_metrics() -> None:
     assert TRAINED.keys() == FOLDERS.keys()
     assert ACCEPTANCE.keys() == {model.folder.name for model in TRAINED.values()}
     assert len({tuple(sorted(floors)) for floors in ACCEPTANCE.values()}) == 1
-    assert all((model.folder / name).exists() for model in TRAINED.values() for name in ("README.md", "recorded.json"))
+    assert all(
+        (model.folder / name).exists()
+        for model in TRAINED.values()
+        for name in ("README.md", "recorded.json")
+    )
 
 
 def test_the_first_model_has_all_of_a_check_and_the_others_a_share() -> None:

@@ -19,7 +19,8 @@ from tests.check.targets import hostile
 
 
 def untimed(outcomes: list[Outcome]) -> list[Outcome]:
-    # A server counts for all of its clients: what another run preempted moves this one's counters too.
+    # A server counts for all of its clients: what another run preempted moves this one's counters
+    # too.
     return [replace(one, seconds=0.0, moved={}) for one in outcomes]
 
 
@@ -41,9 +42,15 @@ def test_two_at_a_time_say_what_one_after_another_says(tmp_path: Path) -> None:
 
     in_turn = ProbeRun(guarded(), cells, ["alone"])
     guard([in_turn])
-    runs = [ProbeRun(guarded(), cells, ["alone"], reported.append), ProbeRun(guarded(), cells[:1], ["alone"])]
+    runs = [
+        ProbeRun(guarded(), cells, ["alone"], reported.append),
+        ProbeRun(guarded(), cells[:1], ["alone"]),
+    ]
     guard(runs, jobs=2)
-    assert untimed(runs[0].found()) == untimed(in_turn.found()) and len(reported) == len(runs[0].outcomes) == 2
+    assert (
+        untimed(runs[0].found()) == untimed(in_turn.found())
+        and len(reported) == len(runs[0].outcomes) == 2
+    )
     assert [one.verdict for one in runs[1].outcomes] == ["right"]
     assert runs[0].guarded.version == "1"
 
@@ -60,7 +67,12 @@ def test_what_cannot_be_started_is_reported_too(folder: str) -> None:
     at_once._start([("ours", None, None, folder, 0, 1, True)], {}, queue)
     at_once._ask(0, {"spec": "mtp1"}, [], 1, [])
     i, version, outcome = queue.get()
-    assert (i, version, outcome.probe, outcome.verdict) == (0, "?", "start", "not supported") and queue.empty()
+    assert (i, version, outcome.probe, outcome.verdict) == (
+        0,
+        "?",
+        "start",
+        "not supported",
+    ) and queue.empty()
 
 
 def test_doubt_in_the_oracle_goes_along(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,10 +83,16 @@ def test_doubt_in_the_oracle_goes_along(folder: str, monkeypatch: pytest.MonkeyP
     at_once._ask(0, {}, [], 2, ["float32"])
     (guarded,) = asked
     assert not guarded.judge_of({}).trusted and guarded.judge_of({"dtype": "bfloat16"}).trusted
-    assert guarded.kind is ours.KIND and (guarded.seed, guarded.shortest, guarded.thorough) == (3, 2, False)
+    assert guarded.kind is ours.KIND and (guarded.seed, guarded.shortest, guarded.thorough) == (
+        3,
+        2,
+        False,
+    )
 
 
-def test_processes_start_targets_without_an_import_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_start_targets_without_an_import_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(remote, "_shared", {})
     at_once._start([], {("toy", "python", ""): Path("folder")}, CONTEXT.SimpleQueue())
     assert remote.load("toy", "python") == Path("folder")

@@ -64,7 +64,11 @@ def folder(tmp_path_factory):
 
 
 def found(some, *select):
-    return {one.probe: one for one in guard(some, [{}], select) if one.verdict not in ("right", "not supported")}
+    return {
+        one.probe: one
+        for one in guard(some, [{}], select)
+        if one.verdict not in ("right", "not supported")
+    }
 
 
 def test_a_right_engine_is_right_in_the_settings_that_it_names(folder, monkeypatch):
@@ -75,12 +79,18 @@ def test_a_right_engine_is_right_in_the_settings_that_it_names(folder, monkeypat
 
 
 def test_what_its_traffic_covers_is_left_out_where_it_runs(folder):
-    names = [one.probe for one in guard(Guarded(kind(), folder, thorough=False), [{}], ["alone", "tiles", "repeat"])]
+    names = [
+        one.probe
+        for one in guard(
+            Guarded(kind(), folder, thorough=False), [{}], ["alone", "tiles", "repeat"]
+        )
+    ]
     assert names == ["alone", "tiles"]
 
 
 @pytest.mark.parametrize(
-    ("bug", "probe"), [("no parent", "tiles"), ("one token", "one token beside others"), ("preempted", "traffic")]
+    ("bug", "probe"),
+    [("no parent", "tiles"), ("one token", "one token beside others"), ("preempted", "traffic")],
 )
 def test_its_traffic_finds(folder, bug, probe):
     outcome = found(Guarded(kind(bug), folder), probe)[probe]
@@ -93,7 +103,11 @@ def test_a_known_failure_of_the_release_is_named_and_not_counted(folder):
     (outcome,) = found(some, "tiles").values()
     assert (outcome.verdict, outcome.failures) == ("known", [])
     assert outcome.detail.startswith("toy_script: token")
-    for other in (replace(known, release="2.0"), replace(known, words="dies"), replace(known, factors=("prefix",))):
+    for other in (
+        replace(known, release="2.0"),
+        replace(known, words="dies"),
+        replace(known, factors=("prefix",)),
+    ):
         again, some.kind.known = replace(outcome, verdict="wrong"), (other,)
         name_known(some.kind, some.version, again)
         assert again.verdict == "wrong"
@@ -101,17 +115,27 @@ def test_a_known_failure_of_the_release_is_named_and_not_counted(folder):
 
 def test_after_a_known_failure_a_probe_goes_on_with_longer_prompts(folder):
     first = found(Guarded(kind("one token"), folder), "traffic")["traffic"]
-    known = Known("1.0", "toy_script", probe="traffic", words=first.detail, setting="plain", shortest=2)
+    known = Known(
+        "1.0", "toy_script", probe="traffic", words=first.detail, setting="plain", shortest=2
+    )
     again = found(Guarded(kind("one token", (known,)), folder), "traffic")["traffic"]
-    assert (again.verdict, again.failures) == ("known", []) and again.num_answers > 2 * first.num_answers
+    assert (again.verdict, again.failures) == (
+        "known",
+        [],
+    ) and again.num_answers > 2 * first.num_answers
     other = found(Guarded(kind("one token, preempted", (known,)), folder), "traffic")["traffic"]
     assert other.verdict == "wrong" and len(other.failures) == 1
     assert other.detail.endswith("(after toy_script)")
     elsewhere = replace(known, setting="prefix=on")
-    assert found(Guarded(kind("one token", (elsewhere,)), folder), "traffic")["traffic"].verdict == "wrong"
+    assert (
+        found(Guarded(kind("one token", (elsewhere,)), folder), "traffic")["traffic"].verdict
+        == "wrong"
+    )
 
 
-@pytest.mark.parametrize(("old", "verdict"), [("no parent", "as before"), ("parent backwards", "wrong"), ("", "wrong")])
+@pytest.mark.parametrize(
+    ("old", "verdict"), [("no parent", "as before"), ("parent backwards", "wrong"), ("", "wrong")]
+)
 def test_as_before_are_the_same_wrong_tokens_alone(folder, old, verdict):
     seen = guard(Guarded(kind("no parent"), folder), [{}], ["tiles"])
     compare_with(Guarded(kind(old), folder), seen)
@@ -140,7 +164,12 @@ def test_an_answer_is_the_oracles_or_wrong(folder):
 
     ask = Ask(prompt, max_tokens=9)
     assert verdict(ask, *right) == verdict(replace(ask, temperature=1.0, seed=1), *right) == "right"
-    assert verdict(ask, *right[:-1], right[-1] + 1) == verdict(ask, *right[:-1]) == verdict(ask, error="no") == "wrong"
+    assert (
+        verdict(ask, *right[:-1], right[-1] + 1)
+        == verdict(ask, *right[:-1])
+        == verdict(ask, error="no")
+        == "wrong"
+    )
     assert verdict(replace(ask, abort_after=4), *right[:5]) == "right"
     assert verdict(replace(ask, abort_after=4), *right[:3]) == "wrong"
     several = replace(ask, n=2)
@@ -160,7 +189,8 @@ def test_answers_depend_on_every_token_and_mostly_follow(folder):
 
 def test_there_is_no_other_exact_model(tmp_path):
     with pytest.raises(
-        ConfigError, match=f"exact:mamba: there is no such exact model; use one of {', '.join(PATTERNS)}"
+        ConfigError,
+        match=f"exact:mamba: there is no such exact model; use one of {', '.join(PATTERNS)}",
     ):
         write_exact_checkpoint("mamba", tmp_path)
 
@@ -172,9 +202,18 @@ def test_a_failure_in_vllm_becomes_a_script(tmp_path):
     case = ProbeCase("vllm", "0.32.0", "exact:gdn", settings, "traffic", "token 0 is 1", *wrong)
     *_, script = write_files(case, tmp_path, script_of(case))
     names = {
-        node.name for node in ast.parse(script.read_text()).body if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        node.name
+        for node in ast.parse(script.read_text()).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
     }
-    assert {"declare_vision", "register", "ExactHybridForCausalLM", "make_tight", "allow_async", "main"} <= names
+    assert {
+        "declare_vision",
+        "register",
+        "ExactHybridForCausalLM",
+        "make_tight",
+        "allow_async",
+        "main",
+    } <= names
     data = ast.literal_eval(script.read_text().split("\nCASE = ")[1].split('\nCASE["config"]')[0])
     assert data["kernel_block_size"] == 4 and data["changes"] == ["make_tight", "allow_async"]
     assert data["rounds"][0]["requests"][1] == {"prompt": (7,), "max_tokens": 2, "step": 4}

@@ -38,7 +38,9 @@ def test_an_engine_that_dies_of_one_thing_again_and_again_is_let_be(guarded, mon
     assert set(verdicts[MOST_DEATHS + 1 :]) == {"inconclusive"} and "not sent" in found[-1].detail
 
 
-@pytest.mark.parametrize(("bug", "trusted"), [("dies of one token", True), ("others", True), ("ends early", False)])
+@pytest.mark.parametrize(
+    ("bug", "trusted"), [("dies of one token", True), ("others", True), ("ends early", False)]
+)
 def test_an_engine_that_dies_says_nothing_of_the_oracle(guarded, bug, trusted):
     some, found = guarded(bug=bug), []
     ask(some, {}, ["alone"], found.append)
@@ -57,7 +59,9 @@ def test_an_engine_that_does_not_start_again_is_a_finding(guarded, monkeypatch):
     some, found = guarded(bug="dies"), []
     session = some.session({})
     monkeypatch.setattr(some, "session", lambda settings: session)
-    monkeypatch.setattr(some.kind, "start", lambda folder, settings: ToyKind().start(folder, {"chunk": "no"}))
+    monkeypatch.setattr(
+        some.kind, "start", lambda folder, settings: ToyKind().start(folder, {"chunk": "no"})
+    )
     ask(some, {}, [""], found.append)
     assert [one.verdict for one in found] == ["right", "wrong"]
     assert found[1].detail.endswith("Error; then it does not start: toy, start: no chunks here")

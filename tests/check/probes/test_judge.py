@@ -17,7 +17,9 @@ ASK = Ask((1, 2, 3), max_tokens=4, logprobs=True)
 
 def test_the_first_wrong_token_is_named_with_what_is_right_and_how_much_likelier_it_is():
     tokens = answer().token_ids
-    found = Judge(ToyOracle()).judge(ASK, answer(token_ids=(*tokens[:2], (tokens[2] + 1) % 50, 1)), None)
+    found = Judge(ToyOracle()).judge(
+        ASK, answer(token_ids=(*tokens[:2], (tokens[2] + 1) % 50, 1)), None
+    )
     assert found.verdict == "wrong" and found.position == 2 and found.expected == tokens[:3]
     assert found.margin > 0 and f"the oracle has {tokens[2]}" in found.problem
 
@@ -30,11 +32,18 @@ def test_a_token_behind_by_no_more_than_rounding_is_right():
 
 
 def test_what_a_search_chose_is_held_to_its_log_probabilities():
-    judge, (other,) = Judge(ToyOracle()), Toy().ask([ASK, Ask((4, 5), max_tokens=4, logprobs=True)])[1:]
+    judge, (other,) = (
+        Judge(ToyOracle()),
+        Toy().ask([ASK, Ask((4, 5), max_tokens=4, logprobs=True)])[1:],
+    )
     rows = judge.oracle.logprobs((*ASK.prompt, *other.token_ids))[2:-1]
-    given = tuple({token: float(row[token])} for token, row in zip(other.token_ids, rows, strict=True))
+    given = tuple(
+        {token: float(row[token])} for token, row in zip(other.token_ids, rows, strict=True)
+    )
     found = answer(token_ids=other.token_ids, logprobs=given, is_greedy=False)
-    assert other.token_ids != answer().token_ids and judge.judge(ASK, found, None).verdict == "right"
+    assert (
+        other.token_ids != answer().token_ids and judge.judge(ASK, found, None).verdict == "right"
+    )
     off = ({key: value + 0.1 for key, value in given[0].items()}, *given[1:])
     wrong = judge.judge(ASK, answer(token_ids=other.token_ids, logprobs=off, is_greedy=False), None)
     assert (wrong.verdict, wrong.position) == ("wrong", 0)
@@ -56,22 +65,31 @@ class LongTexts(ToyOracle):
     "length, rounding, verdict",
     [(3, 1e-5, "wrong"), (9, 1e-5, "right"), (9, 1e-6, "wrong"), (9, 1e3, "inconclusive")],
 )
-def test_what_is_beyond_the_limit_is_held_against_the_rounding_of_its_own_text(length, rounding, verdict):
+def test_what_is_beyond_the_limit_is_held_against_the_rounding_of_its_own_text(
+    length, rounding, verdict
+):
     ask = Ask(tuple(range(1, length + 1)), max_tokens=4, logprobs=True)
     (plain,) = Toy().ask([ask])
     off = [{token: value + 5e-5 for token, value in one.items()} for one in plain.logprobs]
     judge = Judge(LongTexts(rounding))
-    assert judge.judge(ask, Answer(**{**vars(plain), "logprobs": tuple(off)}), None).verdict == verdict
+    assert (
+        judge.judge(ask, Answer(**{**vars(plain), "logprobs": tuple(off)}), None).verdict == verdict
+    )
     assert judge.limit == MARGIN * 1e-9  # of other texts nothing else is believed
 
 
 def test_a_late_draw_that_turns_a_router_explains_a_difference_and_ends_the_drawing():
     oracle, moves = ToyOracle(), []
-    oracle.moves = lambda text, roundings: (moves.append(moved) or moved for moved in (1e-9, 1e-9, 6e-5, 1.0))
+    oracle.moves = lambda text, roundings: (
+        moves.append(moved) or moved for moved in (1e-9, 1e-9, 6e-5, 1.0)
+    )
     ask = Ask((1, 2, 3), max_tokens=4, logprobs=True)
     (plain,) = Toy().ask([ask])
     off = [{token: value + 5e-5 for token, value in one.items()} for one in plain.logprobs]
-    assert Judge(oracle).judge(ask, Answer(**{**vars(plain), "logprobs": tuple(off)}), None).verdict == "right"
+    assert (
+        Judge(oracle).judge(ask, Answer(**{**vars(plain), "logprobs": tuple(off)}), None).verdict
+        == "right"
+    )
     assert moves == [1e-9, 1e-9, 6e-5]
 
 
@@ -99,7 +117,10 @@ def test_a_seeded_draw_is_wrong_unless_rounding_may_have_turned_it(repeated, ver
 
 def test_an_error_and_a_missing_answer_are_wrong():
     judge = Judge(ToyOracle())
-    assert judge.judge(ASK, Answer((), error="HTTP 500: oops"), None).problem == "error: HTTP 500: oops"
+    assert (
+        judge.judge(ASK, Answer((), error="HTTP 500: oops"), None).problem
+        == "error: HTTP 500: oops"
+    )
     assert "1 answers for n=2" in judge.judge(Ask((1,), n=2), Answer((1,)), None).problem
 
 

@@ -36,7 +36,9 @@ def test_a_text_is_computed_once_as_long_as_there_is_room(tmp_path, monkeypatch)
     write_checkpoint("lfm2", tmp_path)
     oracle, computed = Oracle(tmp_path), []
     whole = oracle._whole
-    monkeypatch.setattr(oracle, "_whole", lambda model, text: computed.append(text) or whole(model, text))
+    monkeypatch.setattr(
+        oracle, "_whole", lambda model, text: computed.append(text) or whole(model, text)
+    )
     monkeypatch.setattr(oracle_module, "KEPT_BYTES", 2 * 2 * 101 * 8)
     for text in ((5, 6), (7, 8), (5, 6), (9, 9), (7, 8), (5, 6)):
         oracle.logprobs(text)
@@ -49,7 +51,9 @@ def test_a_router_that_is_about_to_choose_another_expert_is_seen(tmp_path):
     apart = [*oracle.moves(text, 8)]
     assert [*oracle.moves(text, 8)] == apart
     gate = oracle._exact.get_submodule("model.layers.1.feed_forward.gate")
-    handle = gate.register_forward_hook(lambda _, given, __: inputs.append(given[0].reshape(-1, given[0].shape[-1])))
+    handle = gate.register_forward_hook(
+        lambda _, given, __: inputs.append(given[0].reshape(-1, given[0].shape[-1]))
+    )
     oracle._whole(oracle._exact, text)
     handle.remove()
     (last,) = (rows[-1] for rows in inputs)

@@ -34,14 +34,22 @@ def test_levels_that_differ_in_a_number_are_all_met_by_a_long_guard_alone():
     kind.factors = {"spec": ("none", "ngram3", "mtp3", "mtp1"), "chunk": ("whole", "17", "100")}
     named = [{"spec": "ngram3"}, {"spec": "mtp3"}, {"chunk": "17"}]
     assert default_matrix(kind) == [{}, *named]
-    assert default_matrix(kind, "long") == [{}, *named[:2], {"spec": "mtp1"}, named[2], {"chunk": "100"}]
+    assert default_matrix(kind, "long") == [
+        {},
+        *named[:2],
+        {"spec": "mtp1"},
+        named[2],
+        {"chunk": "100"},
+    ]
 
 
 def test_a_probe_of_drafts_runs_with_drafts_and_in_the_plainest_setting(guarded):
     some = guarded()
     some.kind.factors["spec"] = ("none", "ngram3")
     cells = [{}, {"prefix": "on"}, {"spec": "ngram3"}]
-    settings = [dict(one.settings) for one in guard(some, cells, ["drafts"]) if one.probe == "drafts"]
+    settings = [
+        dict(one.settings) for one in guard(some, cells, ["drafts"]) if one.probe == "drafts"
+    ]
     assert settings == [{}, {"spec": "ngram3"}]
 
 
@@ -53,7 +61,11 @@ def test_what_excludes_the_cache_is_met_without_it():
 
 @pytest.mark.parametrize(
     "text, said",
-    [("prefix", "prefix=: use one of off, on"), ("size=1", "toy has prefix, chunk"), ("prefix=1", "off, on")],
+    [
+        ("prefix", "prefix=: use one of off, on"),
+        ("size=1", "toy has prefix, chunk"),
+        ("prefix=1", "off, on"),
+    ],
 )
 def test_an_unknown_factor_or_level_is_refused(text, said):
     with pytest.raises(ConfigError, match=said):
@@ -97,7 +109,10 @@ def test_this_engine_is_right_by_the_real_oracle(tmp_path, monkeypatch):
     monkeypatch.setattr(ours, "MAX_MODEL_LEN", 256)  # the longest prompts find out what a block has
     write_checkpoint("lfm2", tmp_path)
     found = guard(Guarded(ours.KIND, str(tmp_path)), [{}, {"prefix": "align"}], ["salts"])
-    assert {(one.probe, one.verdict) for one in found} == {("alone", "right"), ("salts isolate", "right")}
+    assert {(one.probe, one.verdict) for one in found} == {
+        ("alone", "right"),
+        ("salts isolate", "right"),
+    }
     assert found[-1].moved["cached"] > 0
 
 

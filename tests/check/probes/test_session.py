@@ -67,15 +67,21 @@ def test_where_rounding_would_hide_a_wrong_answer_nothing_is_right(monkeypatch):
     ("promised", "bug", "verdict"),
     [(True, "", "wrong"), (False, "", "right"), (False, "others", "wrong")],
 )
-def test_draws_are_held_against_those_of_other_settings_only_where_that_is_promised(promised, bug, verdict):
-    kind = ToyKind(bug=bug, can=frozenset(CAPABILITIES) - (set() if promised else {"seed in all settings"}))
+def test_draws_are_held_against_those_of_other_settings_only_where_that_is_promised(
+    promised, bug, verdict
+):
+    kind = ToyKind(
+        bug=bug, can=frozenset(CAPABILITIES) - (set() if promised else {"seed in all settings"})
+    )
     kind.factors["spec"] = ("none", "ngram3")
     references = References(kind, "folder")
     drafting = session(kind, "off", references=references, spec="ngram3")
     calibrate(drafting, VOCAB)
     seeds = run_probe(drafting, "seeds")
     assert (seeds.verdict, seeds.num_answers > 0) == (verdict, True)
-    assert (references._target is not None) == promised, "another engine is started only where it is plain"
+    assert (references._target is not None) == promised, (
+        "another engine is started only where it is plain"
+    )
 
 
 def test_no_request_is_longer_than_the_target_lets_it_be(monkeypatch):
@@ -83,7 +89,9 @@ def test_no_request_is_longer_than_the_target_lets_it_be(monkeypatch):
     _, some = outcomes()
     requests = [ask for one in some.sent for ask in one.requests]
     traffic = some.traffic("batch", VOCAB)
-    found = [traffic.ask(traffic.prompt(length), max_tokens=23).max_tokens for length in (50, 77, 78, 88)]
+    found = [
+        traffic.ask(traffic.prompt(length), max_tokens=23).max_tokens for length in (50, 77, 78, 88)
+    ]
     assert found == [23, 23, 22, 12]
     assert all(len(ask.prompt) + ask.max_tokens <= 100 for ask in requests)
 
@@ -107,9 +115,13 @@ def test_what_the_target_does_not_offer_is_not_sent():
 
 
 def test_right_answers_without_a_counter_are_no_pass(monkeypatch):
-    monkeypatch.setattr(ToyKind, "start", lambda *_: Silent({"prefix": "on"}, can=frozenset({"reset", "batch"})))
+    monkeypatch.setattr(
+        ToyKind, "start", lambda *_: Silent({"prefix": "on"}, can=frozenset({"reset", "batch"}))
+    )
     found, _ = outcomes(only="repeat")
-    assert found["repeat"].verdict == "inconclusive" and "no counter of hits" in found["repeat"].detail
+    assert (
+        found["repeat"].verdict == "inconclusive" and "no counter of hits" in found["repeat"].detail
+    )
 
 
 class Silent(Toy):
@@ -163,7 +175,10 @@ def test_a_target_that_died_is_started_again():
 
 def test_an_engine_that_dies_of_the_shortest_prompt_gets_longer_ones():
     found, _ = outcomes(bug="dies of one token")
-    assert found["alone"].detail.startswith("a prompt of length 1: toy died") and found["alone"].num_answers == 7
+    assert (
+        found["alone"].detail.startswith("a prompt of length 1: toy died")
+        and found["alone"].num_answers == 7
+    )
     assert [name for name, one in found.items() if one.verdict != "right"] == ["alone"]
 
 
@@ -186,7 +201,9 @@ def test_an_engine_that_gives_references_is_started_again():
 def test_the_failure_has_all_rounds_since_the_cache_was_empty():
     found, _ = outcomes(bug="hit", only="repeat")
     (failure,) = found["repeat"].failures
-    assert failure.rounds[-1].requests[failure.index].prompt == failure.rounds[-2].requests[0].prompt
+    assert (
+        failure.rounds[-1].requests[failure.index].prompt == failure.rounds[-2].requests[0].prompt
+    )
     assert failure.judgement.margin > 0 and failure.judgement.expected != failure.answer.token_ids
 
 
@@ -194,7 +211,9 @@ def test_an_unclear_answer_is_counted_but_not_judged(monkeypatch):
     found, some = outcomes(only="several answers")
     judged = found["several answers"]
     assert judged.num_answers == judged.num_judged == 18
-    monkeypatch.setattr(Judge, "judge", lambda *_: AnswerJudgement("inconclusive", "a log-probability would decide"))
+    monkeypatch.setattr(
+        Judge, "judge", lambda *_: AnswerJudgement("inconclusive", "a log-probability would decide")
+    )
     unclear = run_probe(some, "several answers")
     assert (unclear.verdict, unclear.num_answers, unclear.num_judged) == ("inconclusive", 18, 0)
     assert unclear.num_tokens == judged.num_tokens

@@ -47,7 +47,9 @@ def case(bug="hit", probe="repeat"):
     return case_of(failure, "ours", "1.0", "qwen3_5_text", 1e-6)
 
 
-@pytest.mark.parametrize("bug, probe", [("hit", "repeat"), ("salts", "salts isolate"), ("preempted", "preempted")])
+@pytest.mark.parametrize(
+    "bug, probe", [("hit", "repeat"), ("salts", "salts isolate"), ("preempted", "preempted")]
+)
 def test_a_file_is_played_again_and_tells_the_bug_from_its_mend(bug, probe):
     one = from_json(to_json(case(bug, probe)), "file")
     assert one == case(bug, probe)
@@ -68,7 +70,8 @@ def test_deaths_of_one_kind_are_made_small_once():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"format": "other", "version": 1}', to_json(case()).replace("rounds", "x")]
+    "text",
+    ["", "[]", "{}", '{"format": "other", "version": 1}', to_json(case()).replace("rounds", "x")],
 )
 def test_another_file_is_refused_in_one_line(text):
     with pytest.raises(ConfigError, match=r"file can't be played: .*write it anew"):

@@ -23,7 +23,12 @@ def test_a_wrong_token_and_a_log_probability_that_is_off_by_the_least_are_wrong(
     assert judge.judge(ask, Answer((right,), logprobs=({right: 0.0},)), None).verdict == "right"
     assert judge.judge(ask, Answer((wrong,)), None).expected == (right,)
     assert judge.judge(ask, Answer((right,), logprobs=({right: -1e-7},)), None).logprob == 0.0
-    assert judge.judge(Ask((5, 6, 7), max_tokens=1, temperature=1.0, seed=3), Answer((wrong,)), None).verdict == "wrong"
+    assert (
+        judge.judge(
+            Ask((5, 6, 7), max_tokens=1, temperature=1.0, seed=3), Answer((wrong,)), None
+        ).verdict
+        == "wrong"
+    )
 
 
 @pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"prefix": "align", "spec": "ngram3"}])

@@ -15,8 +15,11 @@ from hybrid_kv.config import ConfigError
 
 VOCAB, UNIT = 50, 16
 STATES = 9973
-# Of the next token, after a text with each number. What is drawn from them is looked up: a run draws thousands.
-LOGPROBS = (torch.sin(torch.arange(1, VOCAB + 1).double() * torch.arange(1, STATES + 1)[:, None]) * 6).log_softmax(-1)
+# Of the next token, after a text with each number. What is drawn from them is looked up: a run
+# draws thousands.
+LOGPROBS = (
+    torch.sin(torch.arange(1, VOCAB + 1).double() * torch.arange(1, STATES + 1)[:, None]) * 6
+).log_softmax(-1)
 ROWS = LOGPROBS.tolist()
 BEST = LOGPROBS.topk(3).indices.tolist()
 
@@ -48,7 +51,10 @@ class ToyOracle:
 
 
 class Toy:
-    """`bug` is one of those that occur below; `can` what it offers. Its drafts turn what is drawn."""
+    """`bug` is one of those that occur below; `can` what it offers.
+
+    Its drafts turn what is drawn.
+    """
 
     name, version, longest = "toy", "1.0", 512
 
@@ -66,7 +72,9 @@ class Toy:
         if self.bug == "dies of one token" and [len(ask.prompt) for ask in requests] == [1]:
             raise TargetError("toy died at ask; its last words: Error")
         order = sorted(range(len(requests)), key=lambda i: requests[i].after)
-        assert all(requests[i].after <= place for place, i in enumerate(order)), "an engine would wait forever"
+        assert all(requests[i].after <= place for place, i in enumerate(order)), (
+            "an engine would wait forever"
+        )
         answers = {i: self._answer(requests[i], len(requests), bool(preempt_every)) for i in order}
         return [answers[i] for i in range(len(requests))]
 
@@ -106,7 +114,11 @@ class Toy:
             if others > 5:
                 self.batched |= new
         said = hit if "cached" in self.can else None
-        others = ((1,) * ask.max_tokens,) * (ask.n - 1) if self.bug == "other answers" else (tokens,) * (ask.n - 1)
+        others = (
+            ((1,) * ask.max_tokens,) * (ask.n - 1)
+            if self.bug == "other answers"
+            else (tokens,) * (ask.n - 1)
+        )
         return Answer(tokens, said, likely if ask.logprobs else (), others)
 
     def _go_on(self, ask, state):
@@ -139,7 +151,11 @@ class Toy:
 
 
 def _noise(seed, i):
-    return -torch.log(-torch.log(torch.rand(VOCAB, generator=torch.Generator().manual_seed(seed * 1000 + i)).double()))
+    return -torch.log(
+        -torch.log(
+            torch.rand(VOCAB, generator=torch.Generator().manual_seed(seed * 1000 + i)).double()
+        )
+    )
 
 
 class ToyKind(Kind):

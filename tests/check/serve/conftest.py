@@ -37,14 +37,21 @@ class Served:
         self.server, self.engine, self.metrics = server, server.engine, server.metrics
         self.llm = server.engine.llm
         self.url = f"http://127.0.0.1:{port}"
-        arguments: dict[str, Any] = {"base_url": f"{self.url}/v1", "api_key": key or "none", "max_retries": 0}
+        arguments: dict[str, Any] = {
+            "base_url": f"{self.url}/v1",
+            "api_key": key or "none",
+            "max_retries": 0,
+        }
         self.client = openai.OpenAI(**arguments)
         self.http = httpx2.Client(base_url=self.url, timeout=60)
 
 
 @contextmanager
 def served(
-    llm: LLM, access: Access | None = None, failures: list[BaseException] | None = None, **limits: int
+    llm: LLM,
+    access: Access | None = None,
+    failures: list[BaseException] | None = None,
+    **limits: int,
 ) -> Iterator[Served]:
     """Args: `failures` gets what ended the server, where that is meant."""
     access = access or Access("guard_model", chat_template=TEMPLATE)

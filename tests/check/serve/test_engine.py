@@ -45,7 +45,9 @@ def gate(server: Served) -> Iterator[Gate]:
     server.llm.observers.append(gate)
     yield gate
     gate.open()
-    server.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})  # no step is in it any more
+    server.http.post(
+        "/v1/completions", json={"prompt": "a", "max_tokens": 1}
+    )  # no step is in it any more
     server.llm.observers.remove(gate)
 
 
@@ -74,14 +76,19 @@ def test_who_leaves_is_aborted_and_its_blocks_return(
         client.close()
         assert aborted.wait(60)
     gate.open()
-    assert server.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+    assert (
+        server.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code
+        == 200
+    )
     after = counters(server)
     assert after["request_success_total abort"] == before.get("request_success_total abort", 0) + 1
     assert after["kv_cache_usage_perc"] == 0
     server.llm.scheduler.check_integrity()
 
 
-def test_who_leaves_while_its_sequences_are_opened_is_aborted(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_leaves_while_its_sequences_are_opened_is_aborted(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = counters(server).get("request_success_total abort", 0)
     begun, go_on, add = threading.Event(), threading.Event(), server.llm.add_request
 
@@ -103,29 +110,46 @@ def test_who_leaves_while_its_sequences_are_opened_is_aborted(server: Served, mo
     asyncio.run(leave())
     go_on.set()
     monkeypatch.setattr(server.llm, "add_request", add)
-    assert server.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+    assert (
+        server.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code
+        == 200
+    )
     assert counters(server)["request_success_total abort"] == before + 1
 
 
-def test_sequences_beyond_the_limit_are_sent_away(server: Served, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_beyond_the_limit_are_sent_away(
+    server: Served, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server.engine, "max_open", 3)
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(server.http.post, "/v1/completions", json=LONG | {"max_tokens": 40, "n": 2})
+        first = pool.submit(
+            server.http.post, "/v1/completions", json=LONG | {"max_tokens": 40, "n": 2}
+        )
         assert gate.entered.wait(60)
-        second = pool.submit(server.http.post, "/v1/completions", json=LONG | {"max_tokens": 1, "n": 2})
+        second = pool.submit(
+            server.http.post, "/v1/completions", json=LONG | {"max_tokens": 1, "n": 2}
+        )
         while not second.done():  # commands run between steps
             gate.steps.release()
         refused = second.result()
         assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
-        assert refused.json()["error"]["message"] == "2 of 3 sequences are open, 2 more do not fit; try again later"
+        assert (
+            refused.json()["error"]["message"]
+            == "2 of 3 sequences are open, 2 more do not fit; try again later"
+        )
         assert not first.done()
         gate.open()
         assert first.result().status_code == 200
     never = server.http.post("/v1/completions", json=LONG | {"n": 4})
-    assert never.status_code == 400 and "4 sequences in one request, 3 may be open" in never.json()["error"]["message"]
+    assert (
+        never.status_code == 400
+        and "4 sequences in one request, 3 may be open" in never.json()["error"]["message"]
+    )
 
 
-def sent_beside(server: Served, gate: Gate, pool: ThreadPoolExecutor, path: str) -> Future[httpx2.Response]:
+def sent_beside(
+    server: Served, gate: Gate, pool: ThreadPoolExecutor, path: str
+) -> Future[httpx2.Response]:
     """A long answer with another request in the middle of it."""
     pending = pool.submit(server.http.post, "/v1/completions", json=LONGER)
     assert gate.entered.wait(60)
@@ -142,8 +166,12 @@ def tokens_of(pending: Future[httpx2.Response]) -> list[int]:
     return list(choice["token_ids"])
 
 
-def test_a_reset_preempts_what_runs_and_changes_no_token(server: Served, gate: Gate, alone: LLM) -> None:
-    (expected,) = alone.generate([QUESTION * 5], SamplingParams(30, ignore_eos=True), progress=False)
+def test_a_reset_preempts_what_runs_and_changes_no_token(
+    server: Served, gate: Gate, alone: LLM
+) -> None:
+    (expected,) = alone.generate(
+        [QUESTION * 5], SamplingParams(30, ignore_eos=True), progress=False
+    )
     before = counters(server)
     with ThreadPoolExecutor(2) as pool:
         pending = sent_beside(server, gate, pool, "/reset_prefix_cache?reset_running_requests=true")
@@ -152,7 +180,9 @@ def test_a_reset_preempts_what_runs_and_changes_no_token(server: Served, gate: G
 
 
 def test_a_request_outlives_sleep(server: Served, gate: Gate, alone: LLM) -> None:
-    (expected,) = alone.generate([QUESTION * 5], SamplingParams(30, ignore_eos=True), progress=False)
+    (expected,) = alone.generate(
+        [QUESTION * 5], SamplingParams(30, ignore_eos=True), progress=False
+    )
     with ThreadPoolExecutor(2) as pool:
         pending = sent_beside(server, gate, pool, "/sleep")
         assert server.http.post("/sleep").status_code == 200
@@ -189,17 +219,26 @@ def test_a_step_that_fails_ends_the_server_and_everybody_hears_of_it() -> None:
     llm.observers.append(Broken())
     failures: list[BaseException] = []
     with served(llm, failures=failures) as one, ThreadPoolExecutor(3) as pool:
-        sent = [pool.submit(one.http.post, "/v1/completions", json=LONG | {"stream": i == 2}) for i in range(3)]
+        sent = [
+            pool.submit(one.http.post, "/v1/completions", json=LONG | {"stream": i == 2})
+            for i in range(3)
+        ]
         answers = [future.result(60) for future in sent]
     said = "the engine has failed, the server's log says how: CheckFailedError"
     for answer in answers[:2]:
         assert (answer.status_code, answer.json()["error"]["message"]) == (503, said)
-    assert answers[2].status_code in (200, 503) and said in answers[2].text and "[DONE]" not in answers[2].text
+    assert (
+        answers[2].status_code in (200, 503)
+        and said in answers[2].text
+        and "[DONE]" not in answers[2].text
+    )
     assert [str(failure) for failure in failures] == ["a block\nholds what it should not"]
 
 
 @pytest.mark.parametrize("end", [Engine.abort_all, Engine.stop])
-def test_what_waits_for_an_engine_that_sleeps_is_ended_with_it(end: Callable[[Engine], None]) -> None:
+def test_what_waits_for_an_engine_that_sleeps_is_ended_with_it(
+    end: Callable[[Engine], None],
+) -> None:
     engine = Engine(LLM(str(FOLDER), **OPTIONS), 0, lambda *_: None, lambda _: None, lambda: None)
     engine.start()
 
@@ -212,7 +251,11 @@ def test_what_waits_for_an_engine_that_sleeps_is_ended_with_it(end: Callable[[En
 
     try:
         piece = asyncio.run(send())
-        assert isinstance(piece, Piece) and piece.output is not None and piece.output.finish_reason == "abort"
+        assert (
+            isinstance(piece, Piece)
+            and piece.output is not None
+            and piece.output.finish_reason == "abort"
+        )
     finally:
         engine.stop()
     assert not engine.is_alive and not engine.llm.scheduler.has_requests

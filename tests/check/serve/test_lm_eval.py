@@ -30,10 +30,14 @@ def instances(kind: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
 
 
 def test_answers_to_choose_from_get_the_same_scores(remote: Any, alone: LLM) -> None:
-    sent = instances("loglikelihood", [(context, choice) for context in CONTEXTS for choice in CHOICES])
+    sent = instances(
+        "loglikelihood", [(context, choice) for context in CONTEXTS for choice in CHOICES]
+    )
     expected = engine_model(llm=alone, progress=False).loglikelihood(sent)
     found = remote.loglikelihood(sent)
-    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-3)
+    assert [value for value, _ in found] == pytest.approx(
+        [value for value, _ in expected], abs=1e-3
+    )
     assert [is_greedy for _, is_greedy in found] == [is_greedy for _, is_greedy in expected]
     assert any(is_greedy for _, is_greedy in found) and not all(is_greedy for _, is_greedy in found)
 

@@ -23,7 +23,11 @@ def counters(server: Served) -> dict[str, float]:
         for sample in family.samples:
             label = sample.labels.get("finished_reason", sample.labels.get("position", ""))
             found[f"{sample.name}{label and ' '}{label}"] = sample.value
-    return {name.removeprefix("hybrid_kv:"): value for name, value in found.items() if not name.endswith("_created")}
+    return {
+        name.removeprefix("hybrid_kv:"): value
+        for name, value in found.items()
+        if not name.endswith("_created")
+    }
 
 
 def send(server: Served, **more: object) -> dict[str, float]:
@@ -31,13 +35,20 @@ def send(server: Served, **more: object) -> dict[str, float]:
     before = counters(server)
     body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "ignore_eos": True} | more
     assert server.http.post("/v1/completions", json=body).status_code == 200
-    return {name: value - before.get(name, 0) for name, value in counters(server).items() if value != before.get(name)}
+    return {
+        name: value - before.get(name, 0)
+        for name, value in counters(server).items()
+        if value != before.get(name)
+    }
 
 
 def test_a_hit_is_counted_in_tokens(server: Served) -> None:
     server.http.post("/reset_prefix_cache")
     first, again = send(server), send(server)
-    assert (first["prefix_cache_queries_total"], first.get("prefix_cache_hits_total")) == (200, None)
+    assert (first["prefix_cache_queries_total"], first.get("prefix_cache_hits_total")) == (
+        200,
+        None,
+    )
     assert (again["prefix_cache_queries_total"], again["prefix_cache_hits_total"]) == (200, 192)
     assert (again["prompt_tokens_total"], again["generation_tokens_total"]) == (200, 20)
     assert again["request_success_total length"] == 1
@@ -50,13 +61,25 @@ def test_cached_tokens_in_usage_and_metrics_are_those_of_the_engine(server: Serv
     engine = LLM(str(FOLDER), **OPTIONS)
     server.http.post("/reset_prefix_cache")
     expected, found = [], []
-    for length, salt, n in [(200, "", 1)] * 2 + [(150, "", 2), (97, "", 3), (200, "b", 1), (250, "b", 2)]:
+    for length, salt, n in [(200, "", 1)] * 2 + [
+        (150, "", 2),
+        (97, "", 3),
+        (200, "b", 1),
+        (250, "b", 2),
+    ]:
         prompt = [9 + 5 * i % 70 for i in range(length)]
         params = SamplingParams(3, ignore_eos=True, cache_salt=salt)
         outputs = engine.generate([prompt] * n, params, progress=False)
         expected.append((outputs[0].cached_tokens, sum(output.cached_tokens for output in outputs)))
         before = counters(server)["prefix_cache_hits_total"]
-        body = {"prompt": prompt, "max_tokens": 3, "n": n, "temperature": 0, "ignore_eos": True, "cache_salt": salt}
+        body = {
+            "prompt": prompt,
+            "max_tokens": 3,
+            "n": n,
+            "temperature": 0,
+            "ignore_eos": True,
+            "cache_salt": salt,
+        }
         usage = server.http.post("/v1/completions", json=body).json()["usage"]
         hits = counters(server)["prefix_cache_hits_total"] - before
         found.append((usage["prompt_tokens_details"]["cached_tokens"], hits))
@@ -66,7 +89,12 @@ def test_cached_tokens_in_usage_and_metrics_are_those_of_the_engine(server: Serv
 
 def test_times_are_counted_for_each_request_and_step(server: Served) -> None:
     moved = send(server, max_tokens=9, n=2, prompt=PROMPT[:50])
-    names = ("request_queue_time", "time_to_first_token", "e2e_request_latency", "inter_token_latency")
+    names = (
+        "request_queue_time",
+        "time_to_first_token",
+        "e2e_request_latency",
+        "inter_token_latency",
+    )
     assert [moved[f"{name}_seconds_count"] for name in names[:3]] == [2, 2, 2]
     queue, first, e2e, between = (moved[f"{name}_seconds_sum"] for name in names)
     steps = moved["inter_token_latency_seconds_count"] + 2
@@ -78,7 +106,9 @@ def test_drafts_are_counted_step_by_step(server: Served) -> None:
     moved = send(server, prompt=[7, 8, 9] * 20, max_tokens=40)
     assert moved["spec_decode_num_drafts_total"] > 0
     assert moved["spec_decode_num_draft_tokens_total"] >= moved["spec_decode_num_drafts_total"]
-    per_position = [moved.get(f"spec_decode_num_accepted_tokens_per_pos_total {i}", 0) for i in range(3)]
+    per_position = [
+        moved.get(f"spec_decode_num_accepted_tokens_per_pos_total {i}", 0) for i in range(3)
+    ]
     assert sum(per_position) == moved.get("spec_decode_num_accepted_tokens_total", 0)
     assert per_position == sorted(per_position, reverse=True)
 
@@ -94,17 +124,25 @@ def test_the_cache_is_described_so_that_a_guard_finds_its_boundaries(server: Ser
     plan = server.llm.plan
     assert sample.labels["block_size"] == str(plan.sizes.block_size)
     assert sample.labels["hit_granularity"] == "96" and sample.labels["mamba_cache_mode"] == "all"
-    assert sample.labels["num_gpu_blocks"] == "64" and sample.labels["num_speculative_tokens"] == "3"
+    assert (
+        sample.labels["num_gpu_blocks"] == "64" and sample.labels["num_speculative_tokens"] == "3"
+    )
 
 
 def test_nothing_is_held_when_no_client_sends(server: Served) -> None:
     send(server)
     found = counters(server)
-    assert found["kv_cache_usage_perc"] == found["num_requests_running"] == found["num_requests_waiting"] == 0
+    assert (
+        found["kv_cache_usage_perc"]
+        == found["num_requests_running"]
+        == found["num_requests_waiting"]
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
-    ("query", "status"), [("", 200), ("?reset_running_requests=false", 200), ("?reset_running_requests=1", 400)]
+    ("query", "status"),
+    [("", 200), ("?reset_running_requests=false", 200), ("?reset_running_requests=1", 400)],
 )
 def test_a_reset_forgets_what_was_cached(server: Served, query: str, status: int) -> None:
     send(server)
@@ -116,7 +154,9 @@ def test_a_reset_forgets_what_was_cached(server: Served, query: str, status: int
 def test_where_groups_disagree_it_is_what_was_restored_that_is_reported() -> None:
     """Attention has two blocks of the last prompt, the states only that after the first."""
     model = ExactModel(ExactConfig(pattern="*M"))
-    llm = LLM(model, device="cpu", block_size=8, mamba_cache_mode="align", max_model_len=96, num_blocks=60)
+    llm = LLM(
+        model, device="cpu", block_size=8, mamba_cache_mode="align", max_model_len=96, num_blocks=60
+    )
     text = [9 + 5 * i % 70 for i in range(30)]
     body = {"max_tokens": 2, "temperature": 0}
     with served(llm, Access("guard_model")) as server:

@@ -32,14 +32,22 @@ def test_a_signal_ends_what_streams_in_order(
     monkeypatch.setenv("HYBRID_KV_API_KEY", "secret")
     addresses, lines = queue.SimpleQueue[str](), list[str]()
     monkeypatch.setattr(
-        import_module("hybrid_kv.cli.serve"), "print", lambda line, **_: addresses.put(line), raising=False
+        import_module("hybrid_kv.cli.serve"),
+        "print",
+        lambda line, **_: addresses.put(line),
+        raising=False,
     )
 
     def ask() -> None:
         body = {"prompt": QUESTION, "max_tokens": 4000, "ignore_eos": True, "stream": True}
-        (url,) = re.findall(r"^guard_model at (http://127\.0\.0\.1:\d+/v1); Ctrl-C ends it$", addresses.get(timeout=60))
+        (url,) = re.findall(
+            r"^guard_model at (http://127\.0\.0\.1:\d+/v1); Ctrl-C ends it$",
+            addresses.get(timeout=60),
+        )
         headers = {"Authorization": "Bearer secret"}
-        with httpx2.stream("POST", f"{url}/completions", json=body, headers=headers, timeout=60) as answer:
+        with httpx2.stream(
+            "POST", f"{url}/completions", json=body, headers=headers, timeout=60
+        ) as answer:
             for line in filter(None, answer.iter_lines()):
                 if not lines:
                     os.kill(os.getpid(), ending)
@@ -63,7 +71,9 @@ def test_a_signal_ends_what_streams_in_order(
 
 def test_slow_headers_end_a_connection() -> None:
     with served(LLM(str(FOLDER), **OPTIONS), Access("guard_model", receive_timeout=0.2)) as one:
-        with socket.create_connection(one.server.servers[0].sockets[0].getsockname(), timeout=30) as slow:
+        with socket.create_connection(
+            one.server.servers[0].sockets[0].getsockname(), timeout=30
+        ) as slow:
             slow.sendall(b"GET /health HT")
             assert slow.recv(99) == b""
         assert one.http.get("/health").status_code == 200
@@ -81,7 +91,9 @@ def test_half_an_upload_does_not_delay_the_end() -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "no.such.host.invalid"])
 def test_other_machines_need_a_key(host: str) -> None:
-    said = f"--host {host} can be reached from other machines: set HYBRID_KV_API_KEY, or use 127.0.0.1"
+    said = (
+        f"--host {host} can be reached from other machines: set HYBRID_KV_API_KEY, or use 127.0.0.1"
+    )
     with pytest.raises(ConfigError, match=re.escape(said)):
         open_socket(host, 0, has_key=False)
 

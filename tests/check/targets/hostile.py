@@ -30,12 +30,22 @@ PLACES = {
 }
 OWNERS = ("other", "sglang", "llamacpp")
 # Keys in a reply of each place, token ids first.
-KEYS = [("answer", key) for key in ("token_ids", "choices", "index", "token_logprobs", "top_logprobs", "cached_tokens")]
-KEYS += [("models", key) for key in ("data", "id", "owned_by", "max_model_len")] + [("version", "version")]
+KEYS = [
+    ("answer", key)
+    for key in ("token_ids", "choices", "index", "token_logprobs", "top_logprobs", "cached_tokens")
+]
+KEYS += [("models", key) for key in ("data", "id", "owned_by", "max_model_len")] + [
+    ("version", "version")
+]
 
 
 def http(body: bytes, *headers: str, status: str = "200 OK") -> bytes:
-    return "\r\n".join((f"HTTP/1.1 {status}", f"content-length: {len(body)}", *headers, "\r\n")).encode() + body
+    return (
+        "\r\n".join(
+            (f"HTTP/1.1 {status}", f"content-length: {len(body)}", *headers, "\r\n")
+        ).encode()
+        + body
+    )
 
 
 def says(body: bytes, *headers: str, status: str = "200 OK") -> Break:
@@ -58,7 +68,14 @@ def sets(key: str, odd: Any) -> Break:
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
-STATUSES = ("200 OK", "204 No Content", "302 Found", "307 Temporary Redirect", "404 Not Found", "500 [/red]")
+STATUSES = (
+    "200 OK",
+    "204 No Content",
+    "302 Found",
+    "307 Temporary Redirect",
+    "404 Not Found",
+    "500 [/red]",
+)
 BODIES = {
     "half a surrogate": b'{"data": "\\ud800", "choices": "\\ud800"}',
     "deep lists": b"[" * 10**5,
@@ -86,13 +103,18 @@ RAW: dict[str, tuple[bytes, bytes | None]] = {
     "bad chunk": (CHUNKED + b"x\r\n{}", b""),
     "no http": (b"\0\xff\r\n\r\n", b""),
     "status of five digits": (b"HTTP/1.1 20000 OK\r\n\r\n", b""),
-    "another protocol": (b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n", b""),
+    "another protocol": (
+        b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n",
+        b"",
+    ),
 }
 BREAKS: dict[str, Break] = {
     **{name: sends(*parts) for name, parts in RAW.items()},
     **{name: says(body) for name, body in BODIES.items()},
     **{f"markup, {one}": says(b"[/red] [bold", "location: ?", status=one) for one in STATUSES},
-    "orders to a terminal": says(b"\x1b[2J\r\x07\n\xff\0\nTraceback\xe2\x80\xae", status="400 \x1b[2J"),
+    "orders to a terminal": says(
+        b"\x1b[2J\r\x07\n\xff\0\nTraceback\xe2\x80\xae", status="400 \x1b[2J"
+    ),
     "a large error": says(b"x" * 2**23, status="500 No"),
     "a bomb": lambda _: [http(gzip.compress(bytes(2**26)), "content-encoding: gzip")],
     "two lengths": says(b"{}", "content-length: 3"),
@@ -101,7 +123,21 @@ BREAKS: dict[str, Break] = {
     "utf-16": lambda body: [http(body.decode().encode("utf-16"))],
     "twice": lambda body: [http(body + body)],
 }
-ODD = [*values.ODD, ..., -1, 50, 10**400, "[/red]", "\x1b[2J\n", [1] * 999, [10**5], [-1], [True], [2**64], [{"x": 1}]]
+ODD = [
+    *values.ODD,
+    ...,
+    -1,
+    50,
+    10**400,
+    "[/red]",
+    "\x1b[2J\n",
+    [1] * 999,
+    [10**5],
+    [-1],
+    [True],
+    [2**64],
+    [{"x": 1}],
+]
 
 
 @dataclass
@@ -138,24 +174,42 @@ class Case:
                 return json.dumps(self._written(self._answer(sent))).encode()
             case "stream":
                 events = [self._written(Answer((token,))) for token in self._answer(sent).token_ids]
-                return "".join(f"data: {json.dumps(event)}\n\n" for event in events).encode() + b"data: [DONE]\n\n"
+                return (
+                    "".join(f"data: {json.dumps(event)}\n\n" for event in events).encode()
+                    + b"data: [DONE]\n\n"
+                )
         return b'{"version": "1"}'
 
     def _answer(self, sent: dict[str, Any]) -> Answer:
         options = sent.get("sampling_params", sent)
-        new = next(options[name] for name in ("max_tokens", "max_new_tokens", "n_predict") if name in options)
+        new = next(
+            options[name]
+            for name in ("max_tokens", "max_new_tokens", "n_predict")
+            if name in options
+        )
         seed = options.get("seed", options.get("sampling_seed"))
         prompt, n = tuple(sent.get("prompt") or sent["input_ids"]), options.get("n", 1)
-        return self.toy.ask([Ask(prompt, new, options["temperature"], seed, n, True, sent.get("cache_salt", ""))])[0]
+        return self.toy.ask(
+            [Ask(prompt, new, options["temperature"], seed, n, True, sent.get("cache_salt", ""))]
+        )[0]
 
     def _written(self, answer: Answer) -> Any:
         if self.owner == "sglang":
-            return {"output_ids": answer.token_ids, "meta_info": {"cached_tokens": answer.cached_tokens}}
+            return {
+                "output_ids": answer.token_ids,
+                "meta_info": {"cached_tokens": answer.cached_tokens},
+            }
         if self.owner == "llamacpp":
             return {"tokens": answer.token_ids, "timings": {"cache_n": answer.cached_tokens}}
         own = [row[token] for token, row in zip(answer.token_ids, answer.logprobs, strict=False)]
-        tops = [{f"token_id:{token}": value for token, value in row.items()} for row in answer.logprobs]
-        first = {"index": 0, "token_ids": answer.token_ids, "logprobs": {"token_logprobs": own, "top_logprobs": tops}}
+        tops = [
+            {f"token_id:{token}": value for token, value in row.items()} for row in answer.logprobs
+        ]
+        first = {
+            "index": 0,
+            "token_ids": answer.token_ids,
+            "logprobs": {"token_logprobs": own, "top_logprobs": tops},
+        }
         others = [{"index": 1 + i, "token_ids": other} for i, other in enumerate(answer.others)]
         usage = {"prompt_tokens_details": {"cached_tokens": answer.cached_tokens}}
         return {"choices": [first, *others], "usage": usage}
@@ -205,7 +259,9 @@ def serve(case: Case) -> str:
 
 def every() -> Iterator[tuple[str, str, Break]]:
     """A name, a place and what is broken there: each break in one place, each odd value at two keys."""
-    places = cycle(("answer", "models", "answer", "version", "metrics", "answer", "stream", "reset", "preempt"))
+    places = cycle(
+        ("answer", "models", "answer", "version", "metrics", "answer", "stream", "reset", "preempt")
+    )
     for (name, broken), place in zip(BREAKS.items(), places, strict=False):
         yield f"{place}, {name}", place, broken
     keys = cycle(KEYS[1:])
@@ -226,4 +282,8 @@ def draw(rng: random.Random) -> Case:
     seed = rng.random()
     breaks = (*BREAKS.values(), *[odd] * len(BREAKS))
     places = rng.sample((*PLACES.values(), "answer", "stream"), rng.choice((1, 1, 2, 3)))
-    return Case({place: rng.choice(breaks) for place in places}, rng.choice(OWNERS), rng.choice((0, 0, 1, 5, 20, 40)))
+    return Case(
+        {place: rng.choice(breaks) for place in places},
+        rng.choice(OWNERS),
+        rng.choice((0, 0, 1, 5, 20, 40)),
+    )

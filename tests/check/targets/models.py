@@ -25,7 +25,9 @@ def continued(model, prompt, num_new=12):
     tokens = list(prompt)
     with torch.inference_mode():
         for _ in range(num_new):
-            tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+            tokens.append(
+                int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax())
+            )
     return tuple(tokens[len(prompt) :])
 
 
@@ -34,6 +36,8 @@ def check_logprobs(model, answer):
     text = (*PROMPTS[0], *answer.token_ids)
     with torch.inference_mode():
         expected = model(torch.tensor([text]), use_cache=False).logits[0].log_softmax(-1)
-    for position, (token, given) in enumerate(zip(answer.token_ids, answer.logprobs, strict=True), len(PROMPTS[0]) - 1):
+    for position, (token, given) in enumerate(
+        zip(answer.token_ids, answer.logprobs, strict=True), len(PROMPTS[0]) - 1
+    ):
         assert len(given) >= 5
         assert given[token] == pytest.approx(float(expected[position, token]), abs=1e-4)

@@ -43,16 +43,25 @@ def verdicts(target, folder):
     """Of two turns, the second with the answers of the first."""
     judge, found, prompts = ExactJudge(folder), [], PROMPTS
     for _ in range(2):
-        requests = [Ask(prompt, max_tokens=14 + i, step=i // 2 * 2) for i, prompt in enumerate(prompts)]
+        requests = [
+            Ask(prompt, max_tokens=14 + i, step=i // 2 * 2) for i, prompt in enumerate(prompts)
+        ]
         answers = target.ask(requests)
-        found += [judge.judge(ask, one, None).verdict for ask, one in zip(requests, answers, strict=True)]
+        found += [
+            judge.judge(ask, one, None).verdict for ask, one in zip(requests, answers, strict=True)
+        ]
         known = ExactAnswers(folder)
-        prompts = [(*ask.prompt, *known.tokens(ask.prompt, ask.max_tokens), 5, 6) for ask in requests]
+        prompts = [
+            (*ask.prompt, *known.tokens(ask.prompt, ask.max_tokens), 5, 6) for ask in requests
+        ]
     return set(found)
 
 
 def test_transformers_refuses_drafts_and_pages_for_states(folder_of):
-    for settings, words in (({"spec": "lookup3"}, "stateful models"), ({"batch": "continuous"}, "layer type: linear")):
+    for settings, words in (
+        ({"spec": "lookup3"}, "stateful models"),
+        ({"batch": "continuous"}, "layer type: linear"),
+    ):
         with pytest.raises(ConfigError, match=words):
             Transformers(folder_of("mixed"), settings)
 

@@ -48,7 +48,9 @@ class StandIn(BaseHTTPRequestHandler):
     posted: list[tuple[str, dict]]
 
     def do_GET(self):
-        pages = {"/v1/models": {"data": [{"id": "m", "owned_by": "llamacpp", "meta": {"n_ctx": 800}}]}}
+        pages = {
+            "/v1/models": {"data": [{"id": "m", "owned_by": "llamacpp", "meta": {"n_ctx": 800}}]}
+        }
         pages["/props"] = {"build_info": "b7-abc", "total_slots": 4}
         self._say(pages.get(self.path, {}))
 
@@ -93,7 +95,9 @@ def test_a_slot_gets_the_file_that_shares_most_with_the_prompt(stand_in):
     for prompt in ((1, 2, 3), (1, 2, 9), (1, 2, 9, 4), (8,)):
         (answer,) = target.ask([Ask(prompt, max_tokens=1)])
         assert answer.token_ids == (5,) and not answer.error
-    seen = [(path.partition("=")[2], body.get("filename"), body.get("id_slot")) for path, body in posted]
+    seen = [
+        (path.partition("=")[2], body.get("filename"), body.get("id_slot")) for path, body in posted
+    ]
     completion = ("", None, 0)
     assert seen == [
         *(completion, ("save", "0.bin", None)),
@@ -173,11 +177,17 @@ def test_kept_sequences_and_drafts_change_no_answer(kind, has_drafts):
     texts = [[1, 2, 3]]
     for number in range(40):
         prompts = [[*rng.choice(texts), rng.randrange(7)] for _ in range(rng.randrange(1, 12))]
-        requests = [plain(one, max_tokens=rng.randrange(1, 9), after=min(i, 2)) for i, one in enumerate(prompts)]
+        requests = [
+            plain(one, max_tokens=rng.randrange(1, 9), after=min(i, 2))
+            for i, one in enumerate(prompts)
+        ]
         answers = engine.ask(requests, preempt_every=5 * (number % 2))
         expected = [alone.ask([one], 0)[0]["token_ids"] for one in requests]
         assert [one["token_ids"] for one in answers] == expected
-        texts = [[*one["prompt"], *answer["token_ids"]][:20] for one, answer in zip(requests, answers, strict=True)]
+        texts = [
+            [*one["prompt"], *answer["token_ids"]][:20]
+            for one, answer in zip(requests, answers, strict=True)
+        ]
     counts = engine.counters()
     assert counts["hits"] > 20 and counts["preemptions"] > 20
     assert (0 < counts["accepted"] < counts["drafts"]) == has_drafts
@@ -206,7 +216,9 @@ def test_a_build_without_its_source_needs_a_converted_model(tmp_path):
     program, model = tmp_path / "llama-server", tmp_path / "model"
     program.touch(mode=0o755)
     model.mkdir()
-    with pytest.raises(ConfigError, match=r"has no GGUF file, and no folder above .*llama-server has a converter"):
+    with pytest.raises(
+        ConfigError, match=r"has no GGUF file, and no folder above .*llama-server has a converter"
+    ):
         at(str(program)).start(str(model), {})
 
 
@@ -238,7 +250,9 @@ def test_a_real_build_answers_as_transformers_does(hybrid, build, settings):
         second = [(*prompt, *answer, 5, 6, 7) for prompt, answer in known.items()]
         for prompts in (PROMPTS, second):
             answers = target.ask([Ask(prompt) for prompt in prompts])
-            assert [one.token_ids for one in answers] == [continued(model, prompt) for prompt in prompts]
+            assert [one.token_ids for one in answers] == [
+                continued(model, prompt) for prompt in prompts
+            ]
         has_cache = settings.get("prefix", "off") != "off"
         assert any(one.cached_tokens for one in answers) == has_cache
         target.reset()
@@ -255,6 +269,8 @@ def test_a_real_build_answers_as_transformers_does(hybrid, build, settings):
 def test_what_a_real_build_refuses_is_one_line(folder, build, tmp_path):
     with pytest.raises(ConfigError, match=r"does not start; it said: .*MTP"):
         build.start(folder, {"spec": "mtp3"})
-    Path(tmp_path / "config.json").write_text('{"model_type": "zamba2", "architectures": ["Zamba2ForCausalLM"]}')
+    Path(tmp_path / "config.json").write_text(
+        '{"model_type": "zamba2", "architectures": ["Zamba2ForCausalLM"]}'
+    )
     with pytest.raises(ConfigError, match=r"converter refuses .*Zamba2ForCausalLM"):
         build.start(str(tmp_path), {})

@@ -35,7 +35,13 @@ def turns(hybrid):
 
 @pytest.mark.parametrize(
     ("prefix", "batch"),
-    [("off", "together"), ("kept", "one"), ("saved", "together"), ("lru", "one"), ("lru", "together")],
+    [
+        ("off", "together"),
+        ("kept", "one"),
+        ("saved", "together"),
+        ("lru", "one"),
+        ("lru", "together"),
+    ],
 )
 def test_a_second_turn_goes_on_with_the_cache_of_the_first(hybrid, started, turns, prefix, batch):
     target = started(hybrid[0], prefix=prefix, batch=batch, chunk="17")

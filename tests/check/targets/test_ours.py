@@ -10,16 +10,24 @@ PROMPT = tuple((i * 7) % 90 + 1 for i in range(120))
 
 def alone(folder, prompt, **params):
     llm = LLM(folder, device="cpu", dtype="float32", max_model_len=512)
-    return llm.generate([list(prompt)], SamplingParams(ignore_eos=True, **params), progress=False)[0].token_ids
+    return llm.generate([list(prompt)], SamplingParams(ignore_eos=True, **params), progress=False)[
+        0
+    ].token_ids
 
 
 def test_answers_are_those_of_generate(folder):
     target = Ours(folder, {"prefix": "align", "spec": "ngram3", "chunk": "17", "async": "on"})
-    requests = [Ask(PROMPT), Ask(PROMPT[:9], max_tokens=3), Ask(PROMPT[:50], temperature=1.0, seed=5)]
+    requests = [
+        Ask(PROMPT),
+        Ask(PROMPT[:9], max_tokens=3),
+        Ask(PROMPT[:50], temperature=1.0, seed=5),
+    ]
     answers = target.ask(requests)
     assert list(answers[0].token_ids) == alone(folder, PROMPT, max_tokens=12)
     assert list(answers[1].token_ids) == alone(folder, PROMPT[:9], max_tokens=3)
-    assert list(answers[2].token_ids) == alone(folder, PROMPT[:50], max_tokens=12, temperature=1.0, seed=5)
+    assert list(answers[2].token_ids) == alone(
+        folder, PROMPT[:50], max_tokens=12, temperature=1.0, seed=5
+    )
     assert set(target.counters()) == set(COUNTERS) and target.can == set(CAPABILITIES) - {"steps"}
 
 
@@ -69,7 +77,10 @@ def test_an_aborted_request_keeps_the_tokens_it_has(folder):
 def test_a_request_can_wait_for_others(folder):
     target = Ours(folder, {"prefix": "align"})
     first, second = target.ask([Ask(PROMPT, max_tokens=2), Ask(PROMPT, max_tokens=2, after=1)])
-    assert (first.cached_tokens, first.token_ids) == (0, second.token_ids) and second.cached_tokens > 0
+    assert (first.cached_tokens, first.token_ids) == (
+        0,
+        second.token_ids,
+    ) and second.cached_tokens > 0
 
 
 def test_logprobs_are_those_of_the_whole_text(folder):
@@ -77,10 +88,15 @@ def test_logprobs_are_those_of_the_whole_text(folder):
     (answer,) = target.ask([Ask(PROMPT, logprobs=True)])
     plain, text = LLM(folder, device="cpu", dtype="float32"), [*PROMPT, *answer.token_ids]
     ((_, logits),) = record_logits(plain, [text], SamplingParams(max_tokens=1))
-    due = logits.log_softmax(-1)[len(PROMPT) - 1 : -1].gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+    due = logits.log_softmax(-1)[len(PROMPT) - 1 : -1].gather(
+        1, torch.tensor(answer.token_ids)[:, None]
+    )[:, 0]
     own = [row[token] for row, token in zip(answer.logprobs, answer.token_ids, strict=True)]
     assert torch.allclose(torch.tensor(own), due, atol=1e-4)
-    assert all(row[token] == max(row.values()) for row, token in zip(answer.logprobs, answer.token_ids, strict=True))
+    assert all(
+        row[token] == max(row.values())
+        for row, token in zip(answer.logprobs, answer.token_ids, strict=True)
+    )
 
 
 def test_a_prompt_that_does_not_fit_is_an_error_of_its_own(folder):

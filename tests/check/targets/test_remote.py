@@ -123,7 +123,9 @@ DIES = "print('MemoryError: no room', file=sys.stderr); sys.stderr.flush(); os._
         (f"{BREAKS_OFF}; os._exit(3)", "toy died at ask", "toy died"),
     ],
 )
-def test_an_engine_that_fails_or_dies_says_its_last_words(start: Start, ask: str, said: str, then: str) -> None:
+def test_an_engine_that_fails_or_dies_says_its_last_words(
+    start: Start, ask: str, said: str, then: str
+) -> None:
     target = start(ask)
     with pytest.raises(TargetError, match=said):
         target.ask([Ask((1,))])
@@ -141,7 +143,9 @@ def test_an_engine_that_hangs_is_ended(start: Start, monkeypatch: pytest.MonkeyP
         target.counters()
 
 
-def test_the_python_of_an_engine_is_its_own_or_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_of_an_engine_is_its_own_or_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="toy is not installed"):
         python_of("toy", "no_such_package")
@@ -151,7 +155,9 @@ def test_the_python_of_an_engine_is_its_own_or_this_one(tmp_path: Path, monkeypa
     assert python_of("toy", "no_such_package") == str(own)
 
 
-def test_an_engine_that_can_be_forked_is_loaded_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_can_be_forked_is_loaded_once(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = start("os._exit(3) if requests[0]['prompt'] == [7] else None", base="Forked")
     scratch = Path(first.version)
     with pytest.raises(TargetError, match=r"toy died at ask; its last words: started$"):
@@ -216,12 +222,16 @@ def test_a_renewed_loader_imports_the_engine_at_its_first_start(
     remote.end_loaders()
 
 
-def test_one_that_hangs_is_killed_and_no_other(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_hangs_is_killed_and_no_other(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sleeps = "requests[0]['prompt'] == [1] or time.sleep(600)"
     beside, target = start(sleeps, base="Forked"), start(sleeps, base="Forked")
     monkeypatch.setattr(remote, "REPLY_SECONDS", 0.2)
     process = os.pidfd_open(target.longest)
-    with pytest.raises(TargetError, match="toy said nothing for 0 s after ask; its last words: started"):
+    with pytest.raises(
+        TargetError, match="toy said nothing for 0 s after ask; its last words: started"
+    ):
         target.ask([Ask((2,))])
     target.close()
     assert select.select([process], [], [], 60.0)[0], "it still runs"

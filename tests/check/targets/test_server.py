@@ -56,7 +56,11 @@ def served(folder):
 
 def test_over_http_answers_are_those_of_the_engine(served, folder):
     target = ours.Ours(folder, {"prefix": "align"})
-    requests = [Ask(PROMPT), Ask(PROMPT[:9], max_tokens=3, n=2), Ask(PROMPT[:50], temperature=1.0, seed=5)]
+    requests = [
+        Ask(PROMPT),
+        Ask(PROMPT[:9], max_tokens=3, n=2),
+        Ask(PROMPT[:50], temperature=1.0, seed=5),
+    ]
     tokens = [(one.token_ids, one.others) for one in served.ask(requests)]
     greedy = [(one.token_ids, one.others) for one in target.ask(requests)]
     assert tokens[:2] == greedy[:2] and len(tokens[2][0]) == 12
@@ -64,7 +68,9 @@ def test_over_http_answers_are_those_of_the_engine(served, folder):
 
 def test_what_it_can_do_is_promised_or_found_out(served):
     attached = kind_of(served._url + "/v1").start("", {})
-    assert served.can == serve.PROMISED | {"batch", "abort"} == attached.can | {"seed in all settings"}
+    assert (
+        served.can == serve.PROMISED | {"batch", "abort"} == attached.can | {"seed in all settings"}
+    )
     assert attached.longest == 2048
     assert attached.ask([Ask(PROMPT)])[0].token_ids == served.ask([Ask(PROMPT)])[0].token_ids
 
@@ -92,7 +98,10 @@ def test_an_error_in_the_middle_of_an_answer_is_one():
     events = b'data: {"choices": [{"index": 0, "token_ids": [5, 6]}]}\n\ndata: {"error": "it has stopped"}\n\n'
     attached = kind_of(hostile.serve(hostile.Case({"stream": hostile.says(events)}))).start("", {})
     (answer,) = attached.ask([Ask(PROMPT, abort_after=9)])
-    assert answer.token_ids == (5, 6) and answer.error == 'an event without token ids: {"error": "it has stopped"}'
+    assert (
+        answer.token_ids == (5, 6)
+        and answer.error == 'an event without token ids: {"error": "it has stopped"}'
+    )
 
 
 def test_a_server_that_is_gone_is_a_finding(served):
@@ -109,15 +118,26 @@ SGLANG = {
     "meta_info": {
         "cached_tokens": 3,
         "output_token_logprobs": [[-0.1, 4, None], [-0.2, 5, None]],
-        "output_top_logprobs": [[[-0.1, 4, None], [-3.0, 9, None]], [[-0.2, 5, None], [-2.0, 8, None]]],
+        "output_top_logprobs": [
+            [[-0.1, 4, None], [-3.0, 9, None]],
+            [[-0.2, 5, None], [-2.0, 8, None]],
+        ],
     },
 }
 LLAMA = {
     "tokens": [4, 5],
     "timings": {"cache_n": 3},
     "completion_probabilities": [
-        {"id": 4, "logprob": -0.1, "top_logprobs": [{"id": 4, "logprob": -0.1}, {"id": 9, "logprob": -3.0}]},
-        {"id": 5, "logprob": -0.2, "top_logprobs": [{"id": 5, "logprob": -0.2}, {"id": 8, "logprob": -2.0}]},
+        {
+            "id": 4,
+            "logprob": -0.1,
+            "top_logprobs": [{"id": 4, "logprob": -0.1}, {"id": 9, "logprob": -3.0}],
+        },
+        {
+            "id": 5,
+            "logprob": -0.2,
+            "top_logprobs": [{"id": 5, "logprob": -0.2}, {"id": 8, "logprob": -2.0}],
+        },
     ],
 }
 VLLM = {
@@ -127,7 +147,10 @@ VLLM = {
             "token_ids": [4, 5],
             "logprobs": {
                 "token_logprobs": [-0.1, -0.2],
-                "top_logprobs": [{"token_id:4": -0.1, "token_id:9": -3.0}, {"token_id:5": -0.2, "token_id:8": -2.0}],
+                "top_logprobs": [
+                    {"token_id:4": -0.1, "token_id:9": -3.0},
+                    {"token_id:5": -0.2, "token_id:8": -2.0},
+                ],
             },
         }
     ],
@@ -135,7 +158,11 @@ VLLM = {
 }
 
 
-DIALECTS = [(SGLang(), SGLANG, "output_ids"), (LlamaCpp(), LLAMA, "tokens"), (Completions(), VLLM, "token_ids")]
+DIALECTS = [
+    (SGLang(), SGLANG, "output_ids"),
+    (LlamaCpp(), LLAMA, "tokens"),
+    (Completions(), VLLM, "token_ids"),
+]
 
 
 @pytest.mark.parametrize("dialect, reply, token_ids", DIALECTS)
@@ -163,14 +190,21 @@ SCORED_VLLM = {
             "prompt_token_ids": [7, 8, 9],
             "logprobs": {
                 "token_logprobs": [None, -0.3, -0.4, -0.1],
-                "top_logprobs": [None, {"token_id:5": -0.2}, {"token_id:9": -0.4}, {"token_id:4": -0.1}],
+                "top_logprobs": [
+                    None,
+                    {"token_id:5": -0.2},
+                    {"token_id:9": -0.4},
+                    {"token_id:4": -0.1},
+                ],
             },
         }
     ]
 }
 
 
-@pytest.mark.parametrize("dialect, reply", [(SGLang(), SCORED_SGLANG), (Completions(), SCORED_VLLM)])
+@pytest.mark.parametrize(
+    "dialect, reply", [(SGLang(), SCORED_SGLANG), (Completions(), SCORED_VLLM)]
+)
 def test_a_scored_prompt_in_each_dialect(dialect, reply):
     answer = dialect.answer(json.dumps(reply).encode())
     assert answer.prompt_logprobs == ({5: -0.2, 8: -0.3}, {9: -0.4})
@@ -181,7 +215,9 @@ def test_a_served_prompt_is_scored_as_in_this_process(served, folder):
     ask = Ask(PROMPT, max_tokens=1, score=True)
     (over_http,) = served.ask([ask])
     (here,) = ours.Ours(folder, {"prefix": "align"}).ask([ask])
-    for token, row, expected in zip(PROMPT[1:], over_http.prompt_logprobs, here.prompt_logprobs, strict=True):
+    for token, row, expected in zip(
+        PROMPT[1:], over_http.prompt_logprobs, here.prompt_logprobs, strict=True
+    ):
         assert row[token] == pytest.approx(expected[token], abs=1e-4)
 
 
@@ -189,7 +225,11 @@ def test_a_served_prompt_is_scored_as_in_this_process(served, folder):
     "dialect, prompt", [(SGLang(), "input_ids"), (LlamaCpp(), "prompt"), (Completions(), "prompt")]
 )
 def test_a_request_in_each_dialect_has_everything_that_was_requested(dialect, prompt):
-    body = json.dumps(dialect.body(Ask((1, 2), max_tokens=77, temperature=0.5, seed=99, logprobs=True), "m", False))
+    body = json.dumps(
+        dialect.body(
+            Ask((1, 2), max_tokens=77, temperature=0.5, seed=99, logprobs=True), "m", False
+        )
+    )
     assert json.loads(body)[prompt] == [1, 2]
     for value in ("77", "0.5", "99", "5"):
         assert value in body
@@ -198,7 +238,12 @@ def test_a_request_in_each_dialect_has_everything_that_was_requested(dialect, pr
 @pytest.mark.parametrize(
     ("place", "broken", "error", "said"),
     [
-        ("models", "closed", ConfigError, "no model is served there: the server closed the connection before its"),
+        (
+            "models",
+            "closed",
+            ConfigError,
+            "no model is served there: the server closed the connection before its",
+        ),
         ("models", "silent", ConfigError, "the server did not answer in 0.5 s"),
         ("models", "markup, 307 Temporary Redirect", ConfigError, r"HTTP 307: \[/red\] \[bold$"),
         ("answer", "[{}]", ConfigError, "it answers without token ids: no token ids: "),
@@ -225,7 +270,9 @@ def test_an_odd_answer_is_an_error_in_each_dialect(dialect, reply, token_ids):
     for _ in range(500):
         with suppress(TargetError):
             answer = dialect.answer(json.dumps(values.odd_json(rng, reply)).encode())
-            assert all(token in row for token, row in zip(answer.token_ids, answer.logprobs, strict=False))
+            assert all(
+                token in row for token, row in zip(answer.token_ids, answer.logprobs, strict=False)
+            )
 
 
 def test_more_tokens_than_wanted_are_an_error():

@@ -13,13 +13,21 @@ from tests.check.targets.models import PROMPTS, check_logprobs, continued
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"batch": "left"}, {"cache": "static", "batch": "left"}, {"chunk": "17"}, {"spec": "lookup3"}],
+    [
+        {},
+        {"batch": "left"},
+        {"cache": "static", "batch": "left"},
+        {"chunk": "17"},
+        {"spec": "lookup3"},
+    ],
     ids=lambda settings: "-".join(settings.values()) or "plain",
 )
 def test_answers_are_those_of_the_whole_text(hybrid, settings):
     folder, model = hybrid
     answers = Transformers(folder, settings).ask([Ask(prompt) for prompt in PROMPTS])
-    assert [answer.token_ids for answer in answers] == [continued(model, prompt) for prompt in PROMPTS]
+    assert [answer.token_ids for answer in answers] == [
+        continued(model, prompt) for prompt in PROMPTS
+    ]
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -43,21 +51,29 @@ def test_a_second_turn_of_a_model_without_attention(tmp_path):
     (first,) = target.ask([Ask(PROMPTS[1])])
     again = (*PROMPTS[1], *first.token_ids, 5, 6, 7)
     (second,) = target.ask([Ask(again)])
-    assert (second.token_ids, second.cached_tokens) == (continued(model, again), len(PROMPTS[1]) + 11)
+    assert (second.token_ids, second.cached_tokens) == (
+        continued(model, again),
+        len(PROMPTS[1]) + 11,
+    )
 
 
 def judged(folder, settings):
     judge = Judge(Oracle(folder))
     judge.oracle.rounds(PROMPTS[0])
     answers = Transformers(folder, settings).ask([Ask(prompt) for prompt in PROMPTS])
-    return answers, [judge.judge(Ask(prompt), one, None).verdict for prompt, one in zip(PROMPTS, answers, strict=True)]
+    return answers, [
+        judge.judge(Ask(prompt), one, None).verdict
+        for prompt, one in zip(PROMPTS, answers, strict=True)
+    ]
 
 
 def test_a_search_is_judged_by_its_log_probabilities(hybrid, monkeypatch):
     folder, model = hybrid
     answers, verdicts = judged(folder, {"beams": "4"})
     assert verdicts == ["right"] * 4 and all(len(answer.logprobs) == 12 for answer in answers)
-    assert [answer.token_ids for answer in answers] != [continued(model, prompt) for prompt in PROMPTS]
+    assert [answer.token_ids for answer in answers] != [
+        continued(model, prompt) for prompt in PROMPTS
+    ]
     # Beams that go on with the cache of another one.
     monkeypatch.setattr("transformers.Cache.reorder_cache", lambda self, beam_idx: None)
     assert "wrong" in judged(folder, {"beams": "4"})[1]

@@ -31,19 +31,28 @@ def test_every_level_is_known_to_the_worker() -> None:
     assert plain == arguments({factor: levels[0] for factor, levels in vllm.KIND.factors.items()})
     for factor, levels in [*vllm.KIND.factors.items(), *vllm.KIND.inside.factors.items()]:
         for level in levels[1:]:
-            assert (arguments({factor: level}) != plain) == (factor not in elsewhere), f"{factor}={level}"
+            assert (arguments({factor: level}) != plain) == (factor not in elsewhere), (
+                f"{factor}={level}"
+            )
 
 
 def test_levels_become_arguments() -> None:
-    found = arguments({"prefix": "all", "spec": "mtp3", "chunk": "17", "match": "32", "retain": "all"})
+    found = arguments(
+        {"prefix": "all", "spec": "mtp3", "chunk": "17", "match": "32", "retain": "all"}
+    )
     assert found["mamba_cache_mode"] == "all" and found["enable_prefix_caching"] is True
     assert found["speculative_config"] == {"method": "mtp", "num_speculative_tokens": 3}
     assert (found["max_num_batched_tokens"], found["prefix_match_unit"]) == (17, 32)
     assert found["prefix_cache_retention_interval"] is None
-    assert (arguments({})["max_model_len"], arguments({"blocks": "tight"})["max_model_len"]) == (MAX_MODEL_LEN, ROOM)
+    assert (arguments({})["max_model_len"], arguments({"blocks": "tight"})["max_model_len"]) == (
+        MAX_MODEL_LEN,
+        ROOM,
+    )
 
 
-@pytest.mark.parametrize("setting", [("prefix", "off3"), ("chunk", "small"), ("spec", "mtp"), ("scheme", "slots")])
+@pytest.mark.parametrize(
+    "setting", [("prefix", "off3"), ("chunk", "small"), ("spec", "mtp"), ("scheme", "slots")]
+)
 def test_an_unknown_setting_is_refused(setting: tuple[str, str]) -> None:
     with pytest.raises(ValueError, match="is not a setting of vLLM"):
         arguments(dict([setting]))
@@ -65,7 +74,8 @@ def test_a_request_is_answered_the_same_however_it_is_sent(target: Remote) -> No
     (alone,) = target.ask([Ask(PROMPT, logprobs=True)])
     assert len(alone.token_ids) == 12
     assert all(
-        max(one, key=one.__getitem__) == token for token, one in zip(alone.token_ids, alone.logprobs, strict=True)
+        max(one, key=one.__getitem__) == token
+        for token, one in zip(alone.token_ids, alone.logprobs, strict=True)
     )
     requests = [
         Ask(PROMPT, max_tokens=30, abort_after=5),
@@ -91,7 +101,11 @@ def test_forced_preemptions_are_counted_and_change_nothing(target: Remote) -> No
 
 def test_sampling_is_reproducible_by_seed(target: Remote) -> None:
     ask = Ask(PROMPT, temperature=2.0, seed=7)
-    (one,), (same,), (other,) = target.ask([ask]), target.ask([ask]), target.ask([Ask(PROMPT, temperature=2.0, seed=8)])
+    (one,), (same,), (other,) = (
+        target.ask([ask]),
+        target.ask([ask]),
+        target.ask([Ask(PROMPT, temperature=2.0, seed=8)]),
+    )
     assert one.token_ids == same.token_ids != other.token_ids
 
 
@@ -110,10 +124,15 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Remote, Ex
     target.close()
 
 
-def test_the_exact_model_inside_gives_its_oracles_tokens(exact: tuple[Remote, ExactAnswers]) -> None:
+def test_the_exact_model_inside_gives_its_oracles_tokens(
+    exact: tuple[Remote, ExactAnswers],
+) -> None:
     target, answers = exact
     requests = [Ask(PROMPT[i % 3 :], max_tokens=20 + i, step=3 * i) for i in range(6)]
-    requests += [Ask(PROMPT[:1], max_tokens=9, step=4), Ask((*PROMPT, *PROMPT), max_tokens=5, step=20)]
+    requests += [
+        Ask(PROMPT[:1], max_tokens=9, step=4),
+        Ask((*PROMPT, *PROMPT), max_tokens=5, step=20),
+    ]
     expected = [answers.tokens(ask.prompt, ask.max_tokens) for ask in requests]
     for _ in range(2):
         found = target.ask(requests, preempt_every=30)
@@ -135,12 +154,16 @@ def test_drafts_of_its_head_are_right_at_times_and_change_no_token(
     finally:
         target.close()
         remote.end_loaders()
-    assert [list(one.token_ids) for one in found] == [answers.tokens(ask.prompt, ask.max_tokens) for ask in requests]
+    assert [list(one.token_ids) for one in found] == [
+        answers.tokens(ask.prompt, ask.max_tokens) for ask in requests
+    ]
     assert 0.4 < counters["accepted"] / counters["drafts"] < 0.8
 
 
 @pytest.mark.parametrize("wrong", [0, 1])
-def test_a_script_exits_with_what_the_answer_is(exact: tuple[Remote, ExactAnswers], wrong: int, tmp_path: Path) -> None:
+def test_a_script_exits_with_what_the_answer_is(
+    exact: tuple[Remote, ExactAnswers], wrong: int, tmp_path: Path
+) -> None:
     rounds = (Round((Ask(PROMPT, max_tokens=4), Ask(PROMPT[:1], max_tokens=3, step=2))),)
     expected = exact[1].tokens(PROMPT[:1], 3)
     expected[-1] += wrong

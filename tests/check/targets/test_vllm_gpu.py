@@ -107,7 +107,10 @@ def test_a_graph_replays_operations_on_the_memory_they_had() -> None:
 
 @pytest.mark.parametrize("waits", ["item", "nonzero"])
 def test_what_must_wait_for_the_device_cannot_be_captured(waits: str) -> None:
-    with pytest.raises(graphs.CaptureError, match="operation not permitted"), graphs.capture(graphs.Graph()):
+    with (
+        pytest.raises(graphs.CaptureError, match="operation not permitted"),
+        graphs.capture(graphs.Graph()),
+    ):
         getattr(torch.ones(1), waits)()
     assert graphs.recording() is None
 
@@ -116,7 +119,9 @@ def test_a_launch_is_one_step_of_a_graph() -> None:
     seen: list[float] = []
     graph, given = graphs.Graph(), torch.zeros(1)
     with graphs.capture(graph):
-        graphs.keep_launch(lambda tensor, scale: seen.append(float(tensor) * scale), (given,), {"scale": 3.0})
+        graphs.keep_launch(
+            lambda tensor, scale: seen.append(float(tensor) * scale), (given,), {"scale": 3.0}
+        )
     given += 2
     graph.replay()
     assert seen == [6.0] and len(graph.steps) == 1
@@ -133,7 +138,11 @@ def test_a_setting_becomes_options_and_environment(monkeypatch: pytest.MonkeyPat
 def test_a_runner_of_gpus_is_a_variant_that_the_exact_model_alone_has(tmp_path: Path) -> None:
     assert vllm.KIND.variant_of(str(tmp_path), {"runner": "v2"}) == ""
     write_exact_checkpoint("mixed", tmp_path)
-    assert vllm.KIND.variant_of(str(tmp_path), {}) == vllm.KIND.variant_of(str(tmp_path), {"runner": "v1"}) == "gpu"
+    assert (
+        vllm.KIND.variant_of(str(tmp_path), {})
+        == vllm.KIND.variant_of(str(tmp_path), {"runner": "v1"})
+        == "gpu"
+    )
     assert vllm.KIND.variant_of(str(tmp_path), {"runner": "cpu"}) == ""
 
 
@@ -172,7 +181,9 @@ def test_a_runner_of_gpus_gives_the_oracles_tokens(settings: dict[str, str], fol
             assert [list(one.token_ids) for one in target.ask(requests)] == expected
         counters = target.counters()
     assert counters["replays"] > 0 and counters["late copies"] > 0
-    assert (counters["hits"] > 0) == ("prefix" in settings) and (counters["accepted"] > 0) == ("spec" in settings)
+    assert (counters["hits"] > 0) == ("prefix" in settings) and (counters["accepted"] > 0) == (
+        "spec" in settings
+    )
 
 
 @pytest.mark.parametrize("wrong", [0, 1])

@@ -26,14 +26,26 @@ def started(release: str, folder: Path, name: str, **settings: str) -> Remote:
 
 
 def test_a_release_has_its_own_drifts_alone() -> None:
-    assert [len(drifts_of(f"0.{minor}.1")) for minor in (22, 23, 24, 28, 29, 32, 33)] == [6, 6, 4, 1, 1, 0, 1]
+    assert [len(drifts_of(f"0.{minor}.1")) for minor in (22, 23, 24, 28, 29, 32, 33)] == [
+        6,
+        6,
+        4,
+        1,
+        1,
+        0,
+        1,
+    ]
     assert len({drift.bridge for drift in DRIFTS}) == len(DRIFTS)
 
 
 # Together these need every drift: preempted in a tight pool, with drafts, with copied states.
-@pytest.mark.parametrize("settings", [{"prefix": "on", "chunk": "40", "blocks": "tight"}, {"spec": "ngram3"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"prefix": "on", "chunk": "40", "blocks": "tight"}, {"spec": "ngram3"}], ids=str
+)
 @pytest.mark.parametrize("release", RELEASES)
-def test_the_exact_model_gives_its_oracles_tokens(release: str, settings: dict[str, str], tmp_path: Path) -> None:
+def test_the_exact_model_gives_its_oracles_tokens(
+    release: str, settings: dict[str, str], tmp_path: Path
+) -> None:
     with closing(started(release, tmp_path, "mamba2", **settings)) as target:
         answers = ExactAnswers(tmp_path)
         asks = [Ask(PROMPT[i % 3 :] * (1 + i % 2), max_tokens=40 + i, step=3 * i) for i in range(8)]
@@ -47,8 +59,11 @@ def test_the_exact_model_gives_its_oracles_tokens(release: str, settings: dict[s
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"), [({"prefix": "on"}, "one kind of state"), ({"retain": "all"}, "prefix_cache_retention")]
+    ("settings", "said"),
+    [({"prefix": "on"}, "one kind of state"), ({"retain": "all"}, "prefix_cache_retention")],
 )
-def test_what_an_old_release_lacks_is_not_supported(settings: dict[str, str], said: str, tmp_path: Path) -> None:
+def test_what_an_old_release_lacks_is_not_supported(
+    settings: dict[str, str], said: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=said):
         started("0.28", tmp_path, "mixed", **settings).close()

@@ -28,7 +28,9 @@ def test_python_and_machine_code_write_the_same(scenario: Scenario) -> None:
     both = HostTables(*make), as_python(*make)
     rng = np.random.default_rng(0)
     for step in scenario.steps:
-        ids = [rng.integers(1, 1 << 20, sum(counts)).astype(np.int32) for _, _, counts in step.staged]
+        ids = [
+            rng.integers(1, 1 << 20, sum(counts)).astype(np.int32) for _, _, counts in step.staged
+        ]
         staged, batch = tensors(step, ids, len(scenario.layouts))
         rows, lens = batch.rows.numpy(), batch.query_start_loc.diff().numpy().astype(np.int64)
         is_changed = []
@@ -53,7 +55,11 @@ def test_a_request_that_comes_back_to_its_place_brings_only_its_new_blocks() -> 
     assert tables.input_tables[0].tolist() == [[-7] * 6, [-7, -7, 10, 11, -7, -7]]
     assert (tables.input_tables[1] == -7).all()
     assert not tables.place(np.array([0, 1]), 2)
-    assert tables.place(np.array([0]), 1) and tables.place(np.array([0, 1]), 2) and tables.place(np.array([0]), 2)
+    assert (
+        tables.place(np.array([0]), 1)
+        and tables.place(np.array([0, 1]), 2)
+        and tables.place(np.array([0]), 2)
+    )
 
 
 @pytest.mark.parametrize("owners", range(4))
@@ -81,12 +87,20 @@ def staged(rows, counts, ids, overwrite=True):
         ([3], [[1, 1]], [5, 6], IndexError, "row 3: the tables have rows 0 to 1"),
         ([-1], [[1, 1]], [5, 6], IndexError, "row -1: the tables have rows 0 to 1"),
         ([0, 0], [[1, 0], [0, 1]], [5, 6], ValueError, r"staged twice in one step: \[0, 0\]"),
-        ([0, 1], [[3, 0], [0, 6]], [5] * 9, IndexError, "group 1 row 1: 6 blocks exceed the width 5"),
+        (
+            [0, 1],
+            [[3, 0], [0, 6]],
+            [5] * 9,
+            IndexError,
+            "group 1 row 1: 6 blocks exceed the width 5",
+        ),
         ([1], [[1, 1]], [5], ValueError, "1 block ids were staged for 2 columns"),
         ([1], [[1, 1]], [5] * 3, ValueError, "3 block ids were staged for 2 columns"),
     ],
 )
-def test_what_cannot_be_appended_is_refused_and_nothing_is_written(make, rows, counts, ids, error, message) -> None:
+def test_what_cannot_be_appended_is_refused_and_nothing_is_written(
+    make, rows, counts, ids, error, message
+) -> None:
     tables = make(LAYOUTS, 2, 8)
     with pytest.raises(error, match=message):
         tables.append(*staged(rows, counts, ids))

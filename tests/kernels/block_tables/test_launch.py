@@ -56,12 +56,16 @@ class Scenario:
 def first_difference(scenario: Scenario, device: torch.device = CPU) -> str:
     """Run kernel and `HostTables` side by side; what differs first, or nothing."""
     layouts = scenario.layouts
-    fused = DeviceTables(layouts, scenario.max_num_reqs, scenario.max_num_tokens, device, *scenario.cp)
+    fused = DeviceTables(
+        layouts, scenario.max_num_reqs, scenario.max_num_tokens, device, *scenario.cp
+    )
     host = HostTables(layouts, scenario.max_num_reqs, scenario.max_num_tokens, *scenario.cp)
     rng = np.random.default_rng(0)
     highest = (2**31 - 1) // max(layout.kernel_block_stride for layout in layouts)
     for number, step in enumerate(scenario.steps):
-        ids = [rng.integers(1, highest, sum(counts)).astype(np.int32) for _, _, counts in step.staged]
+        ids = [
+            rng.integers(1, highest, sum(counts)).astype(np.int32) for _, _, counts in step.staged
+        ]
         staged, batch = tensors(step, ids, len(layouts), device)
         if step.forgets:
             for tables in (fused, host):
@@ -72,14 +76,20 @@ def first_difference(scenario: Scenario, device: torch.device = CPU) -> str:
         if step.staged:
             parts = (staged.ids, staged.rows, staged.counts, staged.overwrite)
             host.append(*(part.cpu().numpy() for part in parts))
-        rows, lens = batch.rows.cpu().numpy(), batch.query_start_loc.diff().cpu().numpy().astype(np.int64)
+        rows, lens = (
+            batch.rows.cpu().numpy(),
+            batch.query_start_loc.diff().cpu().numpy().astype(np.int64),
+        )
         host.place(rows, batch.num_reqs_padded)
         host.map_slots(rows, lens, batch.positions.cpu().numpy(), batch.num_tokens_padded)
         for name in ("flat_tables", "num_blocks", "slot_mappings"):
             if not torch.equal(getattr(fused, name).cpu(), getattr(host, name)):
                 return f"step {number}: {name}"
         for group, layout in enumerate(layouts):
-            out, both = fused.input_tables[group], (fused.input_tables[group], host.input_tables[group])
+            out, both = (
+                fused.input_tables[group],
+                (fused.input_tables[group], host.input_tables[group]),
+            )
             for position, row in enumerate(batch.rows.tolist()):
                 blocks = host.tables[group][row, : host.num_blocks[row, group]].tolist()
                 due = kernel_blocks(blocks, layout.blocks_per_kv_block, layout.kernel_block_stride)
@@ -100,11 +110,15 @@ def tensors(
     staged = StagedBlocks(
         ids=torch.from_numpy(flat).to(device),
         rows=torch.tensor([row for row, _, _ in step.staged], dtype=torch.int32, device=device),
-        counts=torch.tensor([c for _, _, c in step.staged], dtype=torch.int32, device=device).view(-1, num_groups),
+        counts=torch.tensor([c for _, _, c in step.staged], dtype=torch.int32, device=device).view(
+            -1, num_groups
+        ),
         overwrite=torch.tensor([o for _, o, _ in step.staged], dtype=torch.bool, device=device),
     )
     starts = np.cumsum([0, *(length for _, _, length in step.batch)])
-    positions = np.concatenate([np.arange(p, p + n) for _, p, n in step.batch] + [np.empty(0, np.int64)])
+    positions = np.concatenate(
+        [np.arange(p, p + n) for _, p, n in step.batch] + [np.empty(0, np.int64)]
+    )
     return staged, StepBatch(
         rows=torch.tensor([row for row, _, _ in step.batch], dtype=torch.int64, device=device),
         query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
@@ -139,14 +153,26 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         for row in draw(st.permutations(range(max_num_reqs)))[: draw(st.integers(0, max_num_reqs))]:
             overwrite = row not in held or draw(st.integers(0, 3)) == 0
             before = [0] * len(layouts) if overwrite else held[row]
-            counts = [draw(st.integers(0, layout.width - n)) for layout, n in zip(layouts, before, strict=True)]
+            counts = [
+                draw(st.integers(0, layout.width - n))
+                for layout, n in zip(layouts, before, strict=True)
+            ]
             held[row] = [n + count for n, count in zip(before, counts, strict=True)]
             staged.append((row, overwrite, counts))
-        # Any running rows in any order: they swap places, leave and come back, and need not be among the staged.
-        rows = draw(st.permutations(sorted(held)))[: draw(st.integers(0, len(held)))] if held else []
+        # Any running rows in any order: they swap places, leave and come back, and need not be
+        # among the staged.
+        rows = (
+            draw(st.permutations(sorted(held)))[: draw(st.integers(0, len(held)))] if held else []
+        )
         limit = max(layout.width * layout.block_size * cp_size for layout in layouts)
-        batch = [(row, draw(st.integers(0, limit + 3)), draw(st.sampled_from([1, 4, 33]))) for row in rows]
-        padding = (draw(st.integers(0, max_num_reqs - len(rows))), draw(st.sampled_from([0, 1, 600])))
+        batch = [
+            (row, draw(st.integers(0, limit + 3)), draw(st.sampled_from([1, 4, 33])))
+            for row in rows
+        ]
+        padding = (
+            draw(st.integers(0, max_num_reqs - len(rows))),
+            draw(st.sampled_from([0, 1, 600])),
+        )
         steps.append(Step(staged, batch, *padding, forgets=draw(st.integers(0, 5)) == 0))
     return Scenario(layouts, max_num_reqs, steps, cp)
 
@@ -157,8 +183,12 @@ def test_random_steps_match_the_host(scenario: Scenario) -> None:
     assert interpreted(first_difference, scenario) == ""
 
 
-ATTENTION = TableLayout(width=20, block_size=34 * 16, blocks_per_kv_block=34, kernel_block_stride=34)
-MAMBA = TableLayout(width=5, block_size=34 * 16, blocks_per_kv_block=1, kernel_block_stride=1, has_slots=False)
+ATTENTION = TableLayout(
+    width=20, block_size=34 * 16, blocks_per_kv_block=34, kernel_block_stride=34
+)
+MAMBA = TableLayout(
+    width=5, block_size=34 * 16, blocks_per_kv_block=1, kernel_block_stride=1, has_slots=False
+)
 
 
 @pytest.mark.parametrize(
@@ -167,8 +197,11 @@ MAMBA = TableLayout(width=5, block_size=34 * 16, blocks_per_kv_block=1, kernel_b
         pytest.param(
             [ATTENTION, MAMBA],
             [
-                Step([(row, True, [3, 2]) for row in (0, 1, 2)], [(row, 900, 4) for row in (2, 1, 0)]),
-                # Row 0 ends, which was last in the batch. Another request takes it over and is alone in the batch.
+                Step(
+                    [(row, True, [3, 2]) for row in (0, 1, 2)], [(row, 900, 4) for row in (2, 1, 0)]
+                ),
+                # Row 0 ends, which was last in the batch. Another request takes it over and is
+                # alone in the batch.
                 Step([(0, True, [2, 1])], [(0, 0, 1)]),
                 # It comes to the place of the one before it, whose three blocks still lie there.
                 Step([], [(1, 904, 1), (2, 904, 1), (0, 1, 1)]),
@@ -191,7 +224,11 @@ MAMBA = TableLayout(width=5, block_size=34 * 16, blocks_per_kv_block=1, kernel_b
         ),
         pytest.param(
             [ATTENTION, MAMBA],
-            [Step([(0, True, [2, 1])], [(0, 0, 700)]), Step([], [], 1), Step([(0, False, [2, 1])], [(0, 1080, 600)])],
+            [
+                Step([(0, True, [2, 1])], [(0, 0, 700)]),
+                Step([], [], 1),
+                Step([(0, False, [2, 1])], [(0, 1080, 600)]),
+            ],
             id="tokens in the first and the second new block",
         ),
     ],
@@ -204,7 +241,10 @@ def test_steps_match(layouts: list[TableLayout], steps: list[Step]) -> None:
 @pytest.mark.parametrize("rank", range(3))
 def test_each_context_parallel_rank_has_its_own_tokens(rank: int) -> None:
     steps = [Step([(0, True, [2, 1]), (1, True, [1, 1])], [(0, 0, 700), (1, 5, 3)])]
-    assert interpreted(first_difference, Scenario([ATTENTION, MAMBA], 4, steps, (3, rank, 2), 703)) == ""
+    assert (
+        interpreted(first_difference, Scenario([ATTENTION, MAMBA], 4, steps, (3, rank, 2), 703))
+        == ""
+    )
 
 
 def first_difference_of_short_vectors(scenario: Scenario) -> str:
@@ -216,14 +256,21 @@ def test_more_than_a_vector_of_everything() -> None:
     """The counts of 4 x 10 staged cells do not fit one vector, nor do 100 tokens, 40 blocks or 1,360 kernel blocks."""
     layouts = [replace(ATTENTION, width=40, kernel_block_stride=37)] + [replace(MAMBA, width=1)] * 9
     one = Step([(row, True, [40] + [1] * 9) for row in (2, 0, 3, 1)], [(3, 0, 100), (1, 9000, 1)])
-    assert interpreted(first_difference_of_short_vectors, Scenario(layouts, 4, [one, Step([], [(3, 0, 1)], 1)])) == ""
+    assert (
+        interpreted(
+            first_difference_of_short_vectors, Scenario(layouts, 4, [one, Step([], [(3, 0, 1)], 1)])
+        )
+        == ""
+    )
 
 
 def beyond_int32() -> list[list[int]]:
     """A step whose tables and input tables begin 2**31 elements into their buffers, which are reserved, not written."""
     share_memory_with_the_interpreter()
     far = 2**31
-    tables = DeviceTables([replace(ATTENTION, width=2, blocks_per_kv_block=2, kernel_block_stride=2)], 2, 8, CPU)
+    tables = DeviceTables(
+        [replace(ATTENTION, width=2, blocks_per_kv_block=2, kernel_block_stride=2)], 2, 8, CPU
+    )
     for name in ("flat_tables", "flat_input_tables"):
         size = len(getattr(tables, name))
         buffer = torch.empty(far + size, dtype=torch.int32)
@@ -266,7 +313,11 @@ STEP = tensors(Step([(0, True, [1, 1])], [(0, 0, 3)]), [np.array([4, 5], np.int3
         ("counts", torch.zeros(1, 3, dtype=torch.int32), r"staged.counts .* must be \(1, 2\)"),
         ("overwrite", torch.zeros(2, dtype=torch.bool), r"staged.overwrite .* must be \(1,\)"),
         ("rows", torch.zeros(1, dtype=torch.int32), "batch.rows is torch.int32"),
-        ("query_start_loc", torch.zeros(1, dtype=torch.int32), r"batch.query_start_loc .* must be \(2,\)"),
+        (
+            "query_start_loc",
+            torch.zeros(1, dtype=torch.int32),
+            r"batch.query_start_loc .* must be \(2,\)",
+        ),
         ("positions", torch.zeros(3), "batch.positions is torch.float32"),
         ("num_reqs_padded", 3, "3 rows and 3 tokens exceed the tables' 2 and 4"),
         ("num_reqs_padded", 0, r"batch.rows .* must be \(0,\)"),

@@ -5,8 +5,9 @@ import torch
 from tests.kernels.definitions import causal_conv1d
 from tests.kernels.harness import Expected, Pool, flat_tokens
 
-# In float32, of the sum of the magnitudes that meet before SiLU (as many roundings as taps, and exp), whose slope is at
-# most 1.1; plus the rounding of a 16-bit output. What is stored is compared bit for bit: it is copied.
+# In float32, of the sum of the magnitudes that meet before SiLU (as many roundings as taps, and
+# exp), whose slope is at most 1.1; plus the rounding of a 16-bit output. What is stored is compared
+# bit for bit: it is copied.
 OUTPUTS = 1e-6
 
 
@@ -23,9 +24,11 @@ class Layer:
     """`arguments` from conv_state to bias; of the pool nothing but NaN is in a block."""
 
     def __init__(self, shape, tokens, num_blocks, height, g, device):
-        # Values that both types hold, so that what is stored can be compared bit for bit: the interpreter does not
-        # round as a GPU does.
-        (x,) = flat_tokens(tokens + 2, [(shape.channels,)], shape.gap, shape.state_dtype, g, shape.scale, offset=2)
+        # Values that both types hold, so that what is stored can be compared bit for bit: the
+        # interpreter does not round as a GPU does.
+        (x,) = flat_tokens(
+            tokens + 2, [(shape.channels,)], shape.gap, shape.state_dtype, g, shape.scale, offset=2
+        )
         taps = (shape.kernel, shape.channels) if shape.tap_major else (shape.channels, shape.kernel)
         weight = torch.randn(*taps, generator=g).to(device, shape.dtype)
         pool = Pool(num_blocks, (height, shape.channels), shape.gap, shape.state_dtype, device)
@@ -33,7 +36,9 @@ class Layer:
             "conv_state": pool.blocks,
             "x": x.to(device, shape.dtype)[: tokens + 2 * shape.bias],
             "weight": weight.t() if shape.tap_major else weight,
-            "bias": torch.randn(shape.channels, generator=g).to(device, shape.dtype) if shape.bias else None,
+            "bias": torch.randn(shape.channels, generator=g).to(device, shape.dtype)
+            if shape.bias
+            else None,
         }
         self.pools = {"conv_state": pool}
 
@@ -46,7 +51,9 @@ class Layer:
 
     def row(self, span, source, first):
         """What is expected of a row's outputs, and all of its inputs."""
-        blocks, x, weight, bias = (self.arguments[name] for name in ("conv_state", "x", "weight", "bias"))
+        blocks, x, weight, bias = (
+            self.arguments[name] for name in ("conv_state", "x", "weight", "bias")
+        )
         window = blocks[source, first : first + weight.shape[1] - 1]
         window = window if source > 0 else torch.zeros_like(window)
         y, inputs = convolve(x[span], weight, bias, window)
@@ -56,4 +63,6 @@ class Layer:
 
     def stored(self, block, inputs):
         """A block whose first rows must hold these."""
-        return Expected("conv_state", (block, slice(len(inputs))), inputs, 0, 0, self.shape.state_dtype)
+        return Expected(
+            "conv_state", (block, slice(len(inputs))), inputs, 0, 0, self.shape.state_dtype
+        )

@@ -39,7 +39,9 @@ class Prefill(Operation, Layer):
         for row, source in zip(shape.rows, self.cut.sources, strict=True):
             if row.initial and source > 0:
                 self.put(source, row.accepted - 1, g)
-        first = torch.tensor([row.accepted - 1 for row in shape.rows], dtype=shape.index_dtype, device=device)
+        first = torch.tensor(
+            [row.accepted - 1 for row in shape.rows], dtype=shape.index_dtype, device=device
+        )
         self.arguments |= self.cut.arguments("window_indices") | {"window_rows": first}
 
     @classmethod
@@ -65,7 +67,9 @@ CASES = shapes(
     SHORT, rows=st.lists(rows([0, 1, 2, 3, 15, 16, 17, 33]), max_size=4).map(tuple), kernel=[2, 3, 5, 17],
     more_rows=[0, 1, 2], **LAYOUTS,
 )  # fmt: skip
-test_equals_the_definition, test_the_reference_equals_the_definition = equality(Prefill, CASES, SHORT, NOTHING)
+test_equals_the_definition, test_the_reference_equals_the_definition = equality(
+    Prefill, CASES, SHORT, NOTHING
+)
 
 
 def check_backwards(shape):
@@ -76,7 +80,11 @@ def check_backwards(shape):
 
 
 def test_programs_need_no_order_though_rows_write_the_blocks_that_they_start_from():
-    drawn = tuple(Row(40, boundaries, start) for boundaries in ((17, 33), (1, 40)) for start in ("first", "last"))
+    drawn = tuple(
+        Row(40, boundaries, start)
+        for boundaries in ((17, 33), (1, 40))
+        for start in ("first", "last")
+    )
     interpreted(check_backwards, SHORT.but(rows=drawn, channels=129, tap_major=False))
 
 
@@ -102,7 +110,9 @@ def test_traffic_is_every_token_once_and_the_windows():
 
 def test_a_window_that_reaches_back_loads_no_token_before_its_row():
     """It would be another row's, or, in front of the first row, no memory of ours."""
-    shape = SHORT.but(rows=(Row(16), Row(1, start="last"), Row(2, (1,), initial=False)), channels=128)
+    shape = SHORT.but(
+        rows=(Row(16), Row(1, start="last"), Row(2, (1,), initial=False)), channels=128
+    )
     counted, _, _ = interpreted(measure, Prefill, shape, "x")
     tokens, in_windows = 16 + 1 + 2, 3 + 1 + (1 + 2)
     assert counted["x"][2] == (tokens + in_windows) * 128 * 4
@@ -114,7 +124,11 @@ test_rejects_what_the_kernel_would_misread = rejected_operations(
     Prefill,
     SHORT.but(rows=(Row(2), Row(2)), channels=5),
     special=[
-        ("conv_state", lambda t: t[:, :2], "x has 6 tokens and conv_state 2 rows; spans and weight need 4 and 3"),
+        (
+            "conv_state",
+            lambda t: t[:, :2],
+            "x has 6 tokens and conv_state 2 rows; spans and weight need 4 and 3",
+        ),
         ("spans", lambda _: Cut((Row(4), Row(4)), 16, torch.Generator()).spans, "x has 6 tokens"),
         ("weight", lambda t: t[:, :1], "1 taps; there must be 2 to 17"),
         ("weight", lambda t: t[:, :1].repeat(1, 18), "18 taps; there must be 2 to 17"),
@@ -128,4 +142,6 @@ test_rejects_what_the_kernel_would_misread = rejected_operations(
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_on_a_gpu(dtype):
     drawn = (Row(600, (528,), "first"), Row(0), Row(3, (1, 2), "last"), Row(33, initial=False))
-    check(Prefill(NANO.but(rows=drawn, state_dtype=dtype, more_rows=1), "cuda"), causal_conv1d_prefill)
+    check(
+        Prefill(NANO.but(rows=drawn, state_dtype=dtype, more_rows=1), "cuda"), causal_conv1d_prefill
+    )

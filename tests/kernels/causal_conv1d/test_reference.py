@@ -1,7 +1,7 @@
 """The convolution against a loop over tokens in float64.
 
-Tolerance: 1e-6 of max|pre-activation terms| in float32, where four products and sums of order one err by a few 1e-7;
-1e-14 in float64.
+Tolerance: 1e-6 of max|pre-activation terms| in float32, where four products and sums of order one
+err by a few 1e-7; 1e-14 in float64.
 """
 
 import pytest
@@ -53,7 +53,9 @@ def test_equals_the_loop_with_the_window_at_any_offset(problem, data):
     rows, offsets = (torch.tensor(part) for part in zip(*wanted, strict=True))
     got = windows_at(inputs, rows, offsets, weight.shape[1] - 1)
     assert y.dtype == got.dtype == x.dtype
-    loops = [plain(x[row, :length], weight, bias, window[row]) for row, length in enumerate(lengths)]
+    loops = [
+        plain(x[row, :length], weight, bias, window[row]) for row, length in enumerate(lengths)
+    ]
     for row, length in enumerate(lengths):
         assert_close(y[row, :length], loops[row][0], scale)
     for (row, offset), one in zip(wanted, got, strict=True):
@@ -63,7 +65,9 @@ def test_equals_the_loop_with_the_window_at_any_offset(problem, data):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_tokens_in_16_bits_are_convolved_alike_one_by_one_and_together(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    x, weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((2, 9, 16), (16, 4), (16,)))
+    x, weight, bias = (
+        torch.randn(*shape, generator=generator).to(dtype) for shape in ((2, 9, 16), (16, 4), (16,))
+    )
     window = torch.zeros(2, 3, 16, dtype=dtype)
     together, inputs = causal_conv1d(x, weight, bias, window)
     exact, _ = causal_conv1d(*(part.double() for part in (x, weight, bias, window)))
@@ -72,4 +76,6 @@ def test_tokens_in_16_bits_are_convolved_alike_one_by_one_and_together(dtype: to
         one, inputs = causal_conv1d(x[:, t : t + 1], weight, bias, window)
         window = inputs[:, 1:]
         torch.testing.assert_close(one[:, 0], together[:, t], rtol=torch.finfo(dtype).eps, atol=0)
-        torch.testing.assert_close(one[:, 0].double(), exact[:, t], rtol=torch.finfo(dtype).eps, atol=1e-6)
+        torch.testing.assert_close(
+            one[:, 0].double(), exact[:, t], rtol=torch.finfo(dtype).eps, atol=1e-6
+        )

@@ -36,7 +36,9 @@ class Update(Operation, Layer):
         self.shape, g = shape, torch.Generator().manual_seed(shape.seed)
         lengths, rows = [length for length, *_ in shape.rows], len(shape.rows)
         self.num_tokens = sum(lengths)
-        Layer.__init__(self, shape, self.num_tokens, 1 + 3 * rows, shape.kernel - 2 + shape.columns, g, device)
+        Layer.__init__(
+            self, shape, self.num_tokens, 1 + 3 * rows, shape.kernel - 2 + shape.columns, g, device
+        )
         ids = (1 + torch.randperm(3 * rows, generator=g)).view(rows, 3)
         # This kernel reads and writes the first column alone.
         sources, targets = ids[:, 0].clone(), ids[:, 1:2].repeat(1, 1 + shape.columns)[:, 1:]
@@ -54,7 +56,9 @@ class Update(Operation, Layer):
             "window_rows": torch.tensor([accepted - 1 for _, accepted, *_ in shape.rows]),
             "state_indices": targets,
         }
-        self.arguments |= {name: part.to(device, shape.index_dtype) for name, part in indices.items()}
+        self.arguments |= {
+            name: part.to(device, shape.index_dtype) for name, part in indices.items()
+        }
 
     @classmethod
     def patches(cls, shape):
@@ -65,7 +69,8 @@ class Update(Operation, Layer):
         for row, (length, accepted, padding, _) in enumerate(self.shape.rows):
             if length:
                 source, target = (
-                    int(self.arguments[name][row].flatten()[0]) for name in ("window_indices", "state_indices")
+                    int(self.arguments[name][row].flatten()[0])
+                    for name in ("window_indices", "state_indices")
                 )
                 y, inputs = self.row(slice(ends[row], ends[row + 1]), source, accepted - 1)
                 yield y
@@ -93,7 +98,9 @@ def cases(draw):
 
 
 # Two programs side by side, and windows that begin behind the first row.
-WIDE = BASE.but(rows=((2, 2, False, False), (3, 3, False, True), (0, 1, False, False)), columns=3, channels=300)
+WIDE = BASE.but(
+    rows=((2, 2, False, False), (3, 3, False, True), (0, 1, False, False)), columns=3, channels=300
+)
 test_equals_the_definition, test_the_reference_equals_the_definition = equality(
     Update, cases(), WIDE.but(tap_major=False)
 )
@@ -140,5 +147,11 @@ test_rejects_what_the_kernel_would_misread = rejected_operations(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_on_a_gpu(dtype):
-    rows = ((6, 3, False, False), (1, 1, True, False), (3, 6, False, True), (0, 1, False, False), (4, 1, False, True))
+    rows = (
+        (6, 3, False, False),
+        (1, 1, True, False),
+        (3, 6, False, True),
+        (0, 1, False, False),
+        (4, 1, False, True),
+    )
     check(Update(NANO.but(rows=rows, columns=6, state_dtype=dtype), "cuda"), causal_conv1d_update)

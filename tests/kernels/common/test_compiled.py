@@ -34,7 +34,9 @@ def test_without_numba_python_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("reorder", "fastmath"), [((), False), ((True,), {"reassoc", "contract"})])
-@pytest.mark.parametrize("error", [RuntimeError("no locator available"), OSError(28, "No space left on device")])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no locator available"), OSError(28, "No space left on device")]
+)
 def test_code_that_cannot_be_kept_is_compiled_all_the_same(
     monkeypatch: pytest.MonkeyPatch, error: Exception, reorder: tuple[bool, ...], fastmath: Any
 ) -> None:

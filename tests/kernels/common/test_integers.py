@@ -2,7 +2,12 @@
 
 import pytest
 
-from hybrid_kv.kernels.common.integers import cdiv, default_ring_len, next_power_of_2, shortest_ring_len
+from hybrid_kv.kernels.common.integers import (
+    cdiv,
+    default_ring_len,
+    next_power_of_2,
+    shortest_ring_len,
+)
 
 
 @pytest.mark.parametrize(
@@ -13,11 +18,15 @@ def test_a_ring_holds_a_window_of_history_or_two_steps_but_a_token(longest, shor
     assert (shortest_ring_len(longest), default_ring_len(longest)) == (shortest, default)
 
 
-@pytest.mark.parametrize(("n", "power"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (1023, 1024), (1025, 2048)])
+@pytest.mark.parametrize(
+    ("n", "power"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (1023, 1024), (1025, 2048)]
+)
 def test_powers_of_two(n, power):
     assert next_power_of_2(n) == power
 
 
-@pytest.mark.parametrize(("a", "b", "quotient"), [(0, 3, 0), (1, 3, 1), (3, 3, 1), (4, 3, 2), (6, 3, 2)])
+@pytest.mark.parametrize(
+    ("a", "b", "quotient"), [(0, 3, 0), (1, 3, 1), (3, 3, 1), (4, 3, 2), (6, 3, 2)]
+)
 def test_ceiling_division(a, b, quotient):
     assert cdiv(a, b) == quotient

@@ -24,18 +24,24 @@ def test_torch_is_always_there(has_triton: bool, device: torch.device) -> None:
     assert choose("torch", device) == "torch"
 
 
-def test_auto_launches_on_a_gpu_where_it_can(has_triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_launches_on_a_gpu_where_it_can(
+    has_triton: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert choose("auto", CUDA) == ("triton" if has_triton else "torch")
     assert choose("auto", CPU) == "torch"
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # slow: only on request
     assert choose("auto", CPU) == "torch"
 
 
-def test_triton_runs_or_says_what_is_missing(has_triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_runs_or_says_what_is_missing(
+    has_triton: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not has_triton:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         for device in (CPU, CUDA):
-            with pytest.raises(ConfigError, match="needs the package triton; install it, or use torch"):
+            with pytest.raises(
+                ConfigError, match="needs the package triton; install it, or use torch"
+            ):
                 choose("triton", device)
         return
     assert choose("triton", CUDA) == "triton"

@@ -27,7 +27,9 @@ def test_padded_holds_each_row_and_flat_undoes_it(lengths, channels):
 def test_padding_is_finite_and_of_the_same_row(lengths):
     ragged = Ragged(torch.tensor(lengths), CPU)
     owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    assert torch.equal(ragged.padded(owner), torch.arange(len(lengths))[:, None].expand(-1, max(lengths)))
+    assert torch.equal(
+        ragged.padded(owner), torch.arange(len(lengths))[:, None].expand(-1, max(lengths))
+    )
 
 
 @given(LENGTHS)
@@ -47,7 +49,9 @@ def test_each_state_comes_from_its_own_chunk_into_its_own_place(places, chunk_si
         expected = [(row, offset) for row, offset in places if start < offset <= start + chunk_size]
         assert (here is None) == (not expected)
         if here is not None:
-            assert list(zip(here[0].tolist(), (start + here[1] + 1).tolist(), strict=True)) == expected
+            assert (
+                list(zip(here[0].tolist(), (start + here[1] + 1).tolist(), strict=True)) == expected
+            )
             wanted.add(states[:, start : start + chunk_size, None][here])
     got = wanted.gather(torch.zeros(4, 1))
     assert got.tolist() == [[100.0 * row + offset] for row, offset in places]

@@ -18,8 +18,8 @@ class Row:
         length: its tokens.
         boundaries: tokens after which a state is kept besides the last, 1 … length, in any order.
         initial: whether it has an initial state.
-        start: the block that it starts from: one of its own, that of its first kept state or of its last, the null
-            block, or a negative id.
+        start: the block that it starts from: one of its own, that of its first kept state or of its
+            last, the null block, or a negative id.
         keep: whether the states have blocks; otherwise they have the null block and negative ids.
         accepted: tokens accepted before.
     """
@@ -64,8 +64,14 @@ class Cut:
             self.kept[index].append((offset, block))
         for index, row in enumerate(drawn):
             self.kept[index].append((row.length, last[index]))
-            # A block that is written early may be the one that is read; it must have been read by then.
-            alternatives = {"first": min(self.kept[index])[1], "last": last[index], "null": 0, "negative": -1}
+            # A block that is written early may be the one that is read; it must have been read by
+            # then.
+            alternatives = {
+                "first": min(self.kept[index])[1],
+                "last": last[index],
+                "null": 0,
+                "negative": -1,
+            }
             self.sources[index] = alternatives.get(row.start, self.sources[index])
             if not row.keep:
                 last[index], self.kept[index] = 0, []
@@ -98,7 +104,11 @@ class Cut:
             first += row.length
 
 
-@given(st.lists(rows([0, 1, 2, 15, 16, 17, 40, 65]), max_size=4), st.sampled_from([16, 32]), st.integers(0, 99))
+@given(
+    st.lists(rows([0, 1, 2, 15, 16, 17, 40, 65]), max_size=4),
+    st.sampled_from([16, 32]),
+    st.integers(0, 99),
+)
 @example([Row(16, (16, 16)), Row(0), Row(33, (1, 16, 32))], 16, 0)
 def test_equals_a_walk_over_the_tokens(drawn, chunk_size, seed):
     cut = Cut(drawn, chunk_size, torch.Generator().manual_seed(seed))
@@ -129,7 +139,9 @@ def test_equals_a_walk_over_the_tokens(drawn, chunk_size, seed):
     assert len(spans.cu_seqlens) == len(spans.row_spans) == len(drawn) + 1
     assert spans.chunks.tolist() == chunks and spans.tiles.tolist() == tiles
     assert int(spans.cu_chunks[-1]) == len(chunks) and spans.cu_spans[0] == 0
-    assert sorted(found) == sorted((index, *one) for index, kept in enumerate(cut.kept) for one in kept)
+    assert sorted(found) == sorted(
+        (index, *one) for index, kept in enumerate(cut.kept) for one in kept
+    )
     assert spans.span_blocks.dtype == torch.int64
     for part in (spans.row_spans, spans.cu_spans, spans.cu_chunks, spans.chunks, spans.tiles):
         assert part.dtype == torch.int32 and part.is_contiguous() and part.data_ptr() % 16 == 0
@@ -137,12 +149,16 @@ def test_equals_a_walk_over_the_tokens(drawn, chunk_size, seed):
 
 @pytest.mark.parametrize("offset", [0, 4, -1])
 def test_a_boundary_outside_of_its_row_is_refused(offset):
-    wanted = Boundaries(torch.tensor([1, 1, 0]), torch.tensor([1, offset, 9]), torch.tensor([3, 4, 6]))
+    wanted = Boundaries(
+        torch.tensor([1, 1, 0]), torch.tensor([1, offset, 9]), torch.tensor([3, 4, 6])
+    )
     with pytest.raises(ValueError, match=f"boundary {offset} lies outside of the 3 tokens"):
         Spans(torch.tensor([5, 3]), torch.tensor([1, 2]), wanted)
 
 
 @pytest.mark.parametrize("chunk_size", [0, 8, 48])
 def test_chunks_of_another_size_are_refused(chunk_size):
-    with pytest.raises(ValueError, match=f"chunk_size is {chunk_size}; it must be a power of two >= 16"):
+    with pytest.raises(
+        ValueError, match=f"chunk_size is {chunk_size}; it must be a power of two >= 16"
+    ):
         Spans(torch.tensor([5]), torch.tensor([1]), chunk_size=chunk_size)

@@ -15,7 +15,9 @@ def strided(blocks, tokens, inner, gap, generator, dtype=torch.float32):
     return storage, storage.as_strided((blocks, tokens, inner), (page, inner, 1), 1)
 
 
-@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 6), st.integers(0, 6), st.integers(0, 99))
+@given(
+    st.integers(1, 4), st.integers(1, 3), st.integers(1, 6), st.integers(0, 6), st.integers(0, 99)
+)
 def test_tokens_are_gathered_from_any_strides(blocks, tokens, inner, gap, seed):
     """With a gap the stride of a block may be no multiple of a token's."""
     g = torch.Generator().manual_seed(seed)
@@ -51,5 +53,9 @@ def test_blocks_are_copied_whole_and_nothing_else(dtype, tokens, inner, gap, sta
 def test_bits_stay_as_they_are(bits):
     """Planes of a split state are no numbers, and a NaN may carry anything."""
     pool = torch.zeros(3, 4, dtype=torch.int32)
-    copy_blocks(pool.view(torch.float32), torch.tensor([2]), torch.full((1, 4), bits).int().view(torch.float32))
+    copy_blocks(
+        pool.view(torch.float32),
+        torch.tensor([2]),
+        torch.full((1, 4), bits).int().view(torch.float32),
+    )
     assert pool.tolist() == [[0] * 4, [0] * 4, [torch.tensor(bits).int().item()] * 4]

@@ -1,9 +1,10 @@
 """The scan of a prefill against the delta rule in float64, in Triton's interpreter.
 
-Tolerances are shares of the largest norm among rows of states, and of the largest value: queries and keys have length
-1, so no product with one is larger. In float32 2e-5 (as in tests/kernels/test_recurrences.py). With 16-bit inputs what
-meets in a product has been rounded to 2^-8 in bfloat16 and 2^-11 in float16, twice that in the interpreter, which
-truncates: what a token learns is made of two such products, an output of two more. Storing adds its own rounding.
+Tolerances are shares of the largest norm among rows of states, and of the largest value: queries
+and keys have length 1, so no product with one is larger. In float32 2e-5 (as in
+tests/kernels/test_recurrences.py). With 16-bit inputs what meets in a product has been rounded to
+2^-8 in bfloat16 and 2^-11 in float16, twice that in the interpreter, which truncates: what a token
+learns is made of two such products, an output of two more. Storing adds its own rounding.
 """
 
 import contextlib
@@ -67,7 +68,10 @@ SEVERAL = Shape(
 )  # fmt: skip
 BY_CHANNEL = SEVERAL.but(per_channel=True, key=20, beta_scale=2.0)
 NARROW = SEVERAL.but(key_heads=1, dtype=torch.bfloat16)
-NOTHING, UNREAD = SEVERAL.but(rows=()), SEVERAL.but(rows=(Row(5, (2,), "null", keep=False), Row(3, (), "negative")))
+NOTHING, UNREAD = (
+    SEVERAL.but(rows=()),
+    SEVERAL.but(rows=(Row(5, (2,), "null", keep=False), Row(3, (), "negative"))),
+)
 CASES = shapes(
     SEVERAL,
     rows=st.lists(rows([0, 1, 2, 15, 16, 17, 33, 40]), max_size=3).map(tuple),
@@ -75,12 +79,21 @@ CASES = shapes(
     tile_bytes=[64, 128], **LAYOUTS,
 )  # fmt: skip
 test_equals_the_rule, test_the_reference_equals_the_rule = equality(
-    Prefill, CASES, SEVERAL.but(key_heads=1), BY_CHANNEL.but(key_heads=1, shared=1), NARROW, NOTHING, UNREAD
+    Prefill,
+    CASES,
+    SEVERAL.but(key_heads=1),
+    BY_CHANNEL.but(key_heads=1, shared=1),
+    NARROW,
+    NOTHING,
+    UNREAD,
 )
 
 
 def check_backwards(shape):
-    """Programs have no order: what the last ones store, the first must not read. Two launches, of so many programs."""
+    """Programs have no order: what the last ones store, the first must not read.
+
+    Two launches, of so many programs.
+    """
     with programs(backwards) as grids:
         check_kernel(Prefill, shape)
     heads, parts = shape.key_heads * shape.shared, shape.chunk_size // 16
@@ -93,7 +106,11 @@ def test_two_launches_whose_programs_need_no_order():
 
 
 FAR = SEVERAL.but(rows=(Row(17),), key_heads=1, shared=1, value=4, key=4, chunk_size=16)
-FAR_TOKENS = FAR.but(rows=(Row(140),), chunk_size=64, dtype=torch.float16), ("q", "k", "v", "dt", "beta"), 2**24 - 8
+FAR_TOKENS = (
+    FAR.but(rows=(Row(140),), chunk_size=64, dtype=torch.float16),
+    ("q", "k", "v", "dt", "beta"),
+    2**24 - 8,
+)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +139,12 @@ def test_a_state_is_read_once_and_passes_memory_only_for_its_blocks(per_channel)
     heads = shape.shared
     state, v = heads * 128 * 128 * 4, heads * 100 * 128 * 2
     assert counted["state"] == (state, 2 * state, state, 2 * state)
-    assert counted["v"] == (v, 0, v, 0) and counted["beta"] == (heads * 100 * 2, 0, heads * 100 * 2, 0)
+    assert counted["v"] == (v, 0, v, 0) and counted["beta"] == (
+        heads * 100 * 2,
+        0,
+        heads * 100 * 2,
+        0,
+    )
     assert y == (0, v, 0, v) and launches == 2
 
 
@@ -130,12 +152,17 @@ def test_a_state_is_read_once_and_passes_memory_only_for_its_blocks(per_channel)
 @pytest.mark.parametrize(("dtype", "chunk_size"), [(torch.float32, 64), (torch.bfloat16, 128)])
 def test_heads_of_real_models(dtype, chunk_size, per_channel):
     drawn = (Row(70, (1, 64)), Row(33, initial=False))
-    shape = PART.but(rows=drawn, shared=1, dtype=dtype, chunk_size=chunk_size, per_channel=per_channel)
+    shape = PART.but(
+        rows=drawn, shared=1, dtype=dtype, chunk_size=chunk_size, per_channel=per_channel
+    )
     interpreted(check_kernel, Prefill, shape)
 
 
 def check_strong_decay(shape):
-    """Decays of e^-3000 in a row: their inverse is infinite. Behind, weak ones must count exactly."""
+    """Decays of e^-3000 in a row: their inverse is infinite.
+
+    Behind, weak ones must count exactly.
+    """
     problem = Prefill(shape.but(rows=(Row(64, (40,)),), chunk_size=64))
     problem.arguments["dt"][:32], problem.arguments["dt"][32:64] = 40.0, -6.0
     problem.arguments["A_log"].fill_(1.0)
@@ -172,7 +199,11 @@ test_rejects_what_the_kernel_would_misread = rejected_operations(
     special=[
         ("k", lambda t: t[:, :0], "0 heads of k do not divide 4 heads of v"),
         ("q", lambda t: t.bfloat16(), "q is torch.bfloat16; it must be one of torch.float32"),
-        ("spans", lambda _: Cut((Row(7),), 16, torch.Generator()).spans, "v has 6 tokens; the spans have 7"),
+        (
+            "spans",
+            lambda _: Cut((Row(7),), 16, torch.Generator()).spans,
+            "v has 6 tokens; the spans have 7",
+        ),
         (
             "dt",
             lambda t: torch.empty(2**27).as_strided(t.shape, (2**24, 1)),
@@ -188,5 +219,7 @@ test_rejects_what_the_kernel_would_misread = rejected_operations(
 def test_on_a_gpu(dtype, per_channel):
     drawn = (Row(600, (528,), "first"), Row(0), Row(3, (1, 2), "last"), Row(133, initial=False))
     chunk_size = 64 if dtype == torch.float32 else 128
-    shape = PART.but(rows=drawn, key_heads=16, dtype=dtype, chunk_size=chunk_size, per_channel=per_channel)
+    shape = PART.but(
+        rows=drawn, key_heads=16, dtype=dtype, chunk_size=chunk_size, per_channel=per_channel
+    )
     check(Prefill(shape, "cuda"), gated_delta_prefill)

@@ -1,9 +1,10 @@
 """The states of a verify step against the delta rule in float64, in Triton's interpreter.
 
-Tolerances. float32 arithmetic, as shares of the largest number among states and values: each of up to six tokens takes
-two sums over a key of at most 33 channels, its unit vectors and decays err by a few 1e-7, so states and outputs err by
-1e-5 at most (as in tests/kernels/test_recurrences.py). Storing in fewer bits adds a unit in the last place (half of one
-on a GPU; the interpreter truncates): 2^-7 of the value in bfloat16, 2^-10 or 2^-24 absolute in float16.
+Tolerances. float32 arithmetic, as shares of the largest number among states and values: each of up
+to six tokens takes two sums over a key of at most 33 channels, its unit vectors and decays err by a
+few 1e-7, so states and outputs err by 1e-5 at most (as in tests/kernels/test_recurrences.py).
+Storing in fewer bits adds a unit in the last place (half of one on a GPU; the interpreter
+truncates): 2^-7 of the value in bfloat16, 2^-10 or 2^-24 absolute in float16.
 """
 
 from unittest.mock import patch
@@ -11,7 +12,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from hybrid_kv.kernels.gated_delta import gated_delta_update_slots, gated_delta_update_slots_reference
+from hybrid_kv.kernels.gated_delta import (
+    gated_delta_update_slots,
+    gated_delta_update_slots_reference,
+)
 from hybrid_kv.kernels.gated_delta import slots as module
 from tests.kernels.gated_delta.layer import Layer
 from tests.kernels.harness import (
@@ -48,7 +52,10 @@ class Slots(VerifyStep, Layer):
         for row, (length, padding, _) in enumerate(self.shape.rows):
             if not length:
                 continue
-            span, source = slice(ends[row], ends[row + 1]), int(self.arguments["source_indices"][row])
+            span, source = (
+                slice(ends[row], ends[row + 1]),
+                int(self.arguments["source_indices"][row]),
+            )
             y, states, largest = self.row(span, source)
             yield Expected("y", span, y, EXACT, largest, self.shape.dtype)
             for j in range(0 if padding else length):
@@ -86,7 +93,12 @@ FAR = BASE.but(rows=((2, False, -1),), columns=2)
         (check_far, (Slots, FAR.but(state_dtype=torch.float16))),
         (
             check_far_tokens,
-            (Slots, FAR.but(dtype=torch.float16, per_channel=True), ("q", "k", "v", "dt", "beta"), 2**30 + 8),
+            (
+                Slots,
+                FAR.but(dtype=torch.float16, per_channel=True),
+                ("q", "k", "v", "dt", "beta"),
+                2**30 + 8,
+            ),
         ),
     ],
 )
@@ -108,13 +120,18 @@ SMALL = ("dt_bias", "A_log", "cu_seqlens", "source_indices", "state_indices")
 )
 def test_traffic_is_one_state_read_and_one_written_per_token(length, state_dtype, per_channel):
     shape = EIGHTH.but(
-        rows=((length, False, -1), (0, True, -1)), columns=length, state_dtype=state_dtype, per_channel=per_channel
+        rows=((length, False, -1), (0, True, -1)),
+        columns=length,
+        state_dtype=state_dtype,
+        per_channel=per_channel,
     )
     counted, y, launches = interpreted(measure, Slots, shape, "state", *INPUTS, *SMALL)
     one, gates = 4 * 128 * 128 * state_dtype.itemsize, 4 * 128 if per_channel else 4
     # Nothing of a state is loaded or stored twice, and nothing of padding.
     assert counted["state"] == (one, length * one, one, length * one)
-    assert sum(counted[name][0] for name in INPUTS) == length * 2 * (2 * 2 * 128 + 4 * 128 + gates + 4)
+    assert sum(counted[name][0] for name in INPUTS) == length * 2 * (
+        2 * 2 * 128 + 4 * 128 + gates + 4
+    )
     assert y == (0, length * 2 * 4 * 128, 0, length * 2 * 4 * 128)
     # 16 programs of a head read a key, and as often as many rows of the state lie in 512 bytes.
     assert counted["k"][2] == length * 2 * 4 * 16 * 128 * 4 // state_dtype.itemsize
@@ -134,7 +151,11 @@ test_rejects_what_the_kernel_would_misread = rejected_operations(
     special=[
         ("k", lambda t: t[:, :0], "0 heads of k do not divide 2 heads of v"),
         ("k", lambda t: torch.cat([t, t[:, :1]], 1), "3 heads of k do not divide 2 heads of v"),
-        ("dt", lambda t: t[:, 0], r"dt has shape \(6,\); it must have 2 dimensions, or 3 per channel"),
+        (
+            "dt",
+            lambda t: t[:, 0],
+            r"dt has shape \(6,\); it must have 2 dimensions, or 3 per channel",
+        ),
         ("dt", lambda t: t[:, :, None], r"dt has shape \(6, 2, 1\); it must be \(6, 2, 3\)"),
         ("dt_bias", lambda t: t[:, None], r"dt_bias has shape \(2, 1\); it must be \(2,\)"),
         ("cu_seqlens", lambda t: t[1:], r"cu_seqlens has shape \(2,\); it must be \(3,\)"),
@@ -148,5 +169,7 @@ test_rejects_what_the_kernel_would_misread = rejected_operations(
 @pytest.mark.parametrize("state_dtype", FLOATS)
 def test_on_a_gpu(state_dtype, per_channel):
     rows = ((6, False, -1), (1, True, -1), (3, False, 2), (0, False, -1), (4, False, 0))
-    shape = EIGHTH.but(rows=rows, columns=6, key_heads=16, state_dtype=state_dtype, per_channel=per_channel)
+    shape = EIGHTH.but(
+        rows=rows, columns=6, key_heads=16, state_dtype=state_dtype, per_channel=per_channel
+    )
     check(Slots(shape, "cuda"), gated_delta_update_slots)

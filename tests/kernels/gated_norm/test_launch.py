@@ -1,8 +1,9 @@
 """The gated norm against its definition in float64, in Triton's interpreter.
 
-Tolerance: in float32 3e-6 of the value: the exp, the products and the root each round, and the sum of up to thousands
-of squares is positive, so its relative error is that of a few additions in a row. Plus the rounding of a 16-bit output
-(a unit in the last place, since the interpreter truncates).
+Tolerance: in float32 3e-6 of the value: the exp, the products and the root each round, and the sum
+of up to thousands of squares is positive, so its relative error is that of a few additions in a
+row. Plus the rounding of a 16-bit output (a unit in the last place, since the interpreter
+truncates).
 """
 
 import pytest
@@ -39,23 +40,40 @@ class GatedNorm(Operation):
         self.shape, g = shape, torch.Generator().manual_seed(shape.seed)
         channels = shape.groups * shape.size
         x = (torch.randn(shape.tokens, channels, generator=g) * shape.scale).to(device, shape.dtype)
-        # As a slice of what the layer's first projection gives; large enough for exp to overflow in a few places.
+        # As a slice of what the layer's first projection gives; large enough for exp to overflow in
+        # a few places.
         gate = torch.randn(shape.tokens, channels + shape.gap, generator=g) * 8
         for value in (-200.0, 200.0):
             gate[torch.rand(gate.shape, generator=g) < 0.05] = value
         weight = torch.randn(channels, generator=g).to(device, shape.gate_dtype)
         gate = gate.to(device, shape.gate_dtype)[:, :channels]
-        self.arguments = {"x": x, "gate": gate, "weight": weight, "groups": shape.groups, "eps": shape.eps}
+        self.arguments = {
+            "x": x,
+            "gate": gate,
+            "weight": weight,
+            "groups": shape.groups,
+            "eps": shape.eps,
+        }
 
     def expected(self):
         operands = (self.arguments[name].cpu().double().numpy() for name in ("x", "gate", "weight"))
-        y = torch.from_numpy(definitions.gated_rms_norm(*operands, self.shape.groups, self.shape.eps))
+        y = torch.from_numpy(
+            definitions.gated_rms_norm(*operands, self.shape.groups, self.shape.eps)
+        )
         # exp() of less than -87 is below what float32 holds.
         yield Expected("y", slice(None), y, OUTPUTS, y.abs() + 1e-25, self.shape.gate_dtype)
 
 
 BASE = Shape(
-    tokens=2, groups=2, size=3, eps=1e-5, scale=1.0, gap=3, dtype=torch.float32, gate_dtype=torch.float32, seed=0
+    tokens=2,
+    groups=2,
+    size=3,
+    eps=1e-5,
+    scale=1.0,
+    gap=3,
+    dtype=torch.float32,
+    gate_dtype=torch.float32,
+    seed=0,
 )
 CASES = shapes(
     BASE, tokens=[0, 1, 2, 3, 4], groups=[1, 2, 3, 4], size=[1, 2, 7, 16, 100, 512], eps=[1e-6, 1e-5, 1e-2],
@@ -79,7 +97,11 @@ def test_traffic_is_every_element_once():
     shape = BASE.but(tokens=3, groups=8, size=512, dtype=torch.bfloat16, gate_dtype=torch.bfloat16)
     counted, y, launches = interpreted(measure, GatedNorm, shape, "x", "gate", "weight")
     row = 4096 * 2
-    assert counted == {"x": (3 * row, 0, 3 * row, 0), "gate": (3 * row, 0, 3 * row, 0), "weight": (row, 0, 3 * row, 0)}
+    assert counted == {
+        "x": (3 * row, 0, 3 * row, 0),
+        "gate": (3 * row, 0, 3 * row, 0),
+        "weight": (row, 0, 3 * row, 0),
+    }
     assert y == (0, 3 * row, 0, 3 * row)
     assert launches == 1
 

@@ -1,8 +1,9 @@
 """Writing and reading K and V through a block table, against the definition in float64.
 
-Tolerances, of max|V|. float32: softmax weights sum to one, and scores of order ten carry an error of about 1e-6, so
-5e-6; a kernel rescales its sums once per tile of keys, 1e-5. Outputs in fewer bits add a unit in the last place. Where
-float16 goes to the tensor core as it is, so do the weights of the values: 2^-10 more (the interpreter truncates).
+Tolerances, of max|V|. float32: softmax weights sum to one, and scores of order ten carry an error
+of about 1e-6, so 5e-6; a kernel rescales its sums once per tile of keys, 1e-5. Outputs in fewer
+bits add a unit in the last place. Where float16 goes to the tensor core as it is, so do the weights
+of the values: 2^-10 more (the interpreter truncates).
 """
 
 from dataclasses import replace
@@ -66,7 +67,10 @@ def test_behind_a_rows_last_token_that_token_is_read_again():
 def test_in_the_place_of_tokens_on_a_grid_the_last_one_is_read():
     cache, table = torch.zeros(4, 2, 1, 3), torch.tensor([[3, 1]], dtype=torch.int32)
     assert token_index(cache, table, torch.tensor([3]), 4, grid=2).tolist() == [3, 7, 3, 3]
-    assert [sees_nothing(torch.arange(3), grid).tolist() for grid in (1, 2)] == [[True] * 3, [True, False, False]]
+    assert [sees_nothing(torch.arange(3), grid).tolist() for grid in (1, 2)] == [
+        [True] * 3,
+        [True, False, False],
+    ]
 
 
 def test_a_gpu_finds_the_cells_of_slots_without_a_wait():
@@ -90,7 +94,10 @@ def test_a_mask_hides_what_comes_later_and_the_grid(rows, per_kv, grid):
     assert mask.shape == (len(rows), 1, length * folded, 41) and mask.dtype == torch.float64
     for row, at in enumerate(positions.tolist()):
         for i, position in enumerate(at):
-            seen = [0.0 if k <= position and (grid is None or k % grid) else -torch.inf for k in range(41)]
+            seen = [
+                0.0 if k <= position and (grid is None or k % grid) else -torch.inf
+                for k in range(41)
+            ]
             assert mask[row, 0, i * folded : (i + 1) * folded].tolist() == [seen] * folded
 
 
@@ -100,7 +107,8 @@ def test_a_mask_hides_what_comes_later_and_the_grid(rows, per_kv, grid):
 class Attention(Operation):
     """Rows of a shape: new tokens, those computed before, and whether it is padding; the table's stale blocks hold NaN.
 
-    A shape's `max_rows` and `block_n` are those of a program; with few of them a row takes several tiles.
+    A shape's `max_rows` and `block_n` are those of a program; with few of them a row takes several
+    tiles.
     """
 
     kernel = staticmethod(paged_attention_varlen)
@@ -111,28 +119,38 @@ class Attention(Operation):
         self.shape, g = shape, torch.Generator().manual_seed(shape.seed)
         self.window = 0 if shape.grid else shape.window  # never both
         size, heads = shape.head_size, shape.kv_heads * shape.per_kv
-        # A row of padding is one token on the null block; one that has nothing to run has no tokens either.
+        # A row of padding is one token on the null block; one that has nothing to run has no tokens
+        # either.
         self.lengths = [1 if padding else new for new, _, padding in shape.rows]
         self.totals = [1 if padding else new + before for new, before, padding in shape.rows]
         self.num_tokens, width = sum(self.lengths), -(-max(1, *self.totals) // shape.block_size)
         blocks = 2 + len(shape.rows) * width  # the null block first, a stale one last
-        pool = Pool(blocks, (2, shape.block_size, shape.kv_heads, size), shape.gap, shape.dtype, device)
+        pool = Pool(
+            blocks, (2, shape.block_size, shape.kv_heads, size), shape.gap, shape.dtype, device
+        )
         caches = pool.blocks[:, int(shape.is_swapped)], pool.blocks[:, 1 - int(shape.is_swapped)]
         ids = 1 + torch.randperm(len(shape.rows) * width, generator=g).view(len(shape.rows), width)
         table = torch.full((len(shape.rows), width + shape.stale + 1), blocks - 1)[:, :-1]
         self.stored = []
         for row, (_, _, padding) in enumerate(shape.rows):
             total, used = self.totals[row], -(-self.totals[row] // shape.block_size)
-            self.stored.append(torch.randn(2, total, shape.kv_heads, size, generator=g).to(shape.dtype))
+            self.stored.append(
+                torch.randn(2, total, shape.kv_heads, size, generator=g).to(shape.dtype)
+            )
             table[row, :used] = 0 if padding else ids[row, :used]
             if not padding:
-                # What no query sees of a window has been given back: its blocks are null, or another row's.
+                # What no query sees of a window has been given back: its blocks are null, or
+                # another row's.
                 seen = max(0, total - self.lengths[row] - self.window + 1) if self.window else 0
                 table[row, : seen // shape.block_size] = (blocks - 1) * (shape.stale > 0)
                 place = torch.arange(seen, total)
-                if shape.grid:  # hidden tokens have no slot, but that a step stores its last one wherever it lies
+                # hidden tokens have no slot, but that a step stores its last one wherever it lies
+                if shape.grid:
                     place = place[(place % shape.grid != 0) | (place == total - 1)]
-                at = table[row, place // shape.block_size].to(device), (place % shape.block_size).to(device)
+                at = (
+                    table[row, place // shape.block_size].to(device),
+                    (place % shape.block_size).to(device),
+                )
                 for cache, tokens in zip(caches, self.stored[-1], strict=True):
                     cache[at] = tokens[place].to(device)
         (query,) = flat_tokens(self.num_tokens + 2, [(heads, size)], shape.gap, shape.dtype, g)
@@ -142,8 +160,14 @@ class Attention(Operation):
             "seq_lens": torch.tensor(self.totals),
         }
         self.pools = dict.fromkeys(("key_cache", "value_cache"), pool)
-        self.arguments = {"query": query.to(device), "key_cache": caches[0], "value_cache": caches[1]}
-        self.arguments |= {name: part.to(device, shape.index_dtype) for name, part in indices.items()}
+        self.arguments = {
+            "query": query.to(device),
+            "key_cache": caches[0],
+            "value_cache": caches[1],
+        }
+        self.arguments |= {
+            name: part.to(device, shape.index_dtype) for name, part in indices.items()
+        }
         self.arguments |= {"max_query_len": max(1, *self.lengths), "scale": size**-0.5}
         self.arguments |= {"grid": shape.grid} if shape.grid else {}
         self.arguments |= {"window": self.window} if self.window else {}
@@ -161,7 +185,13 @@ class Attention(Operation):
             if not padding and length:
                 ends = range(total - length, total)
                 y = attention(
-                    self.arguments["query"][span], key, value, ends, self.arguments["scale"], shape.grid, self.window
+                    self.arguments["query"][span],
+                    key,
+                    value,
+                    ends,
+                    self.arguments["scale"],
+                    shape.grid,
+                    self.window,
                 )
                 yield Expected("y", span, y, share, max(1.0, float(value.abs().max())), shape.dtype)
 
@@ -199,18 +229,29 @@ def test_padding_and_tokens_of_no_row_are_not_written():
 
 # One head of K and V of Nemotron-3-Nano.
 NANO = MIXED.but(
-    rows=((1, 99, False),), kv_heads=1, per_kv=16, head_size=128, block_size=16, gap=0, dtype=torch.float16
+    rows=((1, 99, False),),
+    kv_heads=1,
+    per_kv=16,
+    head_size=128,
+    block_size=16,
+    gap=0,
+    dtype=torch.float16,
 )
 
 
 @pytest.mark.parametrize(
     ("new", "times"),
-    # 4 tokens of 16 heads fill a program of 64 rows; 8 tokens take two, of which the first stops 4 keys earlier.
+    # 4 tokens of 16 heads fill a program of 64 rows; 8 tokens take two, of which the first stops 4
+    # keys earlier.
     [(1, 1), (4, 1), (8, 2)],
 )
 def test_keys_and_values_are_loaded_once_for_all_heads_of_a_group(new, times):
-    shape = NANO.but(rows=((new, 100 - new, False),), max_rows=module.MAX_ROWS, block_n=module.BLOCK_N)
-    counted, out, launches = interpreted(measure, Attention, shape, "query", "key_cache", "value_cache")
+    shape = NANO.but(
+        rows=((new, 100 - new, False),), max_rows=module.MAX_ROWS, block_n=module.BLOCK_N
+    )
+    counted, out, launches = interpreted(
+        measure, Attention, shape, "query", "key_cache", "value_cache"
+    )
     one = 100 * 128 * 2
     loaded = times * one - (4 * 128 * 2 if times == 2 else 0)
     assert counted["key_cache"] == counted["value_cache"] == (one, 0, loaded, 0)
@@ -218,7 +259,9 @@ def test_keys_and_values_are_loaded_once_for_all_heads_of_a_group(new, times):
     assert launches == 1
 
 
-@pytest.mark.parametrize(("shape", "keys"), [(NANO.but(rows=((1, 0, True),)), 0), (NANO.but(grid=4), 75)])
+@pytest.mark.parametrize(
+    ("shape", "keys"), [(NANO.but(rows=((1, 0, True),)), 0), (NANO.but(grid=4), 75)]
+)
 def test_padding_and_keys_on_the_grid_are_not_loaded(shape, keys):
     counted, _, _ = interpreted(measure, Attention, shape, "key_cache", "value_cache")
     assert counted["key_cache"][0] == counted["value_cache"][0] == keys * 128 * 2
@@ -235,10 +278,17 @@ class Store(Operation):
         tokens = flat_tokens(count + 2, [(shape.heads, shape.size)] * 2, shape.gap, shape.dtype, g)
         key, value = (part[:count].to(device) for part in tokens)
         blocks = 1 + max(0, *shape.slots) // shape.block_size
-        pool = Pool(blocks, (2, shape.block_size, shape.heads, shape.size), shape.gap, shape.dtype, device)
+        pool = Pool(
+            blocks, (2, shape.block_size, shape.heads, shape.size), shape.gap, shape.dtype, device
+        )
         self.pools = dict.fromkeys(("key_cache", "value_cache"), pool)
         caches = {"key_cache": pool.blocks[:, 0], "value_cache": pool.blocks[:, 1]}
-        self.arguments = {"key": key, "value": value, **caches, "slots": torch.tensor(shape.slots, device=device)}
+        self.arguments = {
+            "key": key,
+            "value": value,
+            **caches,
+            "slots": torch.tensor(shape.slots, device=device),
+        }
 
     @staticmethod
     def reference(key, value, key_cache, value_cache, slots):
@@ -254,10 +304,20 @@ class Store(Operation):
 
 
 TWO = Shape(slots=(5, 1), heads=3, size=3, block_size=4, gap=5, dtype=torch.float32, seed=0)
-SLOTS = st.lists(st.integers(-2, 20), min_size=1, max_size=6, unique_by=lambda s: s if s >= 0 else object()).map(tuple)
+SLOTS = st.lists(
+    st.integers(-2, 20), min_size=1, max_size=6, unique_by=lambda s: s if s >= 0 else object()
+).map(tuple)
 test_storing_writes_the_slots_and_nothing_else, test_the_torch_way_writes_the_same = equality(
     Store,
-    shapes(TWO, slots=SLOTS, heads=[1, 2, 3], size=[1, 3, 8], block_size=[1, 3, 16], gap=[0, 5], dtype=FLOATS),
+    shapes(
+        TWO,
+        slots=SLOTS,
+        heads=[1, 2, 3],
+        size=[1, 3, 8],
+        block_size=[1, 3, 16],
+        gap=[0, 5],
+        dtype=FLOATS,
+    ),
     TWO,
 )
 
@@ -279,27 +339,40 @@ def check_apart(kind, shape):
     if outputs[0] is not None:
         assert torch.equal(*(bits(y[: here.num_tokens]) for y in outputs))
     for name in there.pools:
-        assert torch.equal(*(bits(operation.arguments[name].contiguous()) for operation in (here, there)))
+        assert torch.equal(
+            *(bits(operation.arguments[name].contiguous()) for operation in (here, there))
+        )
 
 
-@pytest.mark.parametrize(("kind", "shape"), [(Attention, MIXED.but(rows=((2, 3, False),))), (Store, TWO)])
+@pytest.mark.parametrize(
+    ("kind", "shape"), [(Attention, MIXED.but(rows=((2, 3, False),))), (Store, TWO)]
+)
 def test_tokens_of_a_block_may_lie_apart(kind, shape):
     interpreted(check_apart, kind, shape)
 
 
 def test_no_tokens_are_no_launch():
     cache = torch.zeros(1, 2, 1, 4)
-    store_kv(torch.zeros(0, 1, 4), torch.zeros(0, 1, 4), cache, cache, torch.zeros(0, dtype=torch.int64))
+    store_kv(
+        torch.zeros(0, 1, 4), torch.zeros(0, 1, 4), cache, cache, torch.zeros(0, dtype=torch.int64)
+    )
 
 
-# The smallest and the largest tile, and the store. 64 lanes take a token's K with half as much each.
+# The smallest and the largest tile, and the store. 64 lanes take a token's K with half as much
+# each.
 test_compiles_without_spills = compiled(
-    "paged_attention", lambda case: case.shape.startswith("Nemotron-3-Nano"), load=64, store=64, least=lambda *_: 2
+    "paged_attention",
+    lambda case: case.shape.startswith("Nemotron-3-Nano"),
+    load=64,
+    store=64,
+    least=lambda *_: 2,
 )
 
 
 def test_float32_keeps_its_digits():
-    case = next(case for case in aot_cases() if case.kernel == "paged_attention.paged_attention_varlen")
+    case = next(
+        case for case in aot_cases() if case.kernel == "paged_attention.paged_attention_varlen"
+    )
     wide = {name: kind.replace("bf16", "fp32") for name, kind in case.signature.items()}
     ptx = compile_case(replace(case, signature=wide), "sm_90").asm["ptx"]
     assert "fma" in ptx and "tf32" not in ptx
@@ -314,7 +387,11 @@ test_rejects_what_the_kernel_would_misread = rejected_operations(
         ("query_start_loc", lambda t: t[1:], r"has shape \(2,\); it must be \(3,\)"),
         ("query", lambda t: t[:, :3], "2 heads of K do not divide 3 heads"),
         ("key_cache", lambda t: t[:, :, :0], "0 heads of K do not divide 4 heads"),
-        ("key_cache", lambda t: t.repeat(1, 1, 1, 2)[..., : t.shape[-1]], "from dimension 2 on it must be contiguous"),
+        (
+            "key_cache",
+            lambda t: t.repeat(1, 1, 1, 2)[..., : t.shape[-1]],
+            "from dimension 2 on it must be contiguous",
+        ),
         ("grid", lambda _: -1, "grid=-1"),
         ("max_query_len", lambda _: 0, "max_query_len=0 must be >= 1"),
     ],
@@ -327,21 +404,31 @@ test_storing_rejects_what_the_kernel_would_misread = rejected_operations(
         ("slots", lambda t: t[1:], r"slots has shape \(1,\)"),
         ("value", lambda t: t.half(), "value is torch.float16"),
         ("value_cache", lambda t: t[:1], "value_cache has shape"),
-        ("key_cache", lambda t: t.repeat(1, 1, 1, 2)[..., : t.shape[-1]], "from dimension 2 on it must be contiguous"),
+        (
+            "key_cache",
+            lambda t: t.repeat(1, 1, 1, 2)[..., : t.shape[-1]],
+            "from dimension 2 on it must be contiguous",
+        ),
         ("key", lambda t: t[0], "key has shape .* it must have 3 dimensions"),
     ],
-    allowed=[f"{kind}_cache, {change}" for kind in ("key", "value") for change in ("short", "apart")],
+    allowed=[
+        f"{kind}_cache, {change}" for kind in ("key", "value") for change in ("short", "apart")
+    ],
 )
 
 
 @pytest.mark.parametrize("length", [1, 2, FOLDED_QUERIES, FOLDED_QUERIES + 1])
 def test_queries_that_see_everything_need_no_mask(length):
     g = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(2, n, h, 4, generator=g) for n, h in ((length, 6), (5, 2), (5, 2)))
+    query, key, value = (
+        torch.randn(2, n, h, 4, generator=g) for n, h in ((length, 6), (5, 2), (5, 2))
+    )
     out = attend_tokens(query, key, value, None, 0.5)
     assert out.shape == query.shape
     mask = attention_mask(torch.full((2, length), 4), 5, 3, torch.float32)
-    torch.testing.assert_close(out, attend_tokens(query, key, value, mask, 0.5), rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(
+        out, attend_tokens(query, key, value, mask, 0.5), rtol=0, atol=TOLERANCE
+    )
     wide = (part.repeat_interleave(3, 2) for part in (key, value))
     torch.testing.assert_close(out, attend_tokens(query, *wide, None, 0.5), rtol=0, atol=TOLERANCE)
 
@@ -350,6 +437,8 @@ def test_queries_that_see_everything_need_no_mask(length):
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_on_a_gpu(dtype):
     rows = ((1, 500, False), (4, 37, False), (1, 0, True), (0, 5, False), (130, 10, False))
-    shape = NANO.but(rows=rows, kv_heads=2, dtype=dtype, gap=16, max_rows=module.MAX_ROWS, block_n=module.BLOCK_N)
+    shape = NANO.but(
+        rows=rows, kv_heads=2, dtype=dtype, gap=16, max_rows=module.MAX_ROWS, block_n=module.BLOCK_N
+    )
     check(Attention(shape, "cuda"), paged_attention_varlen)
     check(Store(TWO.but(slots=(3, -1, 40), size=128, block_size=16, dtype=dtype), "cuda"), store_kv)

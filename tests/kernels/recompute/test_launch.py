@@ -1,9 +1,10 @@
 """Runs of many steps in scheme `recompute`, against the recurrence over the accepted tokens in float64.
 
-Tolerances are shares of the largest value of the head. Outputs: 1e-5 in float32 arithmetic; 6e-3 with bfloat16 inputs,
-whose products take operands of 8 bits and whose results are rounded to as many.
-Checkpoints that are carried on as float32: 5e-6 in the Frobenius norm, 5e-5 at most, after any number of flushes.
-Checkpoints of fewer bits: what one flush makes of the stored one, within half a unit in the last place.
+Tolerances are shares of the largest value of the head. Outputs: 1e-5 in float32 arithmetic; 6e-3
+with bfloat16 inputs, whose products take operands of 8 bits and whose results are rounded to as
+many. Checkpoints that are carried on as float32: 5e-6 in the Frobenius norm, 5e-5 at most, after
+any number of flushes. Checkpoints of fewer bits: what one flush makes of the stored one, within
+half a unit in the last place.
 """
 
 import contextlib
@@ -37,11 +38,26 @@ from hybrid_kv.kernels.recompute import (
 )
 from hybrid_kv.kernels.recompute import launch as module
 from tests.kernels import definitions
-from tests.kernels.harness import GAPS, INTS, Shape, bits, compiled, flat_tokens, multiply_bfloat16, rejections, shapes
+from tests.kernels.harness import (
+    GAPS,
+    INTS,
+    Shape,
+    bits,
+    compiled,
+    flat_tokens,
+    multiply_bfloat16,
+    rejections,
+    shapes,
+)
 from tests.kernels.interpreter import count_bytes, interpreted, share_memory_with_the_interpreter
 from tests.kernels.ssd.layer import mamba2
 
-OUTPUTS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2.0**-11 + 1e-5, torch.bfloat16: 6e-3}
+OUTPUTS = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.float16: 2.0**-11 + 1e-5,
+    torch.bfloat16: 6e-3,
+}
 ELEMENT, FROBENIUS = 5e-5, 5e-6
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 PLANES = "planes"  # of float32 states
@@ -61,7 +77,9 @@ def rounding_of_the_hardware():
     def nearest(self, source, kind):
         types = source.dtype.scalar, kind.scalar
         if types == (tl.float32, tl.bfloat16):
-            rounded = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16().view(torch.int16)
+            rounded = (
+                torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16().view(torch.int16)
+            )
             return TensorHandle(rounded.numpy().view(np.uint16), kind.scalar)
         if types == (tl.bfloat16, tl.float32):
             return TensorHandle((source.data.astype(np.uint32) << 16).view(np.float32), kind.scalar)
@@ -108,7 +126,9 @@ def test_states_are_written_and_read_in_either_form(state):
     shape = (2, 2, 3, 5) if state == PLANES else (2, 3, 5)
     dtype = torch.int16 if state == PLANES else state
     pool = torch.full((6, *shape, 2), 7, dtype=dtype)[..., 0]
-    values = torch.randn(4, 2, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    values = torch.randn(
+        4, 2, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     blocks = torch.tensor([3, 0, 5, 0])
     write_states(pool, blocks, values)
     stored = values.to(torch.float32 if state == PLANES else state)
@@ -119,9 +139,10 @@ def test_states_are_written_and_read_in_either_form(state):
 # ---- runs ----
 
 
-# `starts`: tokens that each request's first state has seen; requests with the same start at a block boundary start from
-# one cached block. `slack`: tokens that rings are longer than they must be. `extreme`: time steps around every bend of
-# softplus, else as models have them. `together`: heads of a group share programs.
+# `starts`: tokens that each request's first state has seen; requests with the same start at a block
+# boundary start from one cached block. `slack`: tokens that rings are longer than they must be.
+# `extreme`: time steps around every bend of softplus, else as models have them. `together`: heads
+# of a group share programs.
 BASE = Shape(
     starts=(9,), steps=12, max_query_len=4, slack=0, block_size=8, groups=1, per_group=2, head_dim=3, size=5, gap=3,
     state=PLANES, dtype=torch.float32, parameters=torch.float32, indices=torch.int64, extreme=False, together=True,
@@ -169,13 +190,17 @@ class Run:
         shape = (self.heads, case.head_dim, case.size)
         self.ring_len = 3 * case.max_query_len - 1 + case.slack
         num_rows, num_reqs = len(case.starts) + 1, len(case.starts)
-        self.cursors = RecomputeCursors.allocate(num_rows, self.ring_len, case.max_query_len, device)
+        self.cursors = RecomputeCursors.allocate(
+            num_rows, self.ring_len, case.max_query_len, device
+        )
         sizes = num_rows, self.ring_len, shape[:2], (case.groups, case.size)
         self.ring = RecomputeRing.allocate(*sizes, case.dtype, device)
         for part in (self.ring.x, self.ring.B, self.ring.dt):
             part.fill_(torch.nan)
         size = case.block_size
-        columns = 1 if size is None else (max(case.starts) + case.steps * case.max_query_len) // size + 1
+        columns = (
+            1 if size is None else (max(case.starts) + case.steps * case.max_query_len) // size + 1
+        )
         ids = 1 + torch.randperm(num_reqs * columns, generator=g).view(num_reqs, columns)
         for index, start in enumerate(case.starts):
             same = case.starts.index(start)
@@ -188,12 +213,18 @@ class Run:
         elements = torch.Size((*planes, *shape)).numel()
         blocks = 1 + num_reqs * columns
         storage = torch.full((2 + blocks * (elements + case.gap),), 0x7F81, dtype=torch.int16)
-        storage = storage if dtype == torch.int16 else torch.full(storage.shape, torch.nan, dtype=dtype)
+        storage = (
+            storage if dtype == torch.int16 else torch.full(storage.shape, torch.nan, dtype=dtype)
+        )
         self.storage = storage.to(device)
         strides = torch.empty(planes + shape).stride()
-        self.state = self.storage.as_strided((blocks, *planes, *shape), (elements + case.gap, *strides), 2)
+        self.state = self.storage.as_strided(
+            (blocks, *planes, *shape), (elements + case.gap, *strides), 2
+        )
         self.dt_bias = torch.rand(self.heads, generator=g).sub(0.5).to(device, case.parameters)
-        self.A_log, self.D = (torch.randn(self.heads, generator=g).to(device, case.parameters) for _ in range(2))
+        self.A_log, self.D = (
+            torch.randn(self.heads, generator=g).to(device, case.parameters) for _ in range(2)
+        )
         self.requests, first = [], {}
         for index, start in enumerate(case.starts):
             state = torch.randn(shape, generator=g)
@@ -205,9 +236,15 @@ class Run:
             write_states(self.state, block, state[None].to(device))
             stored = read_states(self.state, block)[0].double().cpu()
             row = num_rows - 1 - index
-            self.cursors.restart(torch.tensor([row], device=device), torch.tensor([start], device=device))
+            self.cursors.restart(
+                torch.tensor([row], device=device), torch.tensor([start], device=device)
+            )
             self.requests.append(Request(row, start, stored, stored, [], []))
-        self.shared = [int(ids[i, self.column(s)]) for i, s in enumerate(case.starts) if case.starts.count(s) > 1]
+        self.shared = [
+            int(ids[i, self.column(s)])
+            for i, s in enumerate(case.starts)
+            if case.starts.count(s) > 1
+        ]
         self.shared = self.shared if size is not None and case.starts[0] % size == 0 else []
         self.outputs, self.expected = [], []
 
@@ -221,14 +258,24 @@ class Run:
         sizes = (self.heads, case.head_dim), shared, shared
         parts = flat_tokens(num_tokens + 2, sizes, case.gap, case.dtype, g)
         x, B, C = (part[: num_tokens + 1].to(self.device) for part in parts)
-        bends = [-24.0, -16.7, -7.0, -3.0, 0.0, 2.0, 19.0, 20.0] if case.extreme else [-5.0, -4.0, -2.0, -1.0]
-        dt = torch.tensor(bends)[torch.randint(len(bends), (num_tokens + 1, self.heads + 1), generator=g)]
-        dt = (dt + torch.rand(dt.shape, generator=g)).to(case.dtype)[:, : self.heads].to(self.device)
+        bends = (
+            [-24.0, -16.7, -7.0, -3.0, 0.0, 2.0, 19.0, 20.0]
+            if case.extreme
+            else [-5.0, -4.0, -2.0, -1.0]
+        )
+        dt = torch.tensor(bends)[
+            torch.randint(len(bends), (num_tokens + 1, self.heads + 1), generator=g)
+        ]
+        dt = (
+            (dt + torch.rand(dt.shape, generator=g)).to(case.dtype)[:, : self.heads].to(self.device)
+        )
         return x, dt, B, C
 
     def update(self, run_update, step, tokens, cu_seqlens):
         x, dt, B, C = tokens
-        return run_update(self.state, self.ring, step, x, dt, self.dt_bias, self.A_log, B, C, self.D, cu_seqlens)
+        return run_update(
+            self.state, self.ring, step, x, dt, self.dt_bias, self.A_log, B, C, self.D, cu_seqlens
+        )
 
     def appended(self, x, dt, B, C):
         """What the ring's x, B and dt get of each token, and the error as a share of it."""
@@ -243,7 +290,12 @@ class Run:
         ]
         # Now and then a row has no tokens.
         lengths = [
-            int(torch.randint(0 if self.chance(0.1) else 1, case.max_query_len + 1, (1,), generator=g)) for _ in order
+            int(
+                torch.randint(
+                    0 if self.chance(0.1) else 1, case.max_query_len + 1, (1,), generator=g
+                )
+            )
+            for _ in order
         ]
         chosen = [self.requests[int(i)] for i in order]
         cu_seqlens = torch.tensor([0, *lengths, 1]).cumsum(0)
@@ -271,7 +323,9 @@ class Run:
             if n_flush:
                 written.append(found[2])
                 flushed.append((request, n_flush, found[2]))
-            appended += [(request.row, (found[3] + held + t) % self.ring_len) for t in range(length)]
+            appended += [
+                (request.row, (found[3] + held + t) % self.ring_len) for t in range(length)
+            ]
         assert [int(getattr(step, name)[-1]) for name in FIELDS[1:]] == [0] * 5
 
         before = self.storage.clone()
@@ -294,7 +348,9 @@ class Run:
         own = torch.zeros(len(before), dtype=torch.bool)
         own.as_strided(self.state.shape, self.state.stride(), 2)[written] = True
         assert not bool((changed & ~own).any()), "a block of no request was written"
-        for part, old, (source, share) in zip((self.ring.x, self.ring.B, self.ring.dt), rings, expected, strict=True):
+        for part, old, (source, share) in zip(
+            (self.ring.x, self.ring.B, self.ring.dt), rings, expected, strict=True
+        ):
             for token, (row, place) in enumerate(appended):
                 if source is not None:
                     error = (part[row, :, place].double() - source[token].double()).abs()
@@ -314,7 +370,9 @@ class Run:
             self.outputs.append(y[span].double())
             self.expected.append(expected)
             request.drafts = list(zip(x[span], steps, B[span], strict=True))
-            request.accepted = int(torch.randint(1, length + 1, (1,), generator=self.g)) if length else 5
+            request.accepted = (
+                int(torch.randint(1, length + 1, (1,), generator=self.g)) if length else 5
+            )
             if length:
                 request.now = passed[request.accepted - 1]
 
@@ -325,14 +383,18 @@ class Run:
         error, largest = (found - expected).abs(), expected.abs().amax((1, 2), keepdim=True)
         if self.case.state in ROUNDING:
             tiny = 2.0**-25 if self.case.state == torch.float16 else 0.0
-            assert bool((error <= ROUNDING[self.case.state] * found.abs() + ELEMENT * largest + tiny).all())
+            assert bool(
+                (error <= ROUNDING[self.case.state] * found.abs() + ELEMENT * largest + tiny).all()
+            )
             # What was lost is lost: a checkpoint of few bits is compared flush by flush.
             request.base = found
             drafts = request.drafts[: request.accepted]
             request.now = self.fold(found, request.history + drafts)
             return
         double = self.case.state == self.case.dtype == torch.float64
-        assert bool((error <= (1e-12 if double else ELEMENT) * largest).all()), float((error / largest).max())
+        assert bool((error <= (1e-12 if double else ELEMENT) * largest).all()), float(
+            (error / largest).max()
+        )
         norms = [part.flatten(1).norm(dim=1) for part in (error, expected)]
         assert bool((norms[0] <= (1e-12 if double else FROBENIUS) * norms[1]).all()), norms
         request.base = expected
@@ -363,18 +425,44 @@ def check_run(case, run_commit, run_update, device=CPU, kind=Run):
 def check(case, every=4):
     """The interpreter is slow and the kernel's memory is the reference's, so they take turns."""
     run, saturated = Run(case), 0 if case.together else 10**9
-    patches = {"warp_size": lambda: case.lanes, "SATURATED": saturated, "is_interpreter": lambda: False}
+    patches = {
+        "warp_size": lambda: case.lanes,
+        "SATURATED": saturated,
+        "is_interpreter": lambda: False,
+    }
     with rounding_of_the_hardware(), multiply_bfloat16(), patch.multiple(module, **patches):
         for index in range(case.steps):
-            run.step(commit, recompute_update_reference if (index + 1) % every else recompute_update)
+            run.step(
+                commit, recompute_update_reference if (index + 1) % every else recompute_update
+            )
     run.finish()
 
 
 SHORT_BLOCKS = BASE.but(starts=(8, 8), block_size=4, groups=2, head_dim=17, size=33, gap=5)
-SAME_BLOCK = BASE.but(starts=(8, 8), max_query_len=6, block_size=8, head_dim=8, size=16, dtype=torch.bfloat16, lanes=64)
-IN_PLACE = BASE.but(starts=(5, 3), max_query_len=2, block_size=None, dtype=torch.bfloat16, together=False, extreme=True)
+SAME_BLOCK = BASE.but(
+    starts=(8, 8),
+    max_query_len=6,
+    block_size=8,
+    head_dim=8,
+    size=16,
+    dtype=torch.bfloat16,
+    lanes=64,
+)
+IN_PLACE = BASE.but(
+    starts=(5, 3),
+    max_query_len=2,
+    block_size=None,
+    dtype=torch.bfloat16,
+    together=False,
+    extreme=True,
+)
 LONG_STEPS = BASE.but(
-    starts=(1, 20, 33), max_query_len=10, block_size=16, per_group=3, dtype=torch.bfloat16, state=torch.bfloat16
+    starts=(1, 20, 33),
+    max_query_len=10,
+    block_size=16,
+    per_group=3,
+    dtype=torch.bfloat16,
+    state=torch.bfloat16,
 )
 
 
@@ -399,13 +487,19 @@ def check_kernels(case):
 
 test_the_reference_follows_the_recurrence = follows_the_recurrence(
     check_reference,
-    cases([torch.float64, torch.float32, torch.bfloat16], [PLANES, torch.float64, torch.bfloat16, torch.float16]),
+    cases(
+        [torch.float64, torch.float32, torch.bfloat16],
+        [PLANES, torch.float64, torch.bfloat16, torch.float16],
+    ),
     [*EDGES, DOUBLE, LONG_STEPS.but(state=torch.float16)],
     max_examples=6,
 )
 test_the_kernels_follow_the_recurrence = follows_the_recurrence(
     check_kernels,
-    cases([torch.float32, torch.float16, torch.bfloat16, torch.bfloat16], [PLANES, torch.bfloat16, torch.float16]),
+    cases(
+        [torch.float32, torch.float16, torch.bfloat16, torch.bfloat16],
+        [PLANES, torch.bfloat16, torch.float16],
+    ),
     EDGES,
     max_examples=2,
 )
@@ -449,7 +543,9 @@ def check_commit(seed, block_size, indices, most=5):
             assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
 
 
-@pytest.mark.parametrize(("block_size", "indices"), [(None, torch.int64), (5, torch.int64), (8, torch.int32)])
+@pytest.mark.parametrize(
+    ("block_size", "indices"), [(None, torch.int64), (5, torch.int64), (8, torch.int32)]
+)
 def test_commit_equals_its_reference(block_size, indices):
     interpreted(check_commit, 7, block_size, indices)
 
@@ -472,7 +568,9 @@ def test_a_step_never_reaches_the_history_that_it_reads(max_query_len, slack, bo
         base = int(cursors.base_pos[0])
         length = random.choice([1, max_query_len])
         cu_seqlens = torch.tensor([0, length])
-        step = commit_reference(cursors, row, torch.tensor([accepted]), cu_seqlens, table, block_size)
+        step = commit_reference(
+            cursors, row, torch.tensor([accepted]), cu_seqlens, table, block_size
+        )
         held, flush = int(step.n_hist[0]), int(step.n_flush[0])
         assert held == before <= ring_len - max_query_len
         assert held + length <= ring_len
@@ -488,13 +586,17 @@ def test_a_step_never_reaches_the_history_that_it_reads(max_query_len, slack, bo
 
 def finalized(device=CPU):
     """A run whose requests have just had a boundary accepted, and the step of their leaving."""
-    run = Run(BASE.but(starts=(15, 13), max_query_len=6, block_size=16, dtype=torch.bfloat16), device)
+    run = Run(
+        BASE.but(starts=(15, 13), max_query_len=6, block_size=16, dtype=torch.bfloat16), device
+    )
     order = torch.arange(2)
     cu_seqlens = torch.tensor([0, 6, 12], device=device)
     for tokens in (cu_seqlens, torch.zeros_like(cu_seqlens)):
         rows = torch.tensor([request.row for request in run.requests], device=device)
         table = run.table[order].to(device)
-        step = commit_reference(run.cursors, rows, torch.tensor([6, 2], device=device), tokens, table, 16)
+        step = commit_reference(
+            run.cursors, rows, torch.tensor([6, 2], device=device), tokens, table, 16
+        )
         if len(run.outputs) == 0:
             x, dt, B, C = (part[:12] for part in run.inputs(12))
             args = (x, dt, run.dt_bias, run.A_log, B, C, run.D, tokens)
@@ -504,9 +606,13 @@ def finalized(device=CPU):
 
 def check_finalize(flush):
     run, step = finalized()
-    # 15 + 6 tokens pass the boundary at 16; 13 + 2 do not, and a request that leaves needs no more than boundaries.
+    # 15 + 6 tokens pass the boundary at 16; 13 + 2 do not, and a request that leaves needs no more
+    # than boundaries.
     assert step.n_flush.tolist() == [1, 0] and step.n_hist.tolist() == [6, 2]
-    before, rings = run.state.clone(), [part.clone() for part in (run.ring.x, run.ring.B, run.ring.dt)]
+    before, rings = (
+        run.state.clone(),
+        [part.clone() for part in (run.ring.x, run.ring.B, run.ring.dt)],
+    )
     with rounding_of_the_hardware() if flush is recompute_flush else contextlib.nullcontext():
         flush(run.state, run.ring, step, run.A_log)
     block = int(step.dst[0])
@@ -516,7 +622,11 @@ def check_finalize(flush):
         assert torch.equal(part.nan_to_num(7.0), old.nan_to_num(7.0))
     place = [(int(step.ring_start[0]) + i) % run.ring_len for i in range(1)]
     row = run.requests[0].row
-    token = (run.ring.x[row, :, place[0]], run.ring.dt[row, :, place[0]], run.ring.B[row, :, place[0]])
+    token = (
+        run.ring.x[row, :, place[0]],
+        run.ring.dt[row, :, place[0]],
+        run.ring.B[row, :, place[0]],
+    )
     run.requests[0].history = [tuple(part.double() for part in token)]
     run.check_flush(run.requests[0], 1, block)
 
@@ -532,7 +642,10 @@ def check_null(update, kind=Run, base=BASE):
     block, count, row = run.table[0, 1:2].long(), torch.tensor([3]), torch.tensor([1])
     tokens = [part[:4] for part in run.inputs(4)]
     run.A_log += 5
-    memory = [run.storage, *(part.view(torch.int16) for part in (run.ring.x, run.ring.B, run.ring.dt))]
+    memory = [
+        run.storage,
+        *(part.view(torch.int16) for part in (run.ring.x, run.ring.B, run.ring.dt)),
+    ]
     before = [part.clone() for part in memory]
     for src, dst in ((block, block * 0), (block * 0, block)):
         step = RecomputeStep(row, src, dst, count, count, count, 4)
@@ -561,7 +674,12 @@ def check_kept(update, kind=Run, base=BASE):
     assert torch.equal(run.state[target], run.state[source])
     assert kind is not Run or torch.equal(run.ring.x[1, :, 6:10].movedim(1, 0), tokens[0])
     # And what little they add is all there.
-    run.state[source], run.ring.x[1, :, 5], run.ring.B[1, :, 5], run.ring.dt[1, :, 5] = 0, 1, 1 + 2**-9 + 2**-20, 1
+    run.state[source], run.ring.x[1, :, 5], run.ring.B[1, :, 5], run.ring.dt[1, :, 5] = (
+        0,
+        1,
+        1 + 2**-9 + 2**-20,
+        1,
+    )
     run.update(update, step, tokens, torch.tensor([0, 4]))
     assert bool((read_states(run.state, target) == 1 + 2**-9 + 2**-20).all())
 
@@ -581,7 +699,12 @@ def test_a_new_owner_of_a_row_starts_anew():
     cursors.restart(rows, torch.tensor([16]))
     step = commit_reference(cursors, rows, torch.tensor([4]), torch.tensor([0, 4]), table, 8)
     assert [int(getattr(step, name)) for name in FIELDS] == [2, 6, 6, 0, 0, 0]
-    assert [getattr(cursors, name).tolist() for name in CURSORS] == [[0, 0, 16], [0, 0, 0], [0, 0, 0], [0, 0, 4]]
+    assert [getattr(cursors, name).tolist() for name in CURSORS] == [
+        [0, 0, 16],
+        [0, 0, 0],
+        [0, 0, 0],
+        [0, 0, 4],
+    ]
 
 
 # ---- memory ----
@@ -593,11 +716,15 @@ def check_far(update):
     num_rows = 2**31 // (3 * 11) + 2
     near_run = Run(BASE.but(block_size=16, per_group=1))
     stride = 2**30 + 8
-    far = torch.empty(3 * stride, dtype=torch.int16).as_strided((3, 2, 1, 3, 5), (stride, 15, 15, 5, 1))
+    far = torch.empty(3 * stride, dtype=torch.int16).as_strided(
+        (3, 2, 1, 3, 5), (stride, 15, 15, 5, 1)
+    )
     source = int(near_run.table[0, 0])
     far[1:] = near_run.state[source]
     far_ring = RecomputeRing(
-        torch.empty(num_rows, 1, 11, 3), torch.empty(num_rows, 1, 11, 5), torch.empty(num_rows, 1, 11)
+        torch.empty(num_rows, 1, 11, 3),
+        torch.empty(num_rows, 1, 11, 5),
+        torch.empty(num_rows, 1, 11),
     )
     x, dt, B, C = (part[:4] for part in near_run.inputs(4))
     args = (x, dt, near_run.dt_bias, near_run.A_log, B, C, near_run.D, torch.tensor([0, 4]))
@@ -610,7 +737,11 @@ def check_far(update):
         far_y = update(far, far_ring, far_step, *args)
         assert torch.equal(near_y, far_y)
     assert torch.equal(far[2], near_run.state[source]) and not torch.equal(far[1], far[2])
-    for part, other in ((far_ring.x, near_run.ring.x), (far_ring.B, near_run.ring.B), (far_ring.dt, near_run.ring.dt)):
+    for part, other in (
+        (far_ring.x, near_run.ring.x),
+        (far_ring.B, near_run.ring.B),
+        (far_ring.dt, near_run.ring.dt),
+    ):
         assert torch.equal(part[-1, :, :8], other[1, :, :8])
 
 
@@ -623,7 +754,14 @@ GROUP = (2, 64, 128, 1)  # two heads of Nemotron-3-Nano that share B and C
 
 def measure_rows(state, length, histories, dtype):
     """Distinct bytes of each row of one launch; (n_hist, n_flush) each, in place or not."""
-    case = BASE.but(starts=(1,) * len(histories), max_query_len=6, slack=21, block_size=None, state=state, dtype=dtype)
+    case = BASE.but(
+        starts=(1,) * len(histories),
+        max_query_len=6,
+        slack=21,
+        block_size=None,
+        state=state,
+        dtype=dtype,
+    )
     run = Run(case.but(head_dim=64, size=128))
     for part in (run.ring.x, run.ring.B, run.ring.dt):
         part.fill_(0.1)
@@ -638,7 +776,10 @@ def measure_rows(state, length, histories, dtype):
         span = slice(row * length, (row + 1) * length)
         tensors |= {f"state {row}": run.state[blocks[row]]}
         tensors |= {f"ring {name} {row}": getattr(run.ring, name)[row] for name in ("x", "B", "dt")}
-        tensors |= {f"inputs {name} {row}": part[span] for name, part in (("x", x), ("dt", dt), ("B", B), ("C", C))}
+        tensors |= {
+            f"inputs {name} {row}": part[span]
+            for name, part in (("x", x), ("dt", dt), ("B", B), ("C", C))
+        }
     args = (run.state, run.ring, step, x, dt, run.dt_bias, run.A_log, B, C, run.D, cu_seqlens)
     with rounding_of_the_hardware(), patch.object(module, "SATURATED", 0):
         counted, y, launches = count_bytes(tensors, recompute_update, *args)
@@ -672,17 +813,28 @@ def test_a_fifth_of_the_bytes_of_slots(drafts, at_least):
     """At the shape of Nemotron-3-Nano, float32 states, three of four drafts accepted, flushes as the rule has them."""
     tokens, inner = 1 + drafts, 8 * 64
     inputs, outputs = tokens * 2 * (inner + 8 + 2 * 128), tokens * 2 * inner
-    slots = {"state": (1 + tokens) * inner * 128 * 4, "ring": 0, "inputs": inputs, "outputs": outputs}
+    slots = {
+        "state": (1 + tokens) * inner * 128 * 4,
+        "ring": 0,
+        "inputs": inputs,
+        "outputs": outputs,
+    }
     assert slots_bytes((8, 64, 128, 1), torch.float32, tokens) == slots
     found = mean_traffic(MODELS[NANO].state, torch.float32, drafts)
     assert found.slots == 8 * sum(slots.values()) and found.ratio > at_least > 5, found
 
 
-@pytest.mark.parametrize(("num_reqs", "lanes", "heads"), [(1023, 32, 1), (1024, 32, 8), (1025, 32, 8), (1024, 64, 1)])
+@pytest.mark.parametrize(
+    ("num_reqs", "lanes", "heads"), [(1023, 32, 1), (1024, 32, 8), (1025, 32, 8), (1024, 64, 1)]
+)
 def test_heads_share_a_program_where_enough_programs_are_left(num_reqs, lanes, heads):
     sizes = (8, 36, 64), (1, 36, 128), 4, num_reqs, torch.int16, torch.bfloat16, True, lanes
     found = module._constexprs(*sizes)
-    assert (found["HEADS_PER_PROGRAM"], found["HISTORY"], found["TOKENS"]) == (heads, 32, lanes // 4)
+    assert (found["HEADS_PER_PROGRAM"], found["HISTORY"], found["TOKENS"]) == (
+        heads,
+        32,
+        lanes // 4,
+    )
 
 
 # The configuration of a large batch.
@@ -697,15 +849,29 @@ test_compiles_without_spills_to_128_bit_accesses = compiled(
 def ring_and_step(run):
     """Their parts by name."""
     found = {f"ring.{name}": getattr(run.ring, name) for name in ("x", "B", "dt")}
-    return found | {f"step.{name}": torch.ones(2, dtype=torch.int64) for name in FIELDS} | {"step.max_query_len": 4}
+    return (
+        found
+        | {f"step.{name}": torch.ones(2, dtype=torch.int64) for name in FIELDS}
+        | {"step.max_query_len": 4}
+    )
 
 
 def arguments():
     """Of `flattened`, which are those of `recompute_update` with the parts of ring and step by name."""
     run = Run(BASE.but(starts=(3, 4), groups=2, per_group=1, dtype=torch.bfloat16))
     x, dt, B, C = run.inputs(2)
-    layer = {"x": x, "dt": dt, "dt_bias": run.dt_bias, "A_log": run.A_log, "B": B, "C": C, "D": run.D}
-    return ring_and_step(run) | layer | {"ssm_state": run.state, "cu_seqlens": torch.tensor([0, 1, 2])}
+    layer = {
+        "x": x,
+        "dt": dt,
+        "dt_bias": run.dt_bias,
+        "A_log": run.A_log,
+        "B": B,
+        "C": C,
+        "D": run.D,
+    }
+    return (
+        ring_and_step(run) | layer | {"ssm_state": run.state, "cu_seqlens": torch.tensor([0, 1, 2])}
+    )
 
 
 def flattened(update):
@@ -713,7 +879,11 @@ def flattened(update):
 
     def call(**named):
         for name, kind in (("ring", RecomputeRing), ("step", RecomputeStep)):
-            parts = {part.removeprefix(f"{name}."): named.pop(part) for part in [*named] if part.startswith(f"{name}.")}
+            parts = {
+                part.removeprefix(f"{name}."): named.pop(part)
+                for part in [*named]
+                if part.startswith(f"{name}.")
+            }
             named[name] = kind(**parts)
         update(**named)
 
@@ -724,12 +894,28 @@ test_rejects_what_the_kernel_would_misread = rejections(
     arguments,
     flattened(recompute_update),
     special=[
-        ("ssm_state", lambda t: t[:, 0], r"has shape \(\d+, 2, 3, 5\); it must be \(\d+, 2, 2, 3, 5\)"),
-        ("ssm_state", lambda t: read_states(t, torch.arange(len(t))), "ssm_state is torch.float32; it must be one of"),
+        (
+            "ssm_state",
+            lambda t: t[:, 0],
+            r"has shape \(\d+, 2, 3, 5\); it must be \(\d+, 2, 2, 3, 5\)",
+        ),
+        (
+            "ssm_state",
+            lambda t: read_states(t, torch.arange(len(t))),
+            "ssm_state is torch.float32; it must be one of",
+        ),
         ("ring.B", lambda t: t[:, :0], "0 groups of ring.B do not divide 2 heads"),
-        ("ring.B", lambda t: torch.cat([t, t[:, :1]], 1), "3 groups of ring.B do not divide 2 heads"),
+        (
+            "ring.B",
+            lambda t: torch.cat([t, t[:, :1]], 1),
+            "3 groups of ring.B do not divide 2 heads",
+        ),
         ("ring.x", lambda t: t[0], "ring.x has shape .* it must have 4 dimensions"),
-        ("ring.dt", lambda t: t.bfloat16(), "ring.dt is torch.bfloat16; it must be one of torch.float32"),
+        (
+            "ring.dt",
+            lambda t: t.bfloat16(),
+            "ring.dt is torch.bfloat16; it must be one of torch.float32",
+        ),
         ("step.max_query_len", lambda n: n + 1, "a ring of 11 tokens is too short for steps of 5"),
         ("x", lambda t: t.float(), "x is torch.float32; it must be one of torch.bfloat16"),
         ("step.n_flush", lambda t: t[:1], r"step.n_flush has shape \(1,\); it must be \(2,\)"),
@@ -742,7 +928,13 @@ test_rejects_what_the_kernel_would_misread = rejections(
 def commit_arguments():
     two, table = torch.ones(2, dtype=torch.int64), torch.ones(2, 3, dtype=torch.int32)
     ends = torch.tensor([0, 4, 8])
-    batch = {"rows": two, "num_gained_tokens": two, "cu_seqlens": ends, "block_table": table, "block_size": 8}
+    batch = {
+        "rows": two,
+        "num_gained_tokens": two,
+        "cu_seqlens": ends,
+        "block_table": table,
+        "block_size": 8,
+    }
     return {"cursors": RecomputeCursors.allocate(2, 11, 4, CPU)} | batch
 
 
@@ -771,9 +963,15 @@ def test_a_ring_that_is_too_short_is_refused():
 def test_rings_have_one_type_and_time_steps_a_wide_one():
     ring = RecomputeRing.allocate(2, 11, (4, 3), (2, 5), torch.bfloat16, CPU)
     assert (ring.x.shape, ring.B.shape, ring.dt.shape) == ((2, 4, 11, 3), (2, 2, 11, 5), (2, 4, 11))
-    assert (ring.x.dtype, ring.B.dtype, ring.dt.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    assert (ring.x.dtype, ring.B.dtype, ring.dt.dtype) == (
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.float32,
+    )
     assert ring.ring_len == 11 and ring.nbytes == 2 * 11 * (4 * 3 * 2 + 2 * 5 * 2 + 4 * 4)
-    assert RecomputeRing.allocate(2, 11, (4, 3), (2, 5), torch.float64, CPU).dt.dtype == torch.float64
+    assert (
+        RecomputeRing.allocate(2, 11, (4, 3), (2, 5), torch.float64, CPU).dt.dtype == torch.float64
+    )
 
 
 @pytest.mark.gpu

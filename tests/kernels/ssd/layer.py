@@ -21,14 +21,22 @@ class Layer:
         dt = spread_time_steps(tokens + 2, heads, shape.dtype, g)
         dt_bias = torch.rand(heads, generator=g).sub(0.5).to(shape.dtype)
         A_log, D = (torch.randn(heads, generator=g) for _ in range(2))
-        pool = Pool(num_blocks, (heads, shape.head_dim, shape.size), shape.gap, shape.state_dtype, device)
+        pool = Pool(
+            num_blocks, (heads, shape.head_dim, shape.size), shape.gap, shape.state_dtype, device
+        )
         operands = {"x": x, "dt": dt, "dt_bias": dt_bias, "A_log": A_log, "B": B, "C": C, "D": D}
-        self.arguments = {"state": pool.blocks} | {name: part.to(device) for name, part in operands.items()}
+        self.arguments = {"state": pool.blocks} | {
+            name: part.to(device) for name, part in operands.items()
+        }
         self.pools = {"state": pool}
 
     def row(self, span, source):
         """Outputs of a row and the state after each token, and of both what their terms' magnitudes add up to."""
-        named = {name: part.cpu().double() for name, part in self.arguments.items() if isinstance(part, torch.Tensor)}
+        named = {
+            name: part.cpu().double()
+            for name, part in self.arguments.items()
+            if isinstance(part, torch.Tensor)
+        }
         x, dt, B, C = (named[name][span] for name in ("x", "dt", "B", "C"))
         step, A, D = F.softplus(dt + named["dt_bias"]), -named["A_log"].exp(), named["D"]
         initial = named["state"][source] if source > 0 else torch.zeros_like(named["state"][0])

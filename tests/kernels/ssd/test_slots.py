@@ -1,9 +1,10 @@
 """The states of a verify step against the recurrence in float64, in Triton's interpreter.
 
-Tolerances. float32 arithmetic: each of up to six tokens multiplies and adds twice, softplus and exp err by a few 1e-7,
-so states err by 5e-6 of the largest of their head; an output sums `state` products, so by 1e-5 of the sum of their
-magnitudes. Storing in fewer bits adds a unit in the last place (half of one on a GPU; the interpreter truncates): 2^-7
-of the value in bfloat16, 2^-10 or 2^-24 absolute in float16.
+Tolerances. float32 arithmetic: each of up to six tokens multiplies and adds twice, softplus and exp
+err by a few 1e-7, so states err by 5e-6 of the largest of their head; an output sums `state`
+products, so by 1e-5 of the sum of their magnitudes. Storing in fewer bits adds a unit in the last
+place (half of one on a GPU; the interpreter truncates): 2^-7 of the value in bfloat16, 2^-10 or
+2^-24 absolute in float16.
 """
 
 from unittest.mock import patch
@@ -11,7 +12,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from hybrid_kv.kernels.ssd import selective_state_update_slots, selective_state_update_slots_reference
+from hybrid_kv.kernels.ssd import (
+    selective_state_update_slots,
+    selective_state_update_slots_reference,
+)
 from hybrid_kv.kernels.ssd import slots as module
 from tests.kernels.harness import (
     FLOATS,
@@ -44,11 +48,17 @@ class Slots(VerifyStep, Layer):
     def expected(self):
         ends = self.arguments["cu_seqlens"].tolist()
         for row, (length, padding, _) in enumerate(self.shape.rows):
-            span, source = slice(ends[row], ends[row + 1]), int(self.arguments["source_indices"][row])
+            span, source = (
+                slice(ends[row], ends[row + 1]),
+                int(self.arguments["source_indices"][row]),
+            )
             y, states, magnitude, _ = self.row(span, source)
             yield Expected("y", span, y, OUTPUTS, magnitude, self.shape.dtype)
             for j in range(0 if padding else length):
-                block, scale = int(self.arguments["state_indices"][row, j]), states[j].abs().amax((1, 2), keepdim=True)
+                block, scale = (
+                    int(self.arguments["state_indices"][row, j]),
+                    states[j].abs().amax((1, 2), keepdim=True),
+                )
                 yield Expected("state", (block,), states[j], STATES, scale, self.shape.state_dtype)
 
 
@@ -56,7 +66,13 @@ BASE = Shape(
     rows=((1, False, -1), (3, False, 1)), columns=3, groups=2, per_group=1, head_dim=9, size=16, gap=3, initial=1.0,
     dtype=torch.float32, state_dtype=torch.float32, index_dtype=torch.int64, lanes=32, tile_bytes=512, seed=0,
 )  # fmt: skip
-LAYOUTS = {"gap": GAPS, "dtype": FLOATS, "state_dtype": FLOATS, "index_dtype": INTS, "initial": [0.0, 1.0]}
+LAYOUTS = {
+    "gap": GAPS,
+    "dtype": FLOATS,
+    "state_dtype": FLOATS,
+    "index_dtype": INTS,
+    "initial": [0.0, 1.0],
+}
 
 
 CASES = verify_steps(
@@ -69,7 +85,9 @@ test_equals_the_recurrence, test_the_reference_equals_the_recurrence = equality(
 
 
 def test_offsets_pass_int32():
-    interpreted(check_far, Slots, BASE.but(rows=((2, False, -1),), columns=2, state_dtype=torch.float16))
+    interpreted(
+        check_far, Slots, BASE.but(rows=((2, False, -1),), columns=2, state_dtype=torch.float16)
+    )
 
 
 EIGHTH = BASE.but(
@@ -83,7 +101,9 @@ SMALL = ("dt_bias", "A_log", "D", "cu_seqlens", "source_indices", "state_indices
 @pytest.mark.parametrize(("length", "state_dtype"), [(4, torch.float32), (1, torch.bfloat16)])
 def test_traffic_is_one_state_read_and_one_written_per_token(length, state_dtype):
     """Counted on the heads of one group of Nemotron-3-Nano, an eighth of a layer."""
-    shape = EIGHTH.but(rows=((length, False, -1), (0, True, -1)), columns=length, state_dtype=state_dtype)
+    shape = EIGHTH.but(
+        rows=((length, False, -1), (0, True, -1)), columns=length, state_dtype=state_dtype
+    )
     counted, y, launches = interpreted(measure, Slots, shape, "state", *INPUTS, *SMALL)
     one = 8 * 64 * 128 * state_dtype.itemsize
     # Nothing of a state is loaded or stored twice, and nothing of padding.
@@ -111,7 +131,11 @@ test_rejects_what_the_kernel_would_misread = rejected_operations(
         ("x", lambda t: t[0], r"x has shape \(2, 9\); it must have 3 dimensions"),
         ("dt", lambda t: t.double(), "dt is torch.float64; it must be one of torch.float32, "),
         ("A_log", lambda t: t.to("meta"), "A_log is on meta; the others are on cpu"),
-        ("C", lambda t: t.transpose(1, 2).contiguous().transpose(1, 2), "C has strides .* from dimension 1 on"),
+        (
+            "C",
+            lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+            "C has strides .* from dimension 1 on",
+        ),
     ],
 )
 

@@ -18,7 +18,12 @@ from hybrid_kv.measure.results import read_rows
 from hybrid_kv.spec_decode.verify import verify
 from tests.measure.accuracy.test_compare import call, record, result_of, write
 
-SPECULATIVE = {"speculative_method": "ngram", "num_speculative_tokens": 3, "device": "cpu", "max_model_len": 640}
+SPECULATIVE = {
+    "speculative_method": "ngram",
+    "num_speculative_tokens": 3,
+    "device": "cpu",
+    "max_model_len": 640,
+}
 
 
 def questions(lengths: Sequence[float], steps: int = 20) -> list[DraftCounts]:
@@ -63,8 +68,12 @@ def test_a_rise_is_void_unless_no_answer_changed() -> None:
 
 
 def test_false_alarms_are_as_rare_as_claimed() -> None:
-    alarms = [AcceptanceChange(drawn(2.7, 2 * i), drawn(2.7, 2 * i + 1), 1).p_values for i in range(200)]
-    assert sum(fall <= acceptance.ALPHA for fall, _ in alarms) <= 7  # of a binomial with 1 %: 1 in 1,000 has more
+    alarms = [
+        AcceptanceChange(drawn(2.7, 2 * i), drawn(2.7, 2 * i + 1), 1).p_values for i in range(200)
+    ]
+    assert (
+        sum(fall <= acceptance.ALPHA for fall, _ in alarms) <= 7
+    )  # of a binomial with 1 %: 1 in 1,000 has more
     assert sum(rise <= acceptance.ALPHA for _, rise in alarms) <= 7
 
 
@@ -77,7 +86,10 @@ def test_a_broken_verifier_raises_it_and_is_no_gain(monkeypatch: pytest.MonkeyPa
     assert sum(one.n_verifications for one in right.records) == right.num_verifications > 0
     made = compare.compare(answers_of(right), answers_of(broken))
     assert made.acceptance is not None and made.outputs_changed
-    assert made.acceptance.verdict.word == "void" and "no gain by itself" in made.acceptance.verdict.message
+    assert (
+        made.acceptance.verdict.word == "void"
+        and "no gain by itself" in made.acceptance.verdict.message
+    )
 
 
 @pytest.mark.parametrize(("minimum", "code", "verdict"), [("2.4", 0, "pass"), ("2.6", 1, "fail")])
@@ -91,12 +103,20 @@ def test_a_floor_of_it_on_the_command_line(
 ) -> None:
     import dataclasses
 
-    made = dataclasses.replace(result_of(["right"] * 5), num_verifications=100, num_accepted_draft_tokens=150)
+    made = dataclasses.replace(
+        result_of(["right"] * 5), num_verifications=100, num_accepted_draft_tokens=150
+    )
     monkeypatch.setattr(judge.run, "evaluate", lambda *_, **__: made)
     left, printed, _ = call(capsys, "--min-acceptance-length", minimum, "--results", tmp_path)
-    assert left == code and f"acceptance length 2.500 {'>=' if code == 0 else '<'} floor {minimum}" in printed
+    assert (
+        left == code
+        and f"acceptance length 2.500 {'>=' if code == 0 else '<'} floor {minimum}" in printed
+    )
     rows = read_rows(tmp_path / "accuracy.csv").set_index("metric")
-    assert rows.loc["acceptance_length", "value"] == 2.5 and rows.loc["acceptance_length", "verdict"] == verdict
+    assert (
+        rows.loc["acceptance_length", "value"] == 2.5
+        and rows.loc["acceptance_length", "verdict"] == verdict
+    )
 
 
 def test_a_floor_without_drafts_is_void(
@@ -107,7 +127,9 @@ def test_a_floor_without_drafts_is_void(
     assert left == 3 and "nothing was drafted" in printed
 
 
-def test_files_are_compared_by_their_drafts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_are_compared_by_their_drafts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def file(name: str, accepted: int) -> Path:
         lines = [record(i, n_verifications=10, n_accepted=accepted + i % 2) for i in range(40)]
         return write(tmp_path / name, lines)

@@ -44,7 +44,12 @@ def sgl_line(number: int, outcome: str = "right", **changes: Any) -> dict[str, A
 
 def sgl_metrics(questions: int, score: float, repeats: int = 1, **changes: Any) -> dict[str, Any]:
     """sgl-eval 0.1.3's metrics.json."""
-    gen = {"temperature": 0.6, "top_p": 0.95, "max_tokens": 16384, "chat_template_kwargs": {"thinking": True}}
+    gen = {
+        "temperature": 0.6,
+        "top_p": 0.95,
+        "max_tokens": 16384,
+        "chat_template_kwargs": {"thinking": True},
+    }
     return {
         "name": "gsm8k",
         "num_examples": questions,
@@ -54,7 +59,13 @@ def sgl_metrics(questions: int, score: float, repeats: int = 1, **changes: Any) 
         "total_completion_tokens": 40 * questions,
         "total_prompt_tokens": 90 * questions,
         "token_usage": {"completion_tokens": {"mean": 40.0, "count": questions}},
-        "aggregate": {"score": score, "no_answer": 0.0, "stop_rate": 1.0, "truncated_rate": 0.0, "error_rate": 0.0},
+        "aggregate": {
+            "score": score,
+            "no_answer": 0.0,
+            "stop_rate": 1.0,
+            "truncated_rate": 0.0,
+            "error_rate": 0.0,
+        },
         "timestamp": "20261128-120000",
         "model": "org/Model",
         "base_url": "http://localhost:30000/v1",
@@ -69,14 +80,18 @@ def sgl_folder(folder: Path, *repeats: Sequence[str], **changes: Any) -> Path:
     folder.mkdir()
     for place, outcomes in enumerate(repeats):
         lines = [sgl_line(number, outcome) for number, outcome in enumerate(outcomes)]
-        write(folder / f"output-rs{place}.jsonl", lines[::-1])  # as they end, not as they were asked
+        write(
+            folder / f"output-rs{place}.jsonl", lines[::-1]
+        )  # as they end, not as they were asked
     score = repeats[0].count("right") / len(repeats[0])
     metrics = sgl_metrics(len(repeats[0]), score, len(repeats), **changes)
     (folder / "metrics.json").write_text(json.dumps(metrics))
     return folder
 
 
-def lm_eval_files(folder: Path, outcomes: Sequence[str], chat: bool = True, max_tokens: int = 16384) -> Path:
+def lm_eval_files(
+    folder: Path, outcomes: Sequence[str], chat: bool = True, max_tokens: int = 16384
+) -> Path:
     """lm-eval 0.4.13's samples of a run, beside its results; the path of the former."""
     folder.mkdir()
     lines = []
@@ -104,7 +119,10 @@ def lm_eval_files(folder: Path, outcomes: Sequence[str], chat: bool = True, max_
                     "exact_match": float(outcome == "right"),
                 }
             )
-    results = {"n-shot": {"gsm8k": 0 if chat else 5}, "chat_template": "{{ messages }}" if chat else None}
+    results = {
+        "n-shot": {"gsm8k": 0 if chat else 5},
+        "chat_template": "{{ messages }}" if chat else None,
+    }
     (folder / "results_2026-11-28T12-00-00.5.json").write_text(json.dumps(results))
     return write(folder / "samples_gsm8k_2026-11-28T12-00-00.5.jsonl", lines)
 
@@ -124,7 +142,12 @@ def vllm_result(file: Path, right: int, questions: int = 1319, **request: Any) -
         "timestamp": 1.0 + right,
     }
     if request:
-        document["request_params"] = {"endpoint": "completions", "model": None, "temperature": 0.0, **request}
+        document["request_params"] = {
+            "endpoint": "completions",
+            "model": None,
+            "temperature": 0.0,
+            **request,
+        }
     file.write_text(json.dumps(document, indent=2))
     return file
 
@@ -146,7 +169,11 @@ AFTER = ["wrong"] * 6 + ["invalid"] + ["right"] * 5
 
 def test_what_each_file_tells(tmp_path: Path) -> None:
     sgl = read_run(sgl_folder(tmp_path / "sgl", ["right", "wrong", "invalid"]))
-    assert isinstance(sgl, Answers) and (sgl.task, sgl.repeats, sgl.params["model"]) == ("gsm8k", 1, "Model")
+    assert isinstance(sgl, Answers) and (sgl.task, sgl.repeats, sgl.params["model"]) == (
+        "gsm8k",
+        1,
+        "Model",
+    )
     assert sgl.protocol == Protocol(**CHAT)  # type: ignore[arg-type]
     assert [(one.correct, one.invalid) for _, one in sorted(sgl.by_doc.items())] == [
         (True, False),
@@ -156,21 +183,43 @@ def test_what_each_file_tells(tmp_path: Path) -> None:
     assert read_run(tmp_path / "sgl" / "metrics.json") == sgl  # the answers lie beside it
     lm = read_run(lm_eval_files(tmp_path / "lm", ["right"], chat=False, max_tokens=256))
     assert isinstance(lm, Answers) and lm.protocol == Protocol("completions", 5, 256)
-    result = read_run(vllm_result(tmp_path / "v.json", 1246, model="org/Other", chat_template_kwargs=None))
-    assert isinstance(result, Totals) and (result.num_right, result.num_questions, result.task) == (1246, 1319, "gsm8k")
+    result = read_run(
+        vllm_result(tmp_path / "v.json", 1246, model="org/Other", chat_template_kwargs=None)
+    )
+    assert isinstance(result, Totals) and (result.num_right, result.num_questions, result.task) == (
+        1246,
+        1319,
+        "gsm8k",
+    )
     assert result.protocol == Protocol("completions", 5, 256) and result.params["model"] == "Other"
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone" / "metrics.json").write_text(json.dumps(sgl_metrics(200, 0.895)))
     alone = read_run(tmp_path / "alone")
     assert isinstance(alone, Totals) and (alone.num_right, alone.protocol) == (179, sgl.protocol)
-    assert answers.thinks({"reasoning_effort": "none", "chat_template_kwargs": {"thinking": True}}) is False
+    assert (
+        answers.thinks({"reasoning_effort": "none", "chat_template_kwargs": {"thinking": True}})
+        is False
+    )
 
 
 def pairs_of(folder: Path) -> list[tuple[Path, Path]]:
     """The same loss, in files of two programs each."""
-    chat = {"apply_chat_template": True, "num_fewshot": 0, "max_gen_toks": 16384, "think_end_token": "</think>"}
-    before = [sgl_folder(folder / "s0", BEFORE), lm_eval_files(folder / "l0", BEFORE), folder / "o0.jsonl"]
-    after = [sgl_folder(folder / "s1", AFTER), lm_eval_files(folder / "l1", AFTER), folder / "o1.jsonl"]
+    chat = {
+        "apply_chat_template": True,
+        "num_fewshot": 0,
+        "max_gen_toks": 16384,
+        "think_end_token": "</think>",
+    }
+    before = [
+        sgl_folder(folder / "s0", BEFORE),
+        lm_eval_files(folder / "l0", BEFORE),
+        folder / "o0.jsonl",
+    ]
+    after = [
+        sgl_folder(folder / "s1", AFTER),
+        lm_eval_files(folder / "l1", AFTER),
+        folder / "o1.jsonl",
+    ]
     own_file(before[2], BEFORE, **chat)
     own_file(after[2], AFTER, **chat)
     return [(one, other) for one in before for other in after]
@@ -178,7 +227,9 @@ def pairs_of(folder: Path) -> list[tuple[Path, Path]]:
 
 def test_any_two_are_paired_by_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for before, after in pairs_of(tmp_path):
-        if {before.suffix, after.suffix} == {".jsonl"} and before.parent.name[0] != after.parent.name[0]:
+        if {before.suffix, after.suffix} == {".jsonl"} and before.parent.name[
+            0
+        ] != after.parent.name[0]:
             continue  # lm-eval's hashes are of other documents than the ones made up for ours
         code, printed, _ = call(capsys, "compare", before, after, "--results", tmp_path)
         assert code == 1, (before, after, printed)
@@ -193,14 +244,18 @@ def test_repeats_are_one_vote(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     before = sgl_folder(tmp_path / "a", ["wrong"] * 6, once, once)
     after = sgl_folder(tmp_path / "b", once, ["wrong"] * 6, ["wrong"] * 6)
     code, printed, _ = call(capsys, "compare", before, after, "--results", tmp_path)
-    assert code == 1 and "lost 5" in printed and "p = 0.0312" in printed  # 2**-5: not 2**-10 or 2**-15
+    assert (
+        code == 1 and "lost 5" in printed and "p = 0.0312" in printed
+    )  # 2**-5: not 2**-10 or 2**-15
     assert "note: 3 answers to a question are one vote" in printed
     other = sgl_folder(tmp_path / "c", once)
     error = refused(capsys, "accuracy", "compare", before, other, "--results", tmp_path)
     assert "a asked each question 3 times, c 1" in error
 
 
-def test_a_retry_of_the_same_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_retry_of_the_same_run_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for file in (own_file(tmp_path / "a.jsonl", BEFORE), vllm_result(tmp_path / "v.json", 1246)):
         code, printed, _ = call(capsys, "compare", file, file, "--results", tmp_path)
         assert code == 0 and "note: both files are equal, byte by byte" in printed
@@ -210,11 +265,23 @@ def test_two_tables_of_1319_are_a_loss(tmp_path: Path, capsys: pytest.CaptureFix
     before, after = vllm_result(tmp_path / "a.json", 1246), vllm_result(tmp_path / "b.json", 1180)
     code, printed, _ = call(capsys, "compare", before, after, "--results", tmp_path)
     assert code == 1 and "1246 of 1319     94.5%" in printed and "1180 of 1319     89.5%" in printed
-    assert "evidence: two scores of 1,319 questions, unpaired: a file has no answers by question" in printed
+    assert (
+        "evidence: two scores of 1,319 questions, unpaired: a file has no answers by question"
+        in printed
+    )
     rows = read_rows(tmp_path / "accuracy.csv").set_index("metric")
-    assert rows.loc["fisher_p", "value"] < 1e-5 and rows.loc["unpaired_difference", "verdict"] == "fail"
-    code, printed, _ = call(capsys, "compare", before, vllm_result(tmp_path / "c.json", 1231), "--results", tmp_path)
-    assert code == 0 and "verdict: no loss shown" in printed and "a loss of 2.2 points; pairs see less" in printed
+    assert (
+        rows.loc["fisher_p", "value"] < 1e-5
+        and rows.loc["unpaired_difference", "verdict"] == "fail"
+    )
+    code, printed, _ = call(
+        capsys, "compare", before, vllm_result(tmp_path / "c.json", 1231), "--results", tmp_path
+    )
+    assert (
+        code == 0
+        and "verdict: no loss shown" in printed
+        and "a loss of 2.2 points; pairs see less" in printed
+    )
 
 
 def test_the_unpaired_test_keeps_its_level() -> None:
@@ -239,17 +306,30 @@ def test_the_interval_is_newcombes() -> None:
     assert made.interval == pytest.approx((0.1705, 0.8090), abs=1e-4)  # example (c) of his paper
 
 
-def test_the_first_questions_are_said_to_be_easier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_questions_are_said_to_be_easier(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     short = own_file(tmp_path / "a.jsonl", ["right"] * 200)
-    code, printed, _ = call(capsys, "compare", short, own_file(tmp_path / "b.jsonl", ["right"] * 1319))
-    assert code == 0 and "note: a.jsonl holds the first 200 of 1,319 questions; these are compared" in printed
+    code, printed, _ = call(
+        capsys, "compare", short, own_file(tmp_path / "b.jsonl", ["right"] * 1319)
+    )
+    assert (
+        code == 0
+        and "note: a.jsonl holds the first 200 of 1,319 questions; these are compared" in printed
+    )
     assert "a model had .68 on the first 200 where it had .642 on all" in printed
     # A score of 200 beside all answers: those to the same 200 are its rival.
     summary = vllm_result(tmp_path / "v.json", 180, questions=200)
     code, printed, _ = call(capsys, "compare", tmp_path / "b.jsonl", summary, "--results", tmp_path)
-    assert code == 1 and "200 of 200" in printed and "holds the first 200 of 1,319 questions" in printed
+    assert (
+        code == 1
+        and "200 of 200" in printed
+        and "holds the first 200 of 1,319 questions" in printed
+    )
     error = refused(capsys, "accuracy", "compare", vllm_result(tmp_path / "w.json", 1246), summary)
-    assert "w.json has 1319 questions, v.json 200, and the longer one no answers by question" in error
+    assert (
+        "w.json has 1319 questions, v.json 200, and the longer one no answers by question" in error
+    )
 
 
 DIFFERENT: list[tuple[Callable[[Path], tuple[Path, Path]], str]] = [
@@ -277,7 +357,10 @@ DIFFERENT: list[tuple[Callable[[Path], tuple[Path, Path]], str]] = [
 
 @pytest.mark.parametrize(("files", "message"), DIFFERENT)
 def test_differing_prompts_are_refused(
-    files: Callable[[Path], tuple[Path, Path]], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    files: Callable[[Path], tuple[Path, Path]],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     import re
 
@@ -294,23 +377,54 @@ def broken(at: Path, name: str, text: str) -> Path:
 
 
 NOT_READ: list[tuple[Callable[[Path], Path], str]] = [
-    (lambda at: broken(at, "a.json", "{}"), "is neither a metrics.json of sgl-eval nor a result of vLLM's"),
+    (
+        lambda at: broken(at, "a.json", "{}"),
+        "is neither a metrics.json of sgl-eval nor a result of vLLM's",
+    ),
     (lambda at: broken(at, "a.json", "[" * 9), "is not a JSON object; was the file cut off"),
-    (lambda at: broken(at, "output-rs0.jsonl", ""), "no answers of filter 'strict-match': the file is empty"),
+    (
+        lambda at: broken(at, "output-rs0.jsonl", ""),
+        "no answers of filter 'strict-match': the file is empty",
+    ),
     (lambda at: broken(at, "run/none.txt", "").parent, "has neither output-rs"),
-    (lambda at: broken(at, "a.jsonl", json.dumps(sgl_line(0, symbolic_correct=1))), "line 1 is not an answer of sgl"),
-    (lambda at: broken(at, "a.jsonl", json.dumps(sgl_line(0, finish_reason="error"))), "the engine refused question"),
-    (lambda at: write(at / "a.jsonl", [sgl_line(0), sgl_line(0)]), "line 2: question gsm8k-0 is there twice"),
-    (lambda at: sgl_folder(at / "s", BEFORE, partial=True), "sgl-eval says that the run is partial"),
-    (lambda at: sgl_folder(at / "s", BEFORE, AFTER[1:]), "output-rs1.jsonl has other questions than output-rs0"),
-    (lambda at: broken(at, "m.json", json.dumps(sgl_metrics(0, 0.5))), "do not make a score of questions"),
+    (
+        lambda at: broken(at, "a.jsonl", json.dumps(sgl_line(0, symbolic_correct=1))),
+        "line 1 is not an answer of sgl",
+    ),
+    (
+        lambda at: broken(at, "a.jsonl", json.dumps(sgl_line(0, finish_reason="error"))),
+        "the engine refused question",
+    ),
+    (
+        lambda at: write(at / "a.jsonl", [sgl_line(0), sgl_line(0)]),
+        "line 2: question gsm8k-0 is there twice",
+    ),
+    (
+        lambda at: sgl_folder(at / "s", BEFORE, partial=True),
+        "sgl-eval says that the run is partial",
+    ),
+    (
+        lambda at: sgl_folder(at / "s", BEFORE, AFTER[1:]),
+        "output-rs1.jsonl has other questions than output-rs0",
+    ),
+    (
+        lambda at: broken(at, "m.json", json.dumps(sgl_metrics(0, 0.5))),
+        "do not make a score of questions",
+    ),
     (lambda at: vllm_result(at / "v.json", 1400), "do not make a number of right answers"),
-    (lambda at: broken(at, "v.json", vllm_result(at / "w.json", 5, 10).read_text().replace("0.5", "0.55")), "do not"),
+    (
+        lambda at: broken(
+            at, "v.json", vllm_result(at / "w.json", 5, 10).read_text().replace("0.5", "0.55")
+        ),
+        "do not",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("file", "message"), NOT_READ)
-def test_what_says_nothing_is_refused(file: Callable[[Path], Path], message: str, tmp_path: Path) -> None:
+def test_what_says_nothing_is_refused(
+    file: Callable[[Path], Path], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(HybridKVError, match=message):
         read_run(file(tmp_path))
 
@@ -320,10 +434,20 @@ def test_no_common_question_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     sgl_folder(other, BEFORE)
     lines = [sgl_line(number, problem=f"Another one, number {number}?") for number in range(12)]
     write(other / "output-rs0.jsonl", lines)
-    error = refused(capsys, "accuracy", "compare", sgl_folder(tmp_path / "t", BEFORE), other, "--results", tmp_path)
+    error = refused(
+        capsys,
+        "accuracy",
+        "compare",
+        sgl_folder(tmp_path / "t", BEFORE),
+        other,
+        "--results",
+        tmp_path,
+    )
     assert "t has 12 questions, s 12, 0 are in both" in error
 
 
-def test_a_score_is_no_baseline_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_score_is_no_baseline_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     error = refused(capsys, "accuracy", "--against", vllm_result(tmp_path / "v.json", 1246))
     assert "v.json has the score alone; a file with every answer is needed" in error

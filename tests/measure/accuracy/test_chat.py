@@ -47,7 +47,10 @@ def server(folder: Path) -> Iterator[Served]:
     ("text", "answer"),
     [
         ("3 + 4\n#### 7", "7"),
-        ("Question: is it? #### 7 Question: and now?", "7 "),  # a stop in the reasoning stops nothing
+        (
+            "Question: is it? #### 7 Question: and now?",
+            "7 ",
+        ),  # a stop in the reasoning stops nothing
         ("#### 3 or #### 7", "7"),
         ("3 + 4 = 7, so I am sure that", NO_ANSWER),  # 16,384 tokens were not enough
     ],
@@ -72,7 +75,11 @@ def test_this_engine_answers_with_reasoning(folder: Path) -> None:
     check(run.evaluate(folder, limit=LIMIT, progress=False, mode=MODE, **ENGINE))
     short = ChatMode(apply_chat_template=True, think_end_token="####", max_gen_toks=2)
     cut = run.evaluate(folder, limit=LIMIT, progress=False, mode=short, **ENGINE)
-    assert cut.invalid_rate == 1.0 and cut.accuracy_flexible == 0.0 and cut.num_output_tokens == 2 * LIMIT
+    assert (
+        cut.invalid_rate == 1.0
+        and cut.accuracy_flexible == 0.0
+        and cut.num_output_tokens == 2 * LIMIT
+    )
 
 
 def test_a_server_answers_with_reasoning(folder: Path, server: Served) -> None:
@@ -85,22 +92,33 @@ def test_a_baseline_fixes_the_mode(
     file, options = tmp_path / "base.jsonl", ["--filter", "flexible-extract", "--results", tmp_path]
     chat = ["--apply-chat-template", "--think-end-token", "####", "--max-gen-toks", "60"]
     model = ["--model", folder, "--max-model-len", "640"]
-    code, _, error = call(capsys, *model, *chat, "--limit", LIMIT, "--samples", file, "--results", tmp_path)
+    code, _, error = call(
+        capsys, *model, *chat, "--limit", LIMIT, "--samples", file, "--results", tmp_path
+    )
     assert code == 0, error
     target = ["--model", folder, "--target", server.url]
     code, printed, error = call(capsys, *target, "--against", file, *options)
     assert code == 0 and "lost 0" in printed, error
     assert "evidence: 4 pairs" in printed
-    error = refused(capsys, "accuracy", *target, "--against", file, "--max-gen-toks", "61", *options)
+    error = refused(
+        capsys, "accuracy", *target, "--against", file, "--max-gen-toks", "61", *options
+    )
     assert "the prompts or answers would differ: ChatMode(" in error
     plain = tmp_path / "plain.jsonl"
     call(capsys, *model, "--limit", LIMIT, "--samples", plain, "--results", tmp_path)
     error = refused(capsys, "accuracy", "compare", plain, file, "--results", tmp_path)
-    assert "plain.jsonl has completions, 5 shots, at most 256 tokens; base.jsonl has chat, 5 shots" in error
+    assert (
+        "plain.jsonl has completions, 5 shots, at most 256 tokens; base.jsonl has chat, 5 shots"
+        in error
+    )
 
 
-def test_a_model_without_a_template_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    error = refused(capsys, "accuracy", "--apply-chat-template", "--limit", 1, "--results", tmp_path)
+def test_a_model_without_a_template_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refused(
+        capsys, "accuracy", "--apply-chat-template", "--limit", 1, "--results", tmp_path
+    )
     assert "has no chat template" in error
 
 

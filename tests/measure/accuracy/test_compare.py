@@ -74,7 +74,13 @@ def logged(doc_id: int, outcome: str = "right", **changes: Any) -> list[dict[str
         "target_hash": sha(f"target {doc_id}"),
     }
     return [
-        {**shared, "filtered_resps": [answer], "filter": name, "exact_match": float(answer == "18"), **changes}
+        {
+            **shared,
+            "filtered_resps": [answer],
+            "filter": name,
+            "exact_match": float(answer == "18"),
+            **changes,
+        }
         for name, answer in zip((run.STRICT, run.FLEXIBLE), answers, strict=True)
     ]
 
@@ -95,8 +101,21 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
 
 def test_counts_and_verdict(tmp_path: Path) -> None:
     before = ["right"] * 6 + ["wrong", "wrong", "invalid", "invalid"]
-    after = ["right", "wrong", "invalid", "invalid", "right", "right", "right", "wrong", "right", "wrong"]
-    made = compare.compare(answers(tmp_path / "a.jsonl", before), answers(tmp_path / "b.jsonl.gz", after))
+    after = [
+        "right",
+        "wrong",
+        "invalid",
+        "invalid",
+        "right",
+        "right",
+        "right",
+        "wrong",
+        "right",
+        "wrong",
+    ]
+    made = compare.compare(
+        answers(tmp_path / "a.jsonl", before), answers(tmp_path / "b.jsonl.gz", after)
+    )
     assert made.n == 10
     assert (made.lost, made.lost_to_invalid, made.gained, made.gained_from_invalid) == (3, 2, 2, 1)
     assert made.outputs_changed == 6
@@ -110,7 +129,12 @@ def test_counts_and_verdict(tmp_path: Path) -> None:
     assert (candidate["correct"], candidate["wrong"], candidate["invalid"]) == (5, 3, 2)
     assert document["detectable_loss"] == paired.detectable_loss(5, 10)
     assert made.verdict == document["verdict"] == "no loss shown"
-    assert [row.verdict for row in made.rows()] == ["pass", "", "", ""]  # some loss, no more than chance
+    assert [row.verdict for row in made.rows()] == [
+        "pass",
+        "",
+        "",
+        "",
+    ]  # some loss, no more than chance
     json.dumps(document, allow_nan=False)
 
 
@@ -118,13 +142,21 @@ def test_five_percent_of_250_answers_are_significant_and_none_are_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = ["right" if i % 10 else "wrong" for i in range(250)]
-    injected = [("invalid" if i % 40 == 1 else "wrong") if i % 20 == 1 else o for i, o in enumerate(whole)]
+    injected = [
+        ("invalid" if i % 40 == 1 else "wrong") if i % 20 == 1 else o for i, o in enumerate(whole)
+    ]
     a = write(tmp_path / "a.jsonl.gz", [record(i, o) for i, o in enumerate(whole)])
     b = write(tmp_path / "b.jsonl", [record(i, o) for i, o in enumerate(injected)])
     out, summary = tmp_path / "accuracy.csv", tmp_path / "summary.json"
     code, printed, _ = call(capsys, "compare", a, b, "--results", tmp_path, "--out", summary)
     assert code == 1
-    for part in ("225 of 250", "212 of 250", "lost 13 (7 of them invalid now), gained 0", "verdict: worse", "Tango"):
+    for part in (
+        "225 of 250",
+        "212 of 250",
+        "lost 13 (7 of them invalid now), gained 0",
+        "verdict: worse",
+        "Tango",
+    ):
         assert part in printed
     assert "tokens of 13 answers differ" in printed
     assert json.loads(summary.read_text())["p"] == 2**-13
@@ -132,7 +164,11 @@ def test_five_percent_of_250_answers_are_significant_and_none_are_not(
 
     code, printed, _ = call(capsys, "compare", a, a, "--results", tmp_path)
     assert code == 0
-    assert "lost 0" in printed and "tokens of 0 answers differ" in printed and "verdict: no loss shown" in printed
+    assert (
+        "lost 0" in printed
+        and "tokens of 0 answers differ" in printed
+        and "verdict: no loss shown" in printed
+    )
 
     code, printed, _ = call(capsys, "compare", b, a, "--results", tmp_path)  # better is not worse
     assert code == 0 and "gained 13 (7 invalid before)" in printed
@@ -142,14 +178,26 @@ def test_five_percent_of_250_answers_are_significant_and_none_are_not(
     differences = frame[frame["metric"] == "paired_difference"]
     assert differences["verdict"].tolist() == ["fail", "pass", "pass"]
     assert differences["value"].tolist() == [-13 / 250, 0, 13 / 250]
-    assert (differences["ci_low"] <= differences["value"]).all() and (differences["ci_high"] >= 0).tolist()[1:]
+    assert (differences["ci_low"] <= differences["value"]).all() and (
+        differences["ci_high"] >= 0
+    ).tolist()[1:]
     assert set(frame["baseline_commit"]) == {COMMIT} and set(frame["n"]) == {250}
     values = frame.set_index("metric")["value"].iloc[:5].to_dict()
-    assert (values["mcnemar_p"], values["questions_lost"], values["questions_gained"]) == (2**-13, 13, 0)
+    assert (values["mcnemar_p"], values["questions_lost"], values["questions_gained"]) == (
+        2**-13,
+        13,
+        0,
+    )
     assert values["detectable_loss"] == pytest.approx(0.053, abs=1e-3)
     params = json.loads(frame["params"][0])
-    assert params["model"] == "guard_model" and params["filter"] == run.STRICT and params["candidate_commit"] == COMMIT
-    assert params["baseline"].startswith("a.jsonl.gz ") and params["candidate"].startswith("b.jsonl ")
+    assert (
+        params["model"] == "guard_model"
+        and params["filter"] == run.STRICT
+        and params["candidate_commit"] == COMMIT
+    )
+    assert params["baseline"].startswith("a.jsonl.gz ") and params["candidate"].startswith(
+        "b.jsonl "
+    )
     assert params["baseline"].split()[1] != params["candidate"].split()[1]
 
 
@@ -158,7 +206,9 @@ def test_lm_evals_files(tmp_path: Path, answer_filter: str) -> None:
     outcomes = ["right", "wrong", "invalid", "flexible"]
     lines = [line for i, o in enumerate(outcomes) for line in logged(i, o)]
     # As lm-eval writes them: all lines of a filter, then all of the next.
-    file = write(tmp_path / "samples_gsm8k_synth_2026-11-21T09-48-38.67.jsonl", lines[::2] + lines[1::2])
+    file = write(
+        tmp_path / "samples_gsm8k_synth_2026-11-21T09-48-38.67.jsonl", lines[::2] + lines[1::2]
+    )
     theirs = read_answers(file, answer_filter)
     assert (theirs.task, theirs.params, theirs.commit) == ("gsm8k_synth", {}, "")
     ours = answers(tmp_path / "ours.jsonl", outcomes, answer_filter)
@@ -186,7 +236,13 @@ def test_a_real_run_of_lm_evals_hf_backend_agrees_with_the_engine(tmp_path: Path
     arguments = {"pretrained": str(GUARD_MODEL), "dtype": "float32"}
     with tasks.quiet_lm_eval():
         results = simple_evaluate(
-            "hf", arguments, tasks=["gsm8k_synth"], task_manager=manager, limit=1, bootstrap_iters=0, device="cpu"
+            "hf",
+            arguments,
+            tasks=["gsm8k_synth"],
+            task_manager=manager,
+            limit=1,
+            bootstrap_iters=0,
+            device="cpu",
         )
     tracker = EvaluationTracker(output_path=str(tmp_path / "out.json"))
     tracker.general_config_tracker.model_name_sanitized = "guard_model"
@@ -201,18 +257,36 @@ def test_a_real_run_of_lm_evals_hf_backend_agrees_with_the_engine(tmp_path: Path
 
 REFUSALS: list[tuple[Callable[[list[dict[str, Any]]], object], str]] = [
     (lambda lines: lines.pop(0), r"a.jsonl has 6 questions, b.jsonl 5, 5 are in both.*--limit"),
-    (lambda lines: lines[2].update(doc_hash="x"), r"documents of 1 of 6 .*doc_hash of question 2.*another data set"),
-    (lambda lines: [line.update(prompt_hash="x") for line in lines[1:]], r"prompts of 5 of 6 .*question 1.*shots"),
-    (lambda lines: lines[0].update(target_hash="x"), r"targets of 1 of 6.*target_hash of question 0"),
+    (
+        lambda lines: lines[2].update(doc_hash="x"),
+        r"documents of 1 of 6 .*doc_hash of question 2.*another data set",
+    ),
+    (
+        lambda lines: [line.update(prompt_hash="x") for line in lines[1:]],
+        r"prompts of 5 of 6 .*question 1.*shots",
+    ),
+    (
+        lambda lines: lines[0].update(target_hash="x"),
+        r"targets of 1 of 6.*target_hash of question 0",
+    ),
     (lambda lines: lines.append(record(3)), r"b.jsonl line 7: question 3 is there twice"),
     (lambda lines: lines[4].update(correct=1), r"line 5 .*1 has the wrong type"),
     (lambda lines: lines[4].update(doc_id=True), r"line 5 .*True has the wrong type"),
-    (lambda lines: lines[4].update(invalid=None), r"line 5 is not an answer.*None has the wrong type"),
+    (
+        lambda lines: lines[4].update(invalid=None),
+        r"line 5 is not an answer.*None has the wrong type",
+    ),
     (lambda lines: lines[4].update(doc_hash=5), r"line 5 .*5 has the wrong type"),
     (lambda lines: lines[1].pop("target_hash"), r"line 2 is not an answer.*'target_hash'.*missing"),
     (lambda lines: lines.clear(), r"no answers of filter 'strict-match': the file is empty"),
-    (lambda lines: lines[3].update(error="5 tokens\nwere too many"), r"1 of 6 .*refused.*the first: 5 tokens were"),
-    (lambda lines: lines.insert(3, {"filter": "none", "doc_id": 0}), r"b.jsonl line 1 is of another format"),
+    (
+        lambda lines: lines[3].update(error="5 tokens\nwere too many"),
+        r"1 of 6 .*refused.*the first: 5 tokens were",
+    ),
+    (
+        lambda lines: lines.insert(3, {"filter": "none", "doc_id": 0}),
+        r"b.jsonl line 1 is of another format",
+    ),
     (lambda lines: lines[0].update(commit="main"), r"b.jsonl: commit 'main' is not a full hash"),
 ]
 
@@ -223,7 +297,9 @@ def test_parameters_that_no_row_can_hold_leave_nothing_behind(
 ) -> None:
     a = write(tmp_path / "a.jsonl", [record(0)])
     b = write(tmp_path / "b.jsonl", [record(0, params={**PARAMS, name: value})])
-    error = refused(capsys, "accuracy", "compare", a, b, "--results", tmp_path, "--out", tmp_path / "c.json")
+    error = refused(
+        capsys, "accuracy", "compare", a, b, "--results", tmp_path, "--out", tmp_path / "c.json"
+    )
     assert "b.jsonl cannot become rows" in error
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl"]
 
@@ -273,7 +349,11 @@ def test_odd_lines_of_lm_evals(tmp_path: Path, changes: dict[str, Any], message:
         ("a.jsonl", b"\xff\xfe", "is not text: byte 0 is not UTF-8"),
         ("a.jsonl.gz", b"{}", "cannot be read: Not a gzipped file"),
         ("a.jsonl.gz", gzip.compress(b"{}" * 500, mtime=0)[:-9], "cannot be read"),
-        ("a.jsonl.gz", gzip.compress(b"{}", mtime=0)[:10] + b"\xff" * 20, "cannot be read: Error -3 while decompress"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b"{}", mtime=0)[:10] + b"\xff" * 20,
+            "cannot be read: Error -3 while decompress",
+        ),
         ("nowhere.jsonl", None, "cannot be read: No such file"),
     ],
 )
@@ -283,7 +363,9 @@ def test_broken_files(
     if data is not None:
         (tmp_path / name).write_bytes(data)
     good = write(tmp_path / "good.jsonl", [record(0)])
-    assert message in refused(capsys, "accuracy", "compare", good, tmp_path / name, "--results", tmp_path)
+    assert message in refused(
+        capsys, "accuracy", "compare", good, tmp_path / name, "--results", tmp_path
+    )
     assert not (tmp_path / "accuracy.csv").exists()
 
 
@@ -292,21 +374,34 @@ def test_options_of_a_run_are_refused_before_a_command(capsys: pytest.CaptureFix
     assert "limit belongs to a run; give options after 'compare'" in error
 
 
-# ------------------------------------------------------------------------------------------------- live
+# -------------------------------------------------------------------------------------------------
+# live
 
 
-def result_of(outcomes: list[str], questions: Sequence[int] | None = None, **params: Any) -> run.AccuracyResult:
+def result_of(
+    outcomes: list[str], questions: Sequence[int] | None = None, **params: Any
+) -> run.AccuracyResult:
     names = [field.name for field in dataclasses.fields(run.QuestionRecord)]
-    records = [record(i, outcomes[i]) for i in (range(len(outcomes)) if questions is None else sorted(questions))]
+    records = [
+        record(i, outcomes[i])
+        for i in (range(len(outcomes)) if questions is None else sorted(questions))
+    ]
     kept = tuple(run.QuestionRecord(**{name: one[name] for name in names}) for one in records)
-    return run.AccuracyResult("gsm8k_synth", {**PARAMS, "limit": len(kept), **params}, kept, 100, 0, 1.0)
+    return run.AccuracyResult(
+        "gsm8k_synth", {**PARAMS, "limit": len(kept), **params}, kept, 100, 0, 1.0
+    )
 
 
 @pytest.mark.parametrize(
     ("lost", "verdict", "sent", "alpha"),
     [
         ([], "no loss shown", [250], 0.001),
-        ([300, 301, 302, 303, 304, 305], "no loss shown", [250], 0.001),  # the price of stopping: never sent
+        (
+            [300, 301, 302, 303, 304, 305],
+            "no loss shown",
+            [250],
+            0.001,
+        ),  # the price of stopping: never sent
         (range(10), "worse", [250], 0.001),
         (range(9), "worse", [250, 400], 0.049),
         ([0, 1, 2, 3, 399], "worse", [250, 400], 0.049),
@@ -345,5 +440,7 @@ def test_a_loss_that_takes_the_others_company_keeps_all_that_were_lost(tmp_path:
         sent.append(sorted(questions))
         return result_of(["wrong" if len(questions) >= company else "right"] * 20, questions)
 
-    assert judge.fewest(baseline, made, texts, lambda only: ask(only, 10)) == list(range(9)) and sent == [[*range(9)]]
+    assert judge.fewest(baseline, made, texts, lambda only: ask(only, 10)) == list(
+        range(9)
+    ) and sent == [[*range(9)]]
     assert judge.fewest(baseline, made, texts, lambda only: ask(only, 2)) == [7, 8]

@@ -71,7 +71,10 @@ def test_states_that_the_cache_spoils_are_seen() -> None:
     target = Stale("", {}, LLM(str(FOLDER), **ENGINE, **DOUBLE))
     found = measured(target)
     assert found.noise == 0 and found.kl > 1e-4
-    assert found.verdicts[0].word == "failed" and "the cache changes what the model says" in found.verdicts[0].message
+    assert (
+        found.verdicts[0].word == "failed"
+        and "the cache changes what the model says" in found.verdicts[0].message
+    )
 
 
 def test_a_verifier_that_accepts_wrong_drafts_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,18 +86,28 @@ def test_a_verifier_that_accepts_wrong_drafts_is_seen(monkeypatch: pytest.Monkey
 
 def test_without_hits_it_is_void() -> None:
     found = Divergence("gsm8k", {}, passages([0.0] * 8, cached=0), passages([0.0] * 8, cached=0))
-    assert exit_code(found.verdicts) == 3 and "no token came from the prefix cache" in found.verdicts[0].message
+    assert (
+        exit_code(found.verdicts) == 3
+        and "no token came from the prefix cache" in found.verdicts[0].message
+    )
     warm_alone = Divergence("gsm8k", {}, passages([0.0] * 8), passages([0.0] * 8))
-    assert exit_code(warm_alone.verdicts) == 3 and "should be cold read 512" in warm_alone.verdicts[0].message
+    assert (
+        exit_code(warm_alone.verdicts) == 3
+        and "should be cold read 512" in warm_alone.verdicts[0].message
+    )
 
 
 def test_the_rule() -> None:
     noise = np.random.default_rng(0).uniform(0.8e-3, 1.2e-3, 32)
-    assert made((noise * 1.5).tolist(), noise.tolist()).verdicts[0].word == "ok"  # a little more, whatever p says
+    assert (
+        made((noise * 1.5).tolist(), noise.tolist()).verdicts[0].word == "ok"
+    )  # a little more, whatever p says
     assert made((noise * 3).tolist(), noise.tolist()).verdicts[0].word == "failed"
     one_large = [*noise[:-1], 1.0]
     assert made(one_large, noise.tolist()).p > 0.01  # one prompt of 32 proves nothing …
-    assert made(one_large, noise.tolist(), max_kl=0.01).verdicts[0].word == "failed"  # … unless there is a limit
+    assert (
+        made(one_large, noise.tolist(), max_kl=0.01).verdicts[0].word == "failed"
+    )  # … unless there is a limit
     broken = dataclasses.replace(made([0.0] * 8, [0.0] * 8), warm=passages([0.0] * 8, unlikely=1))
     assert broken.verdicts[1].word == "failed" and broken.rows()[2].verdict == "fail"
 
@@ -129,7 +142,9 @@ def test_a_reset_serves_where_there_are_no_salts() -> None:
 
 
 def test_too_few_prompts_are_refused() -> None:
-    with pytest.raises(ConfigError, match="0 of 10 prompts fit twice, with their answers, into the 640 tokens"):
+    with pytest.raises(
+        ConfigError, match="0 of 10 prompts fit twice, with their answers, into the 640 tokens"
+    ):
         measure(ours(), PROMPTS, "ids", {}, max_tokens=300)
 
 
@@ -138,8 +153,15 @@ def test_over_http_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
     given = ["accuracy", "divergence", "--limit", 8, "--max-tokens", 8, "--results", tmp_path]
     with served(LLM(str(FOLDER), **options)) as server:
         out = printed(capsys, *given, "--target", server.url)
-    assert "8 prompts, 64 forced tokens; " in out and "cached log-probabilities: ok: KL 0 per token" in out
+    assert (
+        "8 prompts, 64 forced tokens; " in out
+        and "cached log-probabilities: ok: KL 0 per token" in out
+    )
     rows = read_rows(tmp_path / "accuracy.csv").set_index("metric")
     assert rows["value"].to_dict() == {"cached_kl": 0.0, "uncached_kl": 0.0, "unlikely_tokens": 0.0}
-    assert rows["verdict"].to_dict() == {"cached_kl": "pass", "uncached_kl": "", "unlikely_tokens": "pass"}
+    assert rows["verdict"].to_dict() == {
+        "cached_kl": "pass",
+        "uncached_kl": "",
+        "unlikely_tokens": "pass",
+    }
     assert "7 of 7 prompts fit twice" in refused(capsys, *given[:3], 7, "--results", tmp_path)

@@ -30,7 +30,13 @@ def task_files(tmp_path: Path) -> dict[str, str]:
     for i, item in enumerate(ITEMS):
         lines = item.answer.rsplit(" ", 1)[0]
         choices = [f"{lines} {item.final + delta}" for delta in (0, 1, 10)] + ["1+1=2\n#### 2"]
-        docs.append({"question": item.prompt, "choices": choices[i % 4 :] + choices[: i % 4], "label": -i % 4})
+        docs.append(
+            {
+                "question": item.prompt,
+                "choices": choices[i % 4 :] + choices[: i % 4],
+                "label": -i % 4,
+            }
+        )
     (tmp_path / "docs.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
     source = {
         "dataset_path": "json",
@@ -64,20 +70,26 @@ Samples = dict[str, list[dict[str, Any]]]
 
 
 @pytest.fixture
-def run_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[dict[str, Any], Samples]]:
+def run_lm_eval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[dict[str, Any], Samples]]:
     """lm-eval's command line in this process, without the 10 s that it takes to index its own tasks."""
     import lm_eval.tasks
     from lm_eval.__main__ import cli_evaluate
 
     monkeypatch.setattr(
-        lm_eval.tasks, "TaskManager", functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
+        lm_eval.tasks,
+        "TaskManager",
+        functools.partial(lm_eval.tasks.TaskManager, include_defaults=False),
     )
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: str) -> tuple[dict[str, Any], Samples]:
         out = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
-        monkeypatch.setattr("sys.argv", ["lm_eval", *arguments, "--output_path", str(out), "--log_samples"])
+        monkeypatch.setattr(
+            "sys.argv", ["lm_eval", *arguments, "--output_path", str(out), "--log_samples"]
+        )
         cli_evaluate()
         (results,) = out.rglob("results_*.json")
         samples = {
@@ -94,13 +106,17 @@ def run_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
 def scores(sample: dict[str, Any]) -> list[tuple[float, bool]]:
     """Of each choice its log-likelihood and whether it is greedy; of a whole text, which has no such flag, True."""
     found = [response for (response,) in sample["resps"]]  # lm-eval writes them as texts
-    return [(float(one[0]), one[1] == "True") if isinstance(one, list) else (float(one), True) for one in found]
+    return [
+        (float(one[0]), one[1] == "True") if isinstance(one, list) else (float(one), True)
+        for one in found
+    ]
 
 
 def test_choices_and_texts_score_as_under_hf(
     task_files: dict[str, str], run_lm_eval: Callable[..., tuple[dict[str, Any], Samples]]
 ) -> None:
-    # In float32 a score of -80 is 1.1e-4 from that in float64 here, 3e-5 under hf: improbable tokens have large logits.
+    # In float32 a score of -80 is 1.1e-4 from that in float64 here, 3e-5 under hf: improbable
+    # tokens have large logits.
     exact = f"pretrained={FOLDER},dtype=float64,mamba_ssm_cache_dtype=float64"
     tasks = ",".join([REGISTER, *task_files.values()])
     ours, our_samples = run_lm_eval("--model", "hybrid_kv", "--model_args", exact, "--tasks", tasks)
@@ -113,13 +129,17 @@ def test_choices_and_texts_score_as_under_hf(
     for task, samples in our_samples.items():
         for one, other in zip(samples, their_samples[task], strict=True):
             assert (one["prompt_hash"], one["doc_id"]) == (other["prompt_hash"], other["doc_id"])
-            for (value, greedy), (expected, expected_greedy) in zip(scores(one), scores(other), strict=True):
+            for (value, greedy), (expected, expected_greedy) in zip(
+                scores(one), scores(other), strict=True
+            ):
                 assert abs(value - expected) <= 1e-4
                 assert greedy == expected_greedy
                 num_scores += 1
     assert num_scores == len(ITEMS) * 5
     picked = [max(range(4), key=lambda i: scores(one)[i]) for one in our_samples["choices"]]
-    assert picked == [max(range(4), key=lambda i: scores(one)[i]) for one in their_samples["choices"]]
+    assert picked == [
+        max(range(4), key=lambda i: scores(one)[i]) for one in their_samples["choices"]
+    ]
     for metric in ("acc,none", "acc_norm,none"):
         assert ours["results"]["choices"][metric] == theirs["results"]["choices"][metric]
     assert ours["results"]["choices"]["acc,none"] == 1  # a trained model, which knows the right one
@@ -133,7 +153,9 @@ def test_lm_evals_other_options_reach_the_engine(
         "--model", "hybrid_kv", "--tasks", synth, "--limit", "3", "--num_fewshot", "2", "--batch_size", "2",
         "--gen_kwargs", "max_gen_toks=4",
     )  # fmt: skip
-    assert results["n-shot"]["gsm8k_synth"] == 2 and results["config"]["gen_kwargs"] == {"max_gen_toks": 4}
+    assert results["n-shot"]["gsm8k_synth"] == 2 and results["config"]["gen_kwargs"] == {
+        "max_gen_toks": 4
+    }
     own = [sample for sample in samples["gsm8k_synth"] if sample["filter"] == "strict-match"]
     assert len(own) == 3
     for sample in own:
@@ -144,18 +166,31 @@ def test_lm_evals_other_options_reach_the_engine(
 
 
 def test_a_chat_template_makes_the_prompts(
-    tmp_path: Path, task_files: dict[str, str], run_lm_eval: Callable[..., tuple[dict[str, Any], Samples]]
+    tmp_path: Path,
+    task_files: dict[str, str],
+    run_lm_eval: Callable[..., tuple[dict[str, Any], Samples]],
 ) -> None:
     chat = tmp_path / "chat"
     shutil.copytree(FOLDER, chat, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     file = chat / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": TEMPLATE}))
-    arguments = ("--model", "hybrid_kv", "--tasks", f"{REGISTER},{task_files['choices']}", "--limit", "2")
-    results, samples = run_lm_eval(*arguments, "--model_args", f"pretrained={chat}", "--apply_chat_template")
+    arguments = (
+        "--model",
+        "hybrid_kv",
+        "--tasks",
+        f"{REGISTER},{task_files['choices']}",
+        "--limit",
+        "2",
+    )
+    results, samples = run_lm_eval(
+        *arguments, "--model_args", f"pretrained={chat}", "--apply_chat_template"
+    )
     assert results["chat_template"] == TEMPLATE
     for sample, item in zip(samples["choices"], ITEMS[:2], strict=True):
         assert sample["arguments"]["gen_args_0"]["arg_0"] == item.prompt + " Say:"
-    with pytest.raises(HybridKVError, match="has no chat template; leave --apply_chat_template out"):
+    with pytest.raises(
+        HybridKVError, match="has no chat template; leave --apply_chat_template out"
+    ):
         run_lm_eval(*arguments, "--apply_chat_template")
 
 
@@ -182,11 +217,15 @@ def test_a_text_longer_than_the_model_is_scored_in_windows() -> None:
 def test_a_context_that_is_too_long_loses_its_beginning(caplog: pytest.LogCaptureFixture) -> None:
     lm = engine_model(progress=False, device="cpu", max_model_len=64)
     context = lm.tok_encode(ITEMS[0].prompt)
-    ((long, _), (short, _)) = lm._loglikelihood_tokens([(None, context, [7, 8]), (None, context[-62:], [7, 8])])
+    ((long, _), (short, _)) = lm._loglikelihood_tokens(
+        [(None, context, [7, 8]), (None, context[-62:], [7, 8])]
+    )
     assert long == short
     assert "1 of 2 contexts were cut from the left" in caplog.text
     for wrong in ([], [7] * 64):
-        with pytest.raises(HybridKVError, match=f"continuation of {len(wrong)} tokens cannot be scored"):
+        with pytest.raises(
+            HybridKVError, match=f"continuation of {len(wrong)} tokens cannot be scored"
+        ):
             lm._loglikelihood_tokens([(None, context, wrong)])
 
 
@@ -228,10 +267,15 @@ class _Words:
 
 
 def test_a_text_with_a_bos_gets_no_second_one() -> None:
-    lm = engine_model(llm=LLM(FOLDER, tokenizer=_Words(), device="cpu", max_model_len=64), progress=False)
+    lm = engine_model(
+        llm=LLM(FOLDER, tokenizer=_Words(), device="cpu", max_model_len=64), progress=False
+    )
     assert lm.tok_encode("a b") == [1, 2, 2]
     assert lm.tok_encode("<s> a b") == [1, 2, 2]
     assert lm.tok_encode("a b", add_special_tokens=False) == [2, 2]
-    sent = [instance("generate_until", (text, {"until": []}), i) for i, text in enumerate(("a", "<s> a"))]
+    sent = [
+        instance("generate_until", (text, {"until": []}), i)
+        for i, text in enumerate(("a", "<s> a"))
+    ]
     lm.generate_until(sent)
     assert [lm.outputs["toy", i][0].prompt_token_ids for i in range(2)] == [[1, 2]] * 2

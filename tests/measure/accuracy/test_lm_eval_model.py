@@ -30,16 +30,25 @@ def lm(llm: LLM) -> Any:
 
 
 def requests(*arguments: tuple[str, dict[str, Any]]) -> list[Any]:
-    return [instance("generate_until", (prompt, dict(kwargs)), i) for i, (prompt, kwargs) in enumerate(arguments)]
+    return [
+        instance("generate_until", (prompt, dict(kwargs)), i)
+        for i, (prompt, kwargs) in enumerate(arguments)
+    ]
 
 
 def test_same_text_as_the_engine(lm: Any, llm: LLM) -> None:
-    plain = llm.generate(PROMPTS, SamplingParams(max_tokens=24, stop=("Question:", "</s>")), progress=False)
+    plain = llm.generate(
+        PROMPTS, SamplingParams(max_tokens=24, stop=("Question:", "</s>")), progress=False
+    )
     steps = llm.num_steps
-    texts = lm.generate_until(requests(*((prompt, GREEDY | {"max_gen_toks": 24}) for prompt in PROMPTS)))
+    texts = lm.generate_until(
+        requests(*((prompt, GREEDY | {"max_gen_toks": 24}) for prompt in PROMPTS))
+    )
     assert texts == [output.text for output in plain]
     assert len(set(texts)) > 1
-    assert [lm.outputs["toy", i][0].token_ids for i in range(4)] == [output.token_ids for output in plain]
+    assert [lm.outputs["toy", i][0].token_ids for i in range(4)] == [
+        output.token_ids for output in plain
+    ]
     # In one call, so that they share their steps.
     assert llm.num_steps - steps < sum(len(output.token_ids) for output in plain)
 
@@ -54,13 +63,17 @@ def test_every_stop_string_counts(lm: Any) -> None:
 
 def test_max_gen_toks_and_its_default(lm: Any) -> None:
     lm.max_gen_toks = 3
-    lm.generate_until(requests((PROMPTS[0], {"until": []}), (PROMPTS[0], {"until": [], "max_gen_toks": 5})))
+    lm.generate_until(
+        requests((PROMPTS[0], {"until": []}), (PROMPTS[0], {"until": [], "max_gen_toks": 5}))
+    )
     assert [len(lm.outputs["toy", i][0].token_ids) for i in range(2)] == [3, 5]
 
 
 def test_sampling(lm: Any) -> None:
     def sampled(**kwargs: Any) -> list[str]:
-        return lm.generate_until(requests(*[(PROMPTS[0], {"until": [], "max_gen_toks": 12} | kwargs)] * 4))
+        return lm.generate_until(
+            requests(*[(PROMPTS[0], {"until": [], "max_gen_toks": 12} | kwargs)] * 4)
+        )
 
     hot = {"do_sample": True, "temperature": 5.0}
     assert len(set(sampled(**hot))) > 1  # repeats of a question differ
@@ -68,12 +81,16 @@ def test_sampling(lm: Any) -> None:
     assert sampled(**hot, seed=1) != sampled(**hot, seed=2)
     assert len(set(sampled(do_sample=False, temperature=5.0))) == 1
     assert lm.sampling_params({"do_sample": True}, 0).temperature == 1.0
-    params = lm.sampling_params({"do_sample": True, "temperature": 0.5, "top_k": 3, "top_p": 0.9}, 0)
+    params = lm.sampling_params(
+        {"do_sample": True, "temperature": 0.5, "top_k": 3, "top_p": 0.9}, 0
+    )
     assert (params.temperature, params.top_k, params.top_p) == (0.5, 3, 0.9)
 
 
 def test_refused_request_is_no_silent_answer(lm: Any, caplog: pytest.LogCaptureFixture) -> None:
-    texts = lm.generate_until(requests((PROMPTS[0] * 20, GREEDY), (PROMPTS[1], GREEDY | {"max_gen_toks": 2})))
+    texts = lm.generate_until(
+        requests((PROMPTS[0] * 20, GREEDY), (PROMPTS[1], GREEDY | {"max_gen_toks": 2}))
+    )
     assert texts[0] == "[invalid]" != texts[1] != ""
     assert "max_model_len" in str(lm.outputs["toy", 0][0].error)
     assert lm.outputs["toy", 1][0].error is None
@@ -92,8 +109,13 @@ def test_registered_and_made_from_the_command_lines_arguments(lm: Any) -> None:
     assert cls is type(lm)
     # What lm-eval's command line passes when the user gives neither a batch size nor a device.
     defaults = {"batch_size": 1, "max_batch_size": None, "device": "cuda:0"}
-    made = cls.create_from_arg_string(f"pretrained={GUARD_MODEL},max_num_seqs=2,max_model_len=256", defaults)
-    assert (made.llm.config.scheduler.max_num_seqs, made.llm.config.scheduler.max_model_len) == (2, 256)
+    made = cls.create_from_arg_string(
+        f"pretrained={GUARD_MODEL},max_num_seqs=2,max_model_len=256", defaults
+    )
+    assert (made.llm.config.scheduler.max_num_seqs, made.llm.config.scheduler.max_model_len) == (
+        2,
+        256,
+    )
 
 
 def test_registering_hides_no_model_of_lm_evals() -> None:

@@ -13,7 +13,9 @@ from scipy.stats import binomtest, multinomial
 from hybrid_kv.measure.accuracy import paired
 
 
-@pytest.mark.parametrize(("lost", "gained"), [(0, 0), (0, 5), (5, 0), (7, 1), (8, 2), (30, 30), (90, 41), (600, 719)])
+@pytest.mark.parametrize(
+    ("lost", "gained"), [(0, 0), (0, 5), (5, 0), (7, 1), (8, 2), (30, 30), (90, 41), (600, 719)]
+)
 def test_p_is_the_one_sided_binomial_tests(lost: int, gained: int) -> None:
     expected = binomtest(lost, lost + gained, 0.5, "greater").pvalue if lost + gained else 1.0
     assert paired.mcnemar_p(lost, gained) == pytest.approx(expected, rel=1e-9)
@@ -23,13 +25,29 @@ def test_five_percent_of_250_are_seen_at_the_first_look_and_identical_runs_are_n
     ((first, alpha), (last, rest)) = paired.looks(1319)
     assert (first, last) == (250, 1319)
     assert alpha + rest == pytest.approx(paired.ALPHA)
-    assert paired.decide(12, 0, alpha, final=False) == "worse"  # 5 % of 250, all of them right before
-    assert paired.decide(0, 0, alpha, final=False) == paired.decide(0, 0, rest, final=True) == "no loss shown"
-    assert paired.decide(0, 9, alpha, final=False) == "no loss shown"  # gains are no reason to ask on
-    assert paired.decide(1, 0, alpha, final=False) == paired.decide(9, 0, alpha, final=False) == "undecided"
+    assert (
+        paired.decide(12, 0, alpha, final=False) == "worse"
+    )  # 5 % of 250, all of them right before
+    assert (
+        paired.decide(0, 0, alpha, final=False)
+        == paired.decide(0, 0, rest, final=True)
+        == "no loss shown"
+    )
+    assert (
+        paired.decide(0, 9, alpha, final=False) == "no loss shown"
+    )  # gains are no reason to ask on
+    assert (
+        paired.decide(1, 0, alpha, final=False)
+        == paired.decide(9, 0, alpha, final=False)
+        == "undecided"
+    )
     assert paired.decide(10, 0, alpha, final=False) == "worse"
     assert paired.decide(5, 0, 0.05, final=True) == "worse"
-    assert paired.decide(4, 0, 0.05, final=True) == paired.decide(0, 50, 0.05, final=True) == "no loss shown"
+    assert (
+        paired.decide(4, 0, 0.05, final=True)
+        == paired.decide(0, 50, 0.05, final=True)
+        == "no loss shown"
+    )
     assert paired.looks(250) == [(250, paired.ALPHA)] and len(paired.looks(251)) == 2
 
 
@@ -49,7 +67,9 @@ def test_the_rule_calls_an_unchanged_model_worse_in_at_most_5_percent(flips: flo
     rng, trials = np.random.default_rng(7), 3000
     alarms = sum(rule(rng, flips / 2, flips / 2) == "worse" for _ in range(trials))
     # At the limit itself, fewer than one seed in a thousand would exceed this.
-    assert alarms / trials <= paired.ALPHA + 3.1 * math.sqrt(paired.ALPHA * (1 - paired.ALPHA) / trials)
+    assert alarms / trials <= paired.ALPHA + 3.1 * math.sqrt(
+        paired.ALPHA * (1 - paired.ALPHA) / trials
+    )
     if flips == 0.13:
         assert alarms / trials > 0.02  # with many flips the exact test nearly uses up its level
 
@@ -99,12 +119,16 @@ def score(lost: int, gained: int, n: int, difference: float) -> float:
         return -sum(k * math.log(p) for k, p in zip(counts, chances, strict=True) if k)
 
     low, high = max(0.0, -difference), (1 - difference) / 2
-    found = minimize_scalar(cost, bounds=(low + 1e-12, high - 1e-12), method="bounded", options={"xatol": 1e-12})
+    found = minimize_scalar(
+        cost, bounds=(low + 1e-12, high - 1e-12), method="bounded", options={"xatol": 1e-12}
+    )
     variance = (2 * found.x + difference - difference**2) / n
     return abs((gained - lost) / n - difference) / math.sqrt(variance)
 
 
-@pytest.mark.parametrize(("lost", "gained", "n"), [(12, 2, 50), (3, 9, 40), (13, 1, 250), (60, 50, 1319), (4, 0, 30)])
+@pytest.mark.parametrize(
+    ("lost", "gained", "n"), [(12, 2, 50), (3, 9, 40), (13, 1, 250), (60, 50, 1319), (4, 0, 30)]
+)
 def test_the_interval_ends_where_the_score_test_does(lost: int, gained: int, n: int) -> None:
     low, high = paired.difference_interval(lost, gained, n)
     assert low < (gained - lost) / n < high
@@ -119,7 +143,9 @@ def test_intervals_at_the_edges() -> None:
     low, high = paired.difference_interval(0, 0, 250)
     z2 = 1.959964**2
     assert high == pytest.approx(z2 / (250 + z2)) and low == pytest.approx(-high)
-    assert paired.difference_interval(5, 0, 5)[0] == -1 and paired.difference_interval(0, 5, 5)[1] == 1
+    assert (
+        paired.difference_interval(5, 0, 5)[0] == -1 and paired.difference_interval(0, 5, 5)[1] == 1
+    )
 
 
 def test_what_no_lost_question_says() -> None:

@@ -24,8 +24,25 @@ from tests.measure.accuracy.test_tasks import write_gsm8k
 
 LIMIT = 6
 ENGINE = {"max_num_seqs": 3, "max_model_len": 640, "device": "cpu"}
-FIELDS = ["doc_id", "doc_hash", "prompt_hash", "target_hash", "correct", "correct_flexible", "invalid", "error"]
-FIELDS += ["n_tokens", "output_sha", "steps", "needs_latch", "question_sha", "n_verifications", "n_accepted"]
+FIELDS = [
+    "doc_id",
+    "doc_hash",
+    "prompt_hash",
+    "target_hash",
+    "correct",
+    "correct_flexible",
+    "invalid",
+    "error",
+]
+FIELDS += [
+    "n_tokens",
+    "output_sha",
+    "steps",
+    "needs_latch",
+    "question_sha",
+    "n_verifications",
+    "n_accepted",
+]
 FIELDS += ["params", "commit"]
 
 
@@ -40,11 +57,15 @@ def test_same_scores_as_simple_evaluate(result: run.AccuracyResult) -> None:
 
     lm = engine_model(GUARD_MODEL, progress=False, **ENGINE)
     manager = TaskManager(include_path=Path(tasks.__file__).parent, include_defaults=False)
-    theirs = simple_evaluate(lm, tasks=["gsm8k_synth"], task_manager=manager, limit=LIMIT, bootstrap_iters=0)
+    theirs = simple_evaluate(
+        lm, tasks=["gsm8k_synth"], task_manager=manager, limit=LIMIT, bootstrap_iters=0
+    )
     scores = theirs["results"]["gsm8k_synth"]
     assert scores["exact_match,strict-match"] == pytest.approx(result.accuracy)
     assert scores["exact_match,flexible-extract"] == pytest.approx(result.accuracy_flexible)
-    strict = [sample for sample in theirs["samples"]["gsm8k_synth"] if sample["filter"] == "strict-match"]
+    strict = [
+        sample for sample in theirs["samples"]["gsm8k_synth"] if sample["filter"] == "strict-match"
+    ]
     for sample, record in zip(strict, result.records, strict=True):
         for name in ("doc_id", "doc_hash", "prompt_hash", "target_hash"):
             assert sample[name] == getattr(record, name)
@@ -99,7 +120,10 @@ def test_averages_and_rows() -> None:
     }
     assert {row.n for row in rows.values()} == {4}
     assert rows["invalid_rate"].better == "lower" and rows["exact_match_strict"].better == "higher"
-    assert (rows["exact_match_strict"].ci_low, rows["exact_match_strict"].ci_high) == run.wilson_interval(1, 4)
+    assert (
+        rows["exact_match_strict"].ci_low,
+        rows["exact_match_strict"].ci_high,
+    ) == run.wilson_interval(1, 4)
 
 
 @pytest.mark.parametrize("cached", [0, 25])
@@ -114,7 +138,9 @@ def test_a_rate_of_zero_is_reported_and_none_is_not(
     run.print_result(made)
     printed = capsys.readouterr().out
     assert made.hit_rate == rows.get("prefix_hit_rate") == (cached / 100 if caches else None)
-    assert (f"{cached / 100:.1%} of the prompt tokens came from the prefix cache" in printed) == caches
+    assert (
+        f"{cached / 100:.1%} of the prompt tokens came from the prefix cache" in printed
+    ) == caches
     assert made.summary()["draft_acceptance"] == rows["draft_acceptance"] == 0.0
     assert "0.0% of 50 draft tokens were accepted" in printed
 
@@ -129,14 +155,22 @@ def test_an_engine_says_whether_it_caches(result: run.AccuracyResult) -> None:
 def test_wilson_interval() -> None:
     low, high = run.wilson_interval(81, 263)  # Newcombe 1998, table I, method 3
     assert (round(low, 4), round(high, 4)) == (0.2553, 0.3662)
-    assert run.wilson_interval(0, 20)[0] == 0 and math.isclose(run.wilson_interval(0, 20)[1], 0.1611, abs_tol=1e-4)
+    assert run.wilson_interval(0, 20)[0] == 0 and math.isclose(
+        run.wilson_interval(0, 20)[1], 0.1611, abs_tol=1e-4
+    )
     assert run.wilson_interval(20, 20)[1] == 1
-    # Where the ends are only nearly 0 and 1 in floating point, the interval would not hold its own value.
-    assert all(run.wilson_interval(0, n)[0] == 0 and run.wilson_interval(n, n)[1] == 1 for n in range(1, 600))
+    # Where the ends are only nearly 0 and 1 in floating point, the interval would not hold its own
+    # value.
+    assert all(
+        run.wilson_interval(0, n)[0] == 0 and run.wilson_interval(n, n)[1] == 1
+        for n in range(1, 600)
+    )
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-def test_samples_file(result: run.AccuracyResult, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_file(
+    result: run.AccuracyResult, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = dataclasses.replace(provenance(), commit="a" * 40, dirty=name == "a.jsonl")
     monkeypatch.setattr("hybrid_kv.measure.accuracy.run.provenance", lambda: source)
     run.write_samples(result, tmp_path / name)
@@ -145,7 +179,10 @@ def test_samples_file(result: run.AccuracyResult, tmp_path: Path, name: str, mon
     run.write_samples(result, tmp_path / name)
     assert (tmp_path / name).read_bytes() == data  # replaced, byte for byte
     assert [file.name for file in tmp_path.iterdir()] == [name]
-    lines = [json.loads(line) for line in (gzip.decompress(data) if name.endswith("gz") else data).splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (gzip.decompress(data) if name.endswith("gz") else data).splitlines()
+    ]
     assert [list(line) for line in lines] == [FIELDS] * LIMIT
     for line, expected in zip(lines, result.records, strict=True):
         commit = "a" * 40 + "-dirty" * (name == "a.jsonl")
@@ -155,16 +192,25 @@ def test_samples_file(result: run.AccuracyResult, tmp_path: Path, name: str, mon
 def test_rows_do_not_say_where_a_folder_lies(tmp_path: Path) -> None:
     options = {**ENGINE, "mamba_cache_mode": "all", "kv_offload_folder": str(tmp_path / "cold")}
     offloading = run.evaluate(str(GUARD_MODEL), limit=1, progress=False, **options)
-    assert (offloading.params["kv_offload_folder"], offloading.params["model"]) == ("cold", "guard_model")
+    assert (offloading.params["kv_offload_folder"], offloading.params["model"]) == (
+        "cold",
+        "guard_model",
+    )
     assert offloading.params | ENGINE == offloading.params
     assert not any(str(tmp_path) in row.params_json for row in run.rows(offloading))
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, samples, summary = tmp_path / "r" / "accuracy.csv", tmp_path / "s" / "a.jsonl.gz", tmp_path / "a.json"
+    out, samples, summary = (
+        tmp_path / "r" / "accuracy.csv",
+        tmp_path / "s" / "a.jsonl.gz",
+        tmp_path / "a.json",
+    )
     arguments = ["accuracy", "--limit", "2", "--max-num-seqs", "2", "--results", str(out.parent)]
     for _ in range(2):
-        code, printed, _ = cli.run(capsys, *arguments, "--samples", samples, "--out", summary, "--device", "cpu")
+        code, printed, _ = cli.run(
+            capsys, *arguments, "--samples", samples, "--out", summary, "--device", "cpu"
+        )
         assert code == 0
     assert "self-contained" in printed and "preemptions" in printed
     frame = read_rows(out)
@@ -176,17 +222,29 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_gsm8k_runs_offline(tmp_path: Path) -> None:
-    options = {"gsm8k_dir": write_gsm8k(tmp_path), "limit": 3, "progress": False, "max_num_seqs": 3, "device": "cpu"}
+    options = {
+        "gsm8k_dir": write_gsm8k(tmp_path),
+        "limit": 3,
+        "progress": False,
+        "max_num_seqs": 3,
+        "device": "cpu",
+    }
     result = run.evaluate(task="gsm8k", **options)
     assert result.n == 3
-    assert all(record.error is None and record.n_tokens > 0 and record.steps is None for record in result.records)
+    assert all(
+        record.error is None and record.n_tokens > 0 and record.steps is None
+        for record in result.records
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--model", "/nowhere/at/all"], "/nowhere/at/all does not exist"),
-        (["--task", "gsm9k", "--model", "/nowhere"], "'gsm9k' is unknown"),  # found before a model is loaded
+        (
+            ["--task", "gsm9k", "--model", "/nowhere"],
+            "'gsm9k' is unknown",
+        ),  # found before a model is loaded
         (["--task", "gsm8k", "--gsm8k-dir", "/nowhere"], "/nowhere/train.jsonl: No such file"),
         (["--limit", "0"], "Invalid value for '--limit'"),
         (["--attention-backend", "NOPE"], "NOPE"),
@@ -203,9 +261,13 @@ def test_bad_input_is_one_line_and_exit_code_2(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(LLM, "generate", lambda *_, **__: pytest.fail("work was done before the error was found"))
+    monkeypatch.setattr(
+        LLM, "generate", lambda *_, **__: pytest.fail("work was done before the error was found")
+    )
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     places = {"file": tmp_path / "file", "folder": tmp_path / "folder"}
-    assert message in cli.refused(capsys, "accuracy", *(argument.format(**places) for argument in arguments))
+    assert message in cli.refused(
+        capsys, "accuracy", *(argument.format(**places) for argument in arguments)
+    )
     assert not (tmp_path / "results" / "accuracy.csv").exists()

@@ -18,13 +18,15 @@ from tests.cli.run import raising
 
 ITEMS = problems.eval_set(11, 3, shots=2)
 WRONG = encode(" 1+1=3\n#### 3")
-# The reference's answer, a wrong one, one that ends sooner, and a single token: each after the same context.
+# The reference's answer, a wrong one, one that ends sooner, and a single token: each after the same
+# context.
 PAIRS = [
     (encode(item.prompt), continuation)
     for item in ITEMS
     for continuation in (encode(f" {item.answer}"), WRONG, WRONG[:5], WRONG[:1])
 ]
-# A hit in mode `align` is a multiple of 80 tokens here, in `all` of 96: the continuation of this one reaches over both.
+# A hit in mode `align` is a multiple of 80 tokens here, in `all` of 96: the continuation of this
+# one reaches over both.
 PAIRS.append((PAIRS[0][0][:70], PAIRS[0][0][70:130]))
 
 
@@ -43,7 +45,9 @@ def expected() -> list[Score]:
 
 def engine(**options: Any) -> LLM:
     dtypes = {"dtype": "float64", "mamba_ssm_cache_dtype": "float64"}
-    return LLM(FOLDER, device="cpu", **{"max_model_len": 512, "max_num_seqs": 4, **dtypes, **options})
+    return LLM(
+        FOLDER, device="cpu", **{"max_model_len": 512, "max_num_seqs": 4, **dtypes, **options}
+    )
 
 
 def assert_equal(found: list[Score], expected: list[Score]) -> None:
@@ -59,10 +63,14 @@ def assert_equal(found: list[Score], expected: list[Score]) -> None:
         pytest.param({"max_num_batched_tokens": 37}, id="cut into chunks"),
         pytest.param({"num_blocks": 14, "block_size": 32}, id="few blocks"),
         pytest.param({"async_scheduling": True}, id="async"),
-        pytest.param({"speculative_method": "mtp", "num_speculative_tokens": 2}, id="with a draft head"),
+        pytest.param(
+            {"speculative_method": "mtp", "num_speculative_tokens": 2}, id="with a draft head"
+        ),
     ],
 )
-def test_scores_are_those_of_the_plain_forward_pass(options: dict[str, Any], expected: list[Score]) -> None:
+def test_scores_are_those_of_the_plain_forward_pass(
+    options: dict[str, Any], expected: list[Score]
+) -> None:
     llm = engine(**options)
     assert_equal(score(llm, PAIRS), expected)
 
@@ -93,8 +101,12 @@ def test_a_hit_serves_the_context_and_never_the_continuation(
 def test_equal_prompts_run_once() -> None:
     llm = engine()
     context = encode(ITEMS[0].prompt)
-    one, two, longer = score(llm, [(context, [7]), (context, [8]), (context[:-2], [*context[-2:], 7])])
-    assert llm.make_request([1], scoring.SamplingParams()).request_id == "1"  # number 0 was the only one before it
+    one, two, longer = score(
+        llm, [(context, [7]), (context, [8]), (context[:-2], [*context[-2:], 7])]
+    )
+    assert (
+        llm.make_request([1], scoring.SamplingParams()).request_id == "1"
+    )  # number 0 was the only one before it
     assert one != two and longer.log_prob < one.log_prob
 
 
@@ -103,7 +115,9 @@ def test_nothing_is_asked_for_no_pairs() -> None:
 
 
 def test_a_prompt_that_the_engine_refuses_has_no_score() -> None:
-    with pytest.raises(HybridKVError, match=r"1 of 2 prompts cannot be scored; the first: .*max_model_len is 64"):
+    with pytest.raises(
+        HybridKVError, match=r"1 of 2 prompts cannot be scored; the first: .*max_model_len is 64"
+    ):
         score(engine(max_model_len=64), [([5] * 80, [6]), ([5] * 8, [6])])
 
 

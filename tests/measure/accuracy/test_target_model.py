@@ -58,7 +58,9 @@ class Fake:
         self.is_closed = True
 
 
-def asked_of(fake: Fake, monkeypatch: pytest.MonkeyPatch, count: int = 1, **more: Any) -> tuple[Any, list[str]]:
+def asked_of(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, count: int = 1, **more: Any
+) -> tuple[Any, list[str]]:
     from hybrid_kv.measure.accuracy import target_model
 
     monkeypatch.setattr(target_model, "kind_of", lambda name: fake)
@@ -71,7 +73,16 @@ def test_a_server_gets_the_questions_the_scores_and_the_tokens_of_a_run_in_this_
     server: Served, baseline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     samples = tmp_path / "b.jsonl.gz"
-    given = ["--target", server.url, "--against", baseline, "--samples", samples, "--results", tmp_path]
+    given = [
+        "--target",
+        server.url,
+        "--against",
+        baseline,
+        "--samples",
+        samples,
+        "--results",
+        tmp_path,
+    ]
     code, printed, error = call(capsys, *given)
     assert code == 0 and "4 of 4" in printed, error
     through = evaluate(target=f"{server.url}/v1", limit=4, progress=False)
@@ -81,7 +92,9 @@ def test_a_server_gets_the_questions_the_scores_and_the_tokens_of_a_run_in_this_
     assert server.url not in str(through.params) and "target" in through.params
 
 
-def test_what_goes_on_behind_its_end_is_cut_where_the_engine_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_goes_on_behind_its_end_is_cut_where_the_engine_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tokenizer = load_tokenizer(FOLDER)
     tokens = tokenizer.encode(" 3+4=7\n#### 7\n\nQuestion: Ann has 3 pens.")
     end = len(tokenizer.encode(" 3+4=7\n#### 7\n\nQuestion:"))
@@ -92,7 +105,10 @@ def test_what_goes_on_behind_its_end_is_cut_where_the_engine_ends(monkeypatch: p
     assert fake.sent[0].stop == ("Question:",) and fake.sent[0].max_tokens == 40
     fake.answer = Answer((*tokens[:4], 0, 9, 9))
     lm, (text,) = asked_of(fake, monkeypatch)
-    assert text == tokenizer.decode(tokens[:4]) and lm.outputs["toy", 0][0].token_ids == [*tokens[:4], 0]
+    assert text == tokenizer.decode(tokens[:4]) and lm.outputs["toy", 0][0].token_ids == [
+        *tokens[:4],
+        0,
+    ]
 
 
 def test_no_more_requests_are_open_than_a_server_lets_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +123,9 @@ def test_an_answer_is_no_longer_than_the_target_lets_it_be(monkeypatch: pytest.M
     assert fake.sent[0].max_tokens == 100 - len(fake.sent[0].prompt) < 90
 
 
-def test_a_request_that_fails_is_a_question_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_fails_is_a_question_without_an_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lm, (text,) = asked_of(Fake(Answer((), error="HTTP 500: 7")), monkeypatch)
     assert text == "[invalid]" and lm.outputs["toy", 0][0].error == "HTTP 500: 7"
 
@@ -122,13 +140,25 @@ def test_a_task_that_samples_or_scores_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_cannot_be_asked_is_said_in_one_line(
-    server: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    server: Served,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for given, said in (
-        (["--target", "http://127.0.0.1:9"], "--target http://127.0.0.1:9: no model is served there"),
+        (
+            ["--target", "http://127.0.0.1:9"],
+            "--target http://127.0.0.1:9: no model is served there",
+        ),
         (["--target", "sglang"], "--target sglang: there is no such engine"),
-        (["--target", server.url, "--model", "guard_model_qwen3_5"], "serves guard_model, not guard_model_qwen3_5"),
-        (["--target", server.url, "--num-blocks", "9"], "num_blocks is for this engine alone; leave it out"),
+        (
+            ["--target", server.url, "--model", "guard_model_qwen3_5"],
+            "serves guard_model, not guard_model_qwen3_5",
+        ),
+        (
+            ["--target", server.url, "--num-blocks", "9"],
+            "num_blocks is for this engine alone; leave it out",
+        ),
     ):
         assert said in refused(capsys, "accuracy", *given, "--limit", "2", "--results", tmp_path)
     assert not list(tmp_path.iterdir())

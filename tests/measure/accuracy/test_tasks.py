@@ -43,12 +43,16 @@ def test_only_the_documents_differ_from_lm_evals_gsm8k() -> None:
 
     ours = load_yaml(Path(tasks.__file__).parent / "gsm8k_synth.yaml", resolve_func=False)
     theirs = load_yaml(Path(lm_eval.tasks.__file__).parent / "gsm8k" / "gsm8k.yaml")
-    assert {k: v for k, v in ours.items() if k not in OURS} == {k: v for k, v in theirs.items() if k not in THEIRS}
+    assert {k: v for k, v in ours.items() if k not in OURS} == {
+        k: v for k, v in theirs.items() if k not in THEIRS
+    }
 
 
 def test_prompt_is_lm_evals_for_the_same_document(synth: Any, real: Any) -> None:
     doc = synth.test_docs()[0]
-    assert synth.doc_to_text(doc) == real.doc_to_text(doc) == f"Question: {doc['question']}\nAnswer:"
+    assert (
+        synth.doc_to_text(doc) == real.doc_to_text(doc) == f"Question: {doc['question']}\nAnswer:"
+    )
     assert synth.doc_to_target(doc) == real.doc_to_target(doc)
     shots = list(synth.fewshot_docs())
     real.sampler.replace_df(shots)
@@ -106,7 +110,9 @@ SURROGATE = GOOD.replace('"a"', r'"\ud800"')
 def test_a_line_is_not_cut_at_a_separator_in_its_text(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text(GOOD * 5)
     (tmp_path / "test.jsonl").write_text(GOOD.replace('"a"', '"a\u2028b"'), encoding="utf-8")
-    assert list(tasks.load_task("gsm8k", gsm8k_dir=tmp_path).test_docs()["question"]) == ["a\u2028b"]
+    assert list(tasks.load_task("gsm8k", gsm8k_dir=tmp_path).test_docs()["question"]) == [
+        "a\u2028b"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -125,10 +131,16 @@ def test_a_line_is_not_cut_at_a_separator_in_its_text(tmp_path: Path) -> None:
             {"train.jsonl": GOOD * 5, "test.jsonl": GOOD + SURROGATE},
             "cannot be loaded from",
         ),
-        ("gsm8k", {"train.jsonl": GOOD * 4, "test.jsonl": GOOD}, "train.jsonl has 4 questions, a prompt shows 5"),
+        (
+            "gsm8k",
+            {"train.jsonl": GOOD * 4, "test.jsonl": GOOD},
+            "train.jsonl has 4 questions, a prompt shows 5",
+        ),
     ],
 )
-def test_bad_tasks_are_refused(tmp_path: Path, task: str, content: dict[str, str] | None, message: str) -> None:
+def test_bad_tasks_are_refused(
+    tmp_path: Path, task: str, content: dict[str, str] | None, message: str
+) -> None:
     for name, text in (content or {}).items():
         (tmp_path / name).write_text(text, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(ConfigError, match=message):

@@ -23,18 +23,35 @@ from tests.measure.accuracy.test_compare import call, result_of
 from tests.measure.dashboard.rows import row, write
 
 COMMIT, OLDER = "c" * 40, "b" * 40
-PLAIN = {"model": "guard_model", "task": "gsm8k_synth", "limit": 250, "num_fewshot": 5, "lm_eval": "0.4.13"}
+PLAIN = {
+    "model": "guard_model",
+    "task": "gsm8k_synth",
+    "limit": 250,
+    "num_fewshot": 5,
+    "lm_eval": "0.4.13",
+}
 
 
 def rows(scores: list[float], seeds: list[int] | None = None, **changes: Any) -> pd.DataFrame:
     """Rows of both filters of runs with these strict scores; the flexible ones are a little higher."""
     params = changes.pop("params", PLAIN)
     made = []
-    same = {"commit": COMMIT, "suite": "accuracy", "benchmark": "gsm8k_synth", "unit": "", "n": 250} | changes
+    same = {
+        "commit": COMMIT,
+        "suite": "accuracy",
+        "benchmark": "gsm8k_synth",
+        "unit": "",
+        "n": 250,
+    } | changes
     for i, score in enumerate(scores):
         own = params | {"seed": i if seeds is None else seeds[i]}
-        for metric, value in (("exact_match_strict", score), ("exact_match_flexible", min(1.0, score + 0.004))):
-            made.append(row(i, own, metric=metric, value=value, run_id=f"{same['commit'][:1]}{i}", **same))
+        for metric, value in (
+            ("exact_match_strict", score),
+            ("exact_match_flexible", min(1.0, score + 0.004)),
+        ):
+            made.append(
+                row(i, own, metric=metric, value=value, run_id=f"{same['commit'][:1]}{i}", **same)
+            )
     return pd.DataFrame(made)
 
 
@@ -46,10 +63,18 @@ def test_a_floor_from_ten_runs() -> None:
     scores = [0.84, 0.92, 0.88, 0.91, 0.93, 0.90, 0.86, 0.92, 0.90, 0.98]
     floor = strict(rows(scores))
     assert (floor.runs, floor.distinct, floor.questions, floor.commit) == (10, 2500, 250, COMMIT)
-    assert floor.mean == pytest.approx(statistics.mean(scores)) and floor.sd == pytest.approx(statistics.stdev(scores))
-    assert floor.floor == floor_of(floor.mean, floor.sd, 250, 2500) == pytest.approx(floor.mean - 4 * floor.sd)
+    assert floor.mean == pytest.approx(statistics.mean(scores)) and floor.sd == pytest.approx(
+        statistics.stdev(scores)
+    )
+    assert (
+        floor.floor
+        == floor_of(floor.mean, floor.sd, 250, 2500)
+        == pytest.approx(floor.mean - 4 * floor.sd)
+    )
     assert floor.date == "2026-01-10"
-    flexible = threshold.floor_from_rows(rows(scores), "guard_model", "gsm8k_synth", run.FLEXIBLE, 250)
+    flexible = threshold.floor_from_rows(
+        rows(scores), "guard_model", "gsm8k_synth", run.FLEXIBLE, 250
+    )
     assert flexible.mean == pytest.approx(floor.mean + 0.004)
 
 
@@ -85,7 +110,9 @@ def test_false_alarms_of_a_floor_are_rare() -> None:
         before = rng.binomial(250, 0.97, size=10) / 250
         floor = floor_of(before.mean(), before.std(ddof=1), 250, 2500)
         alarms += int((rng.binomial(250, 0.97, size=200) / 250 < floor).sum())
-        assert (rng.binomial(250, 0.80, size=20) / 250 < floor).mean() > 0.9  # 17 points down is seen
+        assert (
+            rng.binomial(250, 0.80, size=20) / 250 < floor
+        ).mean() > 0.9  # 17 points down is seen
     assert alarms <= 12  # of 60,000; 3.2e-5 would be 2
 
 
@@ -105,12 +132,16 @@ def test_false_alarms_of_a_floor_are_rare() -> None:
     ],
 )
 def test_fewer_than_ten_clean_plain_runs_are_refused(frame: pd.DataFrame) -> None:
-    with pytest.raises(HybridKVError, match=r"\d clean runs of guard_model on 250 .*a floor takes 10"):
+    with pytest.raises(
+        HybridKVError, match=r"\d clean runs of guard_model on 250 .*a floor takes 10"
+    ):
         strict(frame.reset_index(drop=True))
 
 
 def test_the_newest_commit_with_ten_runs_counts() -> None:
-    frame = pd.concat([rows([0.8] * 10, commit=OLDER), rows([0.9] * 10), rows([0.1] * 2, commit="d" * 40)])
+    frame = pd.concat(
+        [rows([0.8] * 10, commit=OLDER), rows([0.9] * 10), rows([0.1] * 2, commit="d" * 40)]
+    )
     assert strict(frame.reset_index(drop=True)).mean == pytest.approx(0.9)
 
 
@@ -133,7 +164,10 @@ def test_a_file_of_floors_keeps_the_others(tmp_path: Path) -> None:
     assert threshold.find_floor("guard_model", "gsm8k_synth", run.STRICT, 250, file) == newer
     assert [path.name for path in tmp_path.iterdir()] == ["t.yaml"]
     for key, message in (
-        (("guard_model", "gsm8k_synth", run.STRICT, 50), r"no floor for .*50 questions; there is one for --limit 250"),
+        (
+            ("guard_model", "gsm8k_synth", run.STRICT, 50),
+            r"no floor for .*50 questions; there is one for --limit 250",
+        ),
         (("guard_model", "gsm8k", run.STRICT, 250), "no floor for guard_model, gsm8k"),
         (("guard_model", "gsm8k_synth", run.FLEXIBLE, 250), "no floor"),
     ):
@@ -154,8 +188,14 @@ ENTRY = dataclasses.asdict(FLOOR)
         ({"floors": [], "tolerance": 0.08}, "must hold a list 'floors' and nothing else"),
         ({"floors": [1]}, "entry 1: .* must be a mapping, not int"),
         ({"floors": [ENTRY | {"rtol": 0.08}]}, "entry 1: .* unexpected keyword argument 'rtol'"),
-        ({"floors": [{k: v for k, v in ENTRY.items() if k != "sd"}]}, "entry 1: .* missing 1 .*: 'sd'"),
-        ({"floors": [ENTRY | {"floor": FLOOR.floor - 0.01}]}, "does not follow from the runs.*was it edited"),
+        (
+            {"floors": [{k: v for k, v in ENTRY.items() if k != "sd"}]},
+            "entry 1: .* missing 1 .*: 'sd'",
+        ),
+        (
+            {"floors": [ENTRY | {"floor": FLOOR.floor - 0.01}]},
+            "does not follow from the runs.*was it edited",
+        ),
         ({"floors": [ENTRY | {"runs": 9}]}, "9 are too few for a floor; it takes 10"),
         ({"floors": [ENTRY | {"runs": "12"}]}, "runs: '12' is not of type int"),
         ({"floors": [ENTRY | {"questions": 0}]}, "questions: 0 must be 1 to 1,000,000"),
@@ -163,7 +203,9 @@ ENTRY = dataclasses.asdict(FLOOR)
         ({"floors": [ENTRY, ENTRY]}, "entry 2: .* is there twice"),
     ],
 )
-def test_a_file_that_no_tool_wrote_is_refused(tmp_path: Path, document: object, message: str) -> None:
+def test_a_file_that_no_tool_wrote_is_refused(
+    tmp_path: Path, document: object, message: str
+) -> None:
     file = tmp_path / "t.yaml"
     file.write_text(document if isinstance(document, str) else yaml.safe_dump(document))
     with pytest.raises(ConfigError, match=message):
@@ -177,7 +219,8 @@ def test_the_repositorys_floors_follow_from_its_own_rows() -> None:
         ("guard_model", "gsm8k_synth", name) for name in threshold.METRICS
     }
     for floor in floors:
-        # Later commits may have runs of their own: those of the entry's commit are what it was made from.
+        # Later commits may have runs of their own: those of the entry's commit are what it was made
+        # from.
         own = frame[frame["commit"] == floor.commit].reset_index(drop=True)
         assert threshold.floor_from_rows(own, *floor.key) == floor
 
@@ -200,7 +243,9 @@ def test_check_floor_on_the_command_line(
     word = {run.STRICT: "right", run.FLEXIBLE: "flexible"}[answer_filter]
     made = result_of([word] * right + ["wrong"] * (250 - right))
     monkeypatch.setattr(run, "evaluate", lambda *_, **__: made)
-    code, printed, _ = call(capsys, "--check-floor", "--filter", answer_filter, "--results", tmp_path)
+    code, printed, _ = call(
+        capsys, "--check-floor", "--filter", answer_filter, "--results", tmp_path
+    )
     assert code == (0 if passed else 1)
     assert f"{answer_filter} {right / 250:.2%} {'>=' if passed else '<'} floor" in printed
     verdicts = results.read_rows(out).set_index("metric")["verdict"].to_dict()
@@ -222,10 +267,16 @@ def test_the_tool_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
     before = file.read_bytes()
     code, printed, _ = call(capsys, "threshold", "--rows", csv, "--file", file)
     assert code == 0 and f"(was {FLOOR.floor:.2%})" in printed and file.read_bytes() == before
-    code, printed, _ = call(capsys, "threshold", "--rows", csv, "--file", file, "--json", "--out", tmp_path / "t.json")
+    code, printed, _ = call(
+        capsys, "threshold", "--rows", csv, "--file", file, "--json", "--out", tmp_path / "t.json"
+    )
     floors = json.loads(printed)["floors"]
-    assert {one["filter"] for one in floors} == {run.STRICT, run.FLEXIBLE} and {one["runs"] for one in floors} == {12}
+    assert {one["filter"] for one in floors} == {run.STRICT, run.FLEXIBLE} and {
+        one["runs"] for one in floors
+    } == {12}
     assert json.loads((tmp_path / "t.json").read_text())["floors"] == floors
-    assert "0 clean runs" in refused(capsys, "accuracy", "threshold", "--rows", csv, "--file", file, "--limit", "100")
+    assert "0 clean runs" in refused(
+        capsys, "accuracy", "threshold", "--rows", csv, "--file", file, "--limit", "100"
+    )
     refused(capsys, "accuracy", "threshold", "--rows", tmp_path / "nowhere.csv")
     assert "Invalid value for '--limit'" in refused(capsys, "accuracy", "threshold", "--limit", "0")

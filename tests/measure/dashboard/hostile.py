@@ -54,10 +54,20 @@ def hostile_rows(*columns: str) -> list[dict[str, Any]]:
     for index, one in enumerate(rows):
         payload = PAYLOADS[index % len(PAYLOADS)]
         for name in columns:
-            one[name] = with_payload(one["params"], payload) if name == "params" else one[name] + payload
+            one[name] = (
+                with_payload(one["params"], payload) if name == "params" else one[name] + payload
+            )
     for index, payload in enumerate(PAYLOADS):
-        texts = {name: with_payload("{}", payload) if name == "params" else payload for name in columns}
-        same = {"suite": "guard", "benchmark": f"series {index}", "verdict": "fail", "unit": "blocks", "metric": "held"}
+        texts = {
+            name: with_payload("{}", payload) if name == "params" else payload for name in columns
+        }
+        same = {
+            "suite": "guard",
+            "benchmark": f"series {index}",
+            "verdict": "fail",
+            "unit": "blocks",
+            "metric": "held",
+        }
         rows += [{**one, **texts} for one in history([1.0, 2.0], **same)]
     return rows
 
@@ -72,5 +82,8 @@ def with_payload(params: str, payload: str) -> str:
 def results_of(rows: list[dict[str, Any]]) -> Results:
     """Rows as the page gets them, past the reader of files: the page trusts no reader."""
     return Results(
-        prepare(pd.DataFrame(rows, columns=list(COLUMNS)).fillna({"verdict": ""})), ["made.csv"], [], len(rows)
+        prepare(pd.DataFrame(rows, columns=list(COLUMNS)).fillna({"verdict": ""})),
+        ["made.csv"],
+        [],
+        len(rows),
     )

@@ -22,7 +22,10 @@ class Checkout(Head):
     """Git knows every commit, all of them by one author."""
 
     def describe(self, commits: Iterable[str]) -> dict[str, CommitInfo]:
-        return {commit: CommitInfo("A <b>\x1b[31m U", "2026-01-01", "cache: <i>tidy</i>") for commit in commits}
+        return {
+            commit: CommitInfo("A <b>\x1b[31m U", "2026-01-01", "cache: <i>tidy</i>")
+            for commit in commits
+        }
 
 
 def section(html: str, anchor: str) -> str:

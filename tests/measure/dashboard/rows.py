@@ -38,7 +38,12 @@ DEFAULTS: dict[str, Any] = {
 def row(run: int = 0, params: Mapping[str, Any] | None = None, **values: Any) -> dict[str, Any]:
     """A row of the `run`-th run, a day after the one before it."""
     time = (START + timedelta(days=run)).strftime("%Y-%m-%dT%H:%M:%SZ")
-    own = {"run_id": f"run{run:05}", "time_utc": time, "commit": f"{run:05}" * 8, "params": json.dumps(params or {})}
+    own = {
+        "run_id": f"run{run:05}",
+        "time_utc": time,
+        "commit": f"{run:05}" * 8,
+        "params": json.dumps(params or {}),
+    }
     return {**DEFAULTS, **own, **values}
 
 

@@ -39,13 +39,17 @@ def chromium() -> Iterator[Browser]:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page with a history and every section, and the pages of its commits."""
     folder = tmp_path_factory.mktemp("site")
-    report = Report(results(folder / "rows", *charted(), *everything()), repository="https://example.org/a/b")
+    report = Report(
+        results(folder / "rows", *charted(), *everything()), repository="https://example.org/a/b"
+    )
     write_commits(report, folder / "commits")
     (folder / "index.html").write_text(build_page(report), encoding="utf-8")
     return folder / "index.html"
 
 
-def opened(chromium: Browser, site: Path, width: int = 1280, height: int = 800, dark: bool = False) -> Page:
+def opened(
+    chromium: Browser, site: Path, width: int = 1280, height: int = 800, dark: bool = False
+) -> Page:
     return picture.open_page(chromium, site, width, height, dark)
 
 
@@ -53,7 +57,12 @@ def test_the_first_screen_has_the_verdict_and_the_charts(chromium: Browser, site
     page = opened(chromium, site)
     assert page.locator("h2:visible").first.inner_text() == "✕ HEAD is wrong"
     questions = page.locator("dt:visible").all_inner_texts()
-    assert questions == ["Is HEAD right?", "Is it slower?", "Since which commit?", "What to run next?"]
+    assert questions == [
+        "Is HEAD right?",
+        "Is it slower?",
+        "Since which commit?",
+        "What to run next?",
+    ]
     assert page.locator("dd:visible code").inner_text() == 'hybrid-kv guard -k "layout"'
     cards = page.locator(".card:visible")
     boxes = [card.bounding_box() for card in cards.all()]
@@ -77,7 +86,8 @@ def test_nothing_is_cut_off_on_a_phone_and_every_text_can_be_read(
     assert page.evaluate(CONTRAST) >= 4.5
 
 
-# The least contrast of a text that is seen, against the first background behind it (WCAG 2.2, 1.4.3).
+# The least contrast of a text that is seen, against the first background behind it (WCAG 2.2,
+# 1.4.3).
 CONTRAST = """() => {
   const parts = (colour) => colour.match(/[\\d.]+/g).map(Number);
   const light = (colour) => {
@@ -102,7 +112,9 @@ CONTRAST = """() => {
 }"""
 
 
-def test_a_step_is_reached_by_keyboard_and_leads_to_its_commits_page(chromium: Browser, site: Path) -> None:
+def test_a_step_is_reached_by_keyboard_and_leads_to_its_commits_page(
+    chromium: Browser, site: Path
+) -> None:
     page = opened(chromium, site)
     for _ in range(30):
         page.keyboard.press("Tab")
@@ -152,7 +164,9 @@ def test_the_machine_changes_verdict_charts_and_tables(chromium: Browser, site: 
 
 def test_no_text_of_a_row_runs_and_nothing_is_fetched(chromium: Browser, tmp_path: Path) -> None:
     rows = hostile.hostile_rows("machine", "metric", "params")
-    (tmp_path / "index.html").write_text(build_page(Report(hostile.results_of(rows))), encoding="utf-8")
+    (tmp_path / "index.html").write_text(
+        build_page(Report(hostile.results_of(rows))), encoding="utf-8"
+    )
     context = chromium.new_context()
     page = context.new_page()
     wanted: list[str] = []
@@ -168,14 +182,24 @@ def test_no_text_of_a_row_runs_and_nothing_is_fetched(chromium: Browser, tmp_pat
 def test_the_picture_is_taken_by_a_command_and_is_small(chromium: Browser, tmp_path: Path) -> None:
     del chromium  # there is one
     rows, out = write(tmp_path / "rows", charted()), tmp_path / "report.png"
-    command = [sys.executable, "-m", "hybrid_kv.measure.dashboard.picture", "--results", str(rows), "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "hybrid_kv.measure.dashboard.picture",
+        "--results",
+        str(rows),
+        "--out",
+        str(out),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     taken = out.read_bytes()
     assert taken.startswith(b"\x89PNG") and 10_000 < len(taken) <= picture.MAX_BYTES
     assert done.stdout == f"{out}: {len(taken):,} bytes\n"
 
 
-def test_a_system_without_a_browser_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_a_browser_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     rows = write(tmp_path / "rows", charted(3))
     with pytest.raises(HybridKVError, match="apt-get install chromium"):

@@ -29,9 +29,17 @@ def test_each_chart_has_a_point_for_each_run_and_links_to_its_commits(tmp_path: 
 def test_a_step_is_marked_where_it_is_and_leads_to_its_commit(tmp_path: Path) -> None:
     found = charts(page_of(results(tmp_path, *charted()), REPOSITORY))
     card = found["Scheduler, decode"]
-    assert 'class="card worse"' in card and '<b class="worse">▲ +20 %</b> <a href="commits/000200002000.html">' in card
-    (step,) = re.findall(r'<g class="step worse"><a href="(.*?)" aria-label="(.*?)">.*?<path d="M([\d.]+) ', card)
-    assert step[:2] == ("commits/000200002000.html", "+19.8 % worse, 101 ns → 121 ns, between 0001900 and 0002000")
+    assert (
+        'class="card worse"' in card
+        and '<b class="worse">▲ +20 %</b> <a href="commits/000200002000.html">' in card
+    )
+    (step,) = re.findall(
+        r'<g class="step worse"><a href="(.*?)" aria-label="(.*?)">.*?<path d="M([\d.]+) ', card
+    )
+    assert step[:2] == (
+        "commits/000200002000.html",
+        "+19.8 % worse, 101 ns → 121 ns, between 0001900 and 0002000",
+    )
     circles = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"', card)
     assert circles[20][0] == step[2]
     assert all(0 < float(x) < WIDTH and 0 < float(y) < HEIGHT for x, y in circles)
@@ -40,7 +48,9 @@ def test_a_step_is_marked_where_it_is_and_leads_to_its_commit(tmp_path: Path) ->
     assert "no step" in found["Memory of a request"]
 
 
-def test_a_comparison_side_by_side_is_marked_where_runs_of_days_show_no_step(tmp_path: Path) -> None:
+def test_a_comparison_side_by_side_is_marked_where_runs_of_days_show_no_step(
+    tmp_path: Path,
+) -> None:
     compared = {
         "suite": "compare",
         "benchmark": "end_to_end/nemotron",
@@ -64,7 +74,13 @@ def test_a_comparison_side_by_side_is_marked_where_runs_of_days_show_no_step(tmp
     )
     card = charts(page_of(results(tmp_path, *runs, *rows), REPOSITORY))["End to end"]
     marks = re.findall(r'<g class="step (\w+)"><a href="(.*?)" aria-label="(.*?)">', card)
-    assert marks == [("worse", "commits/000100001000.html", "+3.3 % (+1.6 to +5.1) worse, side by side with 0000900")]
+    assert marks == [
+        (
+            "worse",
+            "commits/000100001000.html",
+            "+3.3 % (+1.6 to +5.1) worse, side by side with 0000900",
+        )
+    ]
 
 
 def test_charts_share_their_commits_in_the_order_of_git(tmp_path: Path) -> None:
@@ -85,7 +101,9 @@ def test_charts_share_their_commits_in_the_order_of_git(tmp_path: Path) -> None:
 
 
 def test_a_machine_has_its_own_charts(tmp_path: Path) -> None:
-    rows = charted() + [one | {"machine": "rack"} for one in charted(12) if one["benchmark"] == "decode"]
+    rows = charted() + [
+        one | {"machine": "rack"} for one in charted(12) if one["benchmark"] == "decode"
+    ]
     page = page_of(results(tmp_path, *rows))
     assert charts(page)["Scheduler, decode"].count("<circle") == 30  # the longest of all
     assert list(charts(page, "rack")) == ["Scheduler, decode"]
@@ -100,7 +118,10 @@ def test_a_rival_stands_beside_ours_in_the_same_case(tmp_path: Path) -> None:
 
     ratio = {"metric": "ratio_to_engine", "unit": "time ratio"}
     rows = [total(run, "a", "engine") for run in range(3)]
-    rows += [total(1, "a", "vllm 0.22.0 V1", value=9.0, **ratio), total(1, "a", "vllm 0.32.0 V1", value=4.0, **ratio)]
+    rows += [
+        total(1, "a", "vllm 0.22.0 V1", value=9.0, **ratio),
+        total(1, "a", "vllm 0.32.0 V1", value=4.0, **ratio),
+    ]
     rows.append(total(2, "b", "vllm 9", value=1.0, **ratio))
     card = charts(page_of(results(tmp_path, *rows)))["Block tables, a step"]
     assert "<p>vllm 0.32.0 V1: 4× our time</p>" in card
@@ -120,9 +141,14 @@ def test_asvs_pages_are_linked_where_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", [("K=3",), ("K=3", "mode=all")])
-def test_the_case_that_fits_best_is_chosen_before_a_longer_series(tmp_path: Path, case: tuple[str, ...]) -> None:
+def test_the_case_that_fits_best_is_chosen_before_a_longer_series(
+    tmp_path: Path, case: tuple[str, ...]
+) -> None:
     longer = history([1.0, 2.0, 3.0], params={"K": 0, "mode": "all"}, unit="B")
-    other = [row(0, {"K": 3, "mode": "all"}, unit="B"), row(0, {"K": 3, "subject": "vllm", "mode": "all"}, unit="B")]
+    other = [
+        row(0, {"K": 3, "mode": "all"}, unit="B"),
+        row(0, {"K": 3, "subject": "vllm", "mode": "all"}, unit="B"),
+    ]
     series = histories(results(tmp_path, *longer, *other).rows)
     chosen = Line("state_update", "slots", case=case).choose(series)
     assert chosen is not None and chosen.key[3] == "K=3, mode=all"

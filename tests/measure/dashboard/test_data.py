@@ -6,7 +6,14 @@ import itertools
 import json
 from pathlib import Path
 
-from hybrid_kv.measure.dashboard.data import Chosen, choose_rows, fullest_run, last_rows, load, newest_run
+from hybrid_kv.measure.dashboard.data import (
+    Chosen,
+    choose_rows,
+    fullest_run,
+    last_rows,
+    load,
+    newest_run,
+)
 from hybrid_kv.measure.dashboard.series import histories
 from hybrid_kv.measure.dashboard.verdicts import verdicts
 from hybrid_kv.measure.results.store import NAMES, opened
@@ -38,8 +45,15 @@ def test_empty_and_foreign_files_and_files_without_rows(tmp_path: Path) -> None:
 
 
 def test_a_machine_with_a_gpu_is_another_and_static_metrics_belong_to_none(tmp_path: Path) -> None:
-    guard = [row(0, suite="guard", benchmark="layout", metric=name) for name in ("views", "views:at_most", "views:n")]
-    rows = [row(1, suite="kernels", device="H200"), row(2, device="H200"), row(3, machine="other", device="")]
+    guard = [
+        row(0, suite="guard", benchmark="layout", metric=name)
+        for name in ("views", "views:at_most", "views:n")
+    ]
+    rows = [
+        row(1, suite="kernels", device="H200"),
+        row(2, device="H200"),
+        row(3, machine="other", device=""),
+    ]
     found = results(tmp_path, *guard, *rows)
     assert [*zip(found.rows["suite"], found.rows["machine"], strict=True)] == [
         ("guard", "box"),
@@ -63,7 +77,13 @@ def test_how_a_number_came_about_is_not_what_it_is_of(tmp_path: Path) -> None:
 
 
 def test_the_numbers_behind_a_check_are_read_with_it(tmp_path: Path) -> None:
-    guard = {"suite": "guard", "benchmark": "answers", "unit": "answers", "verdict": "pass", "value": 0.0}
+    guard = {
+        "suite": "guard",
+        "benchmark": "answers",
+        "unit": "answers",
+        "verdict": "pass",
+        "value": 0.0,
+    }
     number = {**guard, "unit": "", "verdict": ""}
     found = results(
         tmp_path,
@@ -75,7 +95,13 @@ def test_the_numbers_behind_a_check_are_read_with_it(tmp_path: Path) -> None:
         row(2, metric="p: q"),
     )
     first, second, other = (one.parsed for one in found.rows.itertuples())
-    assert first == {"mode": "all", "hit_rate": 0.8, "limit": ">= 0.5", "accepted": 4, "at_least": 0.5}
+    assert first == {
+        "mode": "all",
+        "hit_rate": 0.8,
+        "limit": ">= 0.5",
+        "accepted": 4,
+        "at_least": 0.5,
+    }
     assert type(first["accepted"]) is int and second == {"mode": "all"} and other == {}
     assert list(found.rows["metric"]) == ["all/mtp_3", "all/mtp_3", "p: q"]
 
@@ -93,7 +119,12 @@ def test_newest_and_fullest_run(tmp_path: Path) -> None:
 
 
 def test_the_last_word_of_each_series(tmp_path: Path) -> None:
-    rows = results(tmp_path, row(0, {"i": 1}, value=1.0), row(1, {"i": 2}, value=2.0), row(2, {"i": 1}, value=3.0)).rows
+    rows = results(
+        tmp_path,
+        row(0, {"i": 1}, value=1.0),
+        row(1, {"i": 2}, value=2.0),
+        row(2, {"i": 1}, value=3.0),
+    ).rows
     assert sorted(last_rows(rows)["value"]) == [2, 3]
 
 
@@ -103,7 +134,9 @@ def test_the_repositorys_own_rows_are_read() -> None:
     for one in found.rows.itertuples():
         params = json.loads(one.params)
         assert {name: one.parsed[name] for name in params} == params
-        assert one.suite == "guard" or len(one.parsed) == len(params)  # the guard's numbers are folded in
+        assert one.suite == "guard" or len(one.parsed) == len(
+            params
+        )  # the guard's numbers are folded in
 
 
 # ---- more rows than a page is made of ----
@@ -125,12 +158,19 @@ def test_of_more_rows_the_newest_runs_and_some_of_the_others_are_chosen(tmp_path
     runs, found = chosen(tmp_path, history(range(200)), 20)
     assert runs[-8:] == list(range(192, 200)) and 10 < len(runs) <= 20
     older = runs[:-8]
-    assert older[0] < 40 and len({after - before for before, after in itertools.pairwise(older[1:])}) == 1
+    assert (
+        older[0] < 40
+        and len({after - before for before, after in itertools.pairwise(older[1:])}) == 1
+    )
     assert found.total == 200 and "the newest 8 runs of each suite on each machine" in found.rule
 
 
 def test_each_suite_and_machine_keeps_its_newest_and_its_fullest_run(tmp_path: Path) -> None:
-    rows = history(range(90)) + [row(3, {"K": k}) for k in range(5)] + [row(0, machine="old"), row(1, suite="rare")]
+    rows = (
+        history(range(90))
+        + [row(3, {"K": k}) for k in range(5)]
+        + [row(0, machine="old"), row(1, suite="rare")]
+    )
     runs, _ = chosen(tmp_path, rows, 20)
     assert {0, 1, 3, 89} <= set(runs)
 
@@ -139,6 +179,8 @@ def test_the_last_word_of_a_static_series_is_always_there(tmp_path: Path) -> Non
     rows = [row(i, {"shape": i % 7}, suite="kernels", value=i) for i in range(7)]
     rows += [row(20 + i, {"shape": 0}, suite="kernels", value=i) for i in range(60)]
     with opened([write(tmp_path, rows) / "made.csv"]) as store:
-        found = store.frame(f"SELECT {NAMES} FROM {choose_rows(store, 16).source} ORDER BY place, line")
+        found = store.frame(
+            f"SELECT {NAMES} FROM {choose_rows(store, 16).source} ORDER BY place, line"
+        )
     assert len(found) < 60 and set(found["params"]) == {f'{{"shape": {i}}}' for i in range(7)}
     assert found["value"].iloc[-1] == 59

@@ -39,7 +39,9 @@ def test_the_crossover_of_straight_lines_is_exact(ids: float) -> None:
 def test_a_crossover_lies_between_those_of_the_ends_of_both_intervals() -> None:
     found = crossover(times(0, 100, 0.1), times(800, 20, 0.1))
     assert found.ids == pytest.approx(10)
-    assert found.low == pytest.approx(720 / (110 - 18)) and found.high == pytest.approx(880 / (90 - 22))
+    assert found.low == pytest.approx(720 / (110 - 18)) and found.high == pytest.approx(
+        880 / (90 - 22)
+    )
     assert found.text == "10 (8 to 13)"
     assert crossover(times(0, 100, 0.001), times(745, 20, 0.001)).text == "10"
 
@@ -61,7 +63,10 @@ def test_one_faster_time_below_the_crossover_does_not_move_it() -> None:
 
 def test_the_section_says_where_and_what_is_not_measured(tmp_path: Path) -> None:
     page = page_of(results(tmp_path, *expansions()))
-    assert titles(page)["kernel-blocks"] == "numpy is faster than a list from 6 ids on; on a GPU nothing is measured"
+    assert (
+        titles(page)["kernel-blocks"]
+        == "numpy is faster than a list from 6 ids on; on a GPU nothing is measured"
+    )
     lines = {line[0]: line[1:] for line in cells(section(page, "kernel-blocks"))}
     for subject, (once, each_id) in EXPANSIONS.items():
         own = lines[f"8, {expansion.SUBJECTS[subject]}"]
@@ -76,7 +81,9 @@ def test_a_time_of_a_gpu_takes_the_place_of_its_mark(tmp_path: Path) -> None:
     timed = {"suite": "gpu", "benchmark": "kernel_blocks", "device": "H200"}
     made = [row(50, params, metric="gpu_time", value=2400.0, **timed)]
     made.append(row(50, params, metric="end_to_end_time", value=31e3, **timed))
-    made.append(row(50, {**params, "num_ids": 1, "subject": "list"}, metric="gpu_time", value=1.0, **timed))
+    made.append(
+        row(50, {**params, "num_ids": 1, "subject": "list"}, metric="gpu_time", value=1.0, **timed)
+    )
     found = results(tmp_path, *expansions(), *made)
     by_subject = {way.subject: expansion.cells(way)[-3:] for way in expansion.ways(found)}
     assert by_subject.pop("triton") == [NOT_MEASURED, "2.4", "31"]
@@ -87,7 +94,9 @@ def test_a_time_of_a_gpu_takes_the_place_of_its_mark(tmp_path: Path) -> None:
 
 def test_what_was_not_counted_says_so(tmp_path: Path) -> None:
     found = results(tmp_path, *(one for one in expansions() if one["benchmark"] == "expand"))
-    assert {tuple(expansion.cells(way)[4:6]) for way in expansion.ways(found)} == {(NOT_MEASURED,) * 2}
+    assert {tuple(expansion.cells(way)[4:6]) for way in expansion.ways(found)} == {
+        (NOT_MEASURED,) * 2
+    }
 
 
 def test_predictions_have_a_table_of_their_own(tmp_path: Path) -> None:
@@ -109,8 +118,12 @@ def test_predictions_have_a_table_of_their_own(tmp_path: Path) -> None:
 
 
 def test_sizes_that_are_shown_are_measured_and_counted() -> None:
-    assert {*expansion.SHOWN_IDS} <= {*kernel_blocks.NUM_IDS} and expansion.GPU_IDS in kernel_blocks.COUNTED_IDS
-    assert expansion.PROGRAM == kernel_blocks.BLOCK and [*expansion.SUBJECTS] == [*kernel_blocks.WAYS]
+    assert {*expansion.SHOWN_IDS} <= {
+        *kernel_blocks.NUM_IDS
+    } and expansion.GPU_IDS in kernel_blocks.COUNTED_IDS
+    assert expansion.PROGRAM == kernel_blocks.BLOCK and [*expansion.SUBJECTS] == [
+        *kernel_blocks.WAYS
+    ]
     assert figures.SHORT_BLOCKS_PER_KV_BLOCK in kernel_blocks.BLOCKS_PER_KV_BLOCK
 
 

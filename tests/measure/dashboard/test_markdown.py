@@ -20,11 +20,17 @@ def test_it_is_short_and_starts_with_its_marker(tmp_path: Path) -> None:
     lines = text.splitlines()
     assert lines[0] == MARKER == "<!-- hybrid-kv report -->"
     assert lines[1] == "### hybrid-kv: ✕ HEAD is wrong"
-    assert lines[3] == "Right? ✕ no: 1 check failed. Slower? ✕ yes: compare engine_step/decode ✕ fail, and 2 more."
+    assert (
+        lines[3]
+        == "Right? ✕ no: 1 check failed. Slower? ✕ yes: compare engine_step/decode ✕ fail, and 2 more."
+    )
     assert lines[5] == 'Next: `hybrid-kv guard -k "layout"`'
     assert len(lines) < 40
     assert "| `guard` | ✕ fail | 0 of 1 | `0004100` | `rack, H200` |" in lines
-    assert "| `guard: layout, views` | `3 requests` | `0` | `0004100` 2026-02-11 | – | never |" in lines
+    assert (
+        "| `guard: layout, views` | `3 requests` | `0` | `0004100` 2026-02-11 | – | never |"
+        in lines
+    )
     level = "`state_update: slots, CPU time (K=3, model=nano)` | `+19.8 %, 101 ns → 121 ns`"
     assert f"| {level} | – | `0002000` 2026-01-21 | – | `0001900` 2026-01-20 |" in lines
 
@@ -46,7 +52,9 @@ def test_when_all_is_well_only_verdicts_are_listed(tmp_path: Path) -> None:
 
 
 def test_steps_for_the_better_are_not_listed(tmp_path: Path) -> None:
-    rows = history([2.0, 1.0], unit="B", verdict="pass") + history([1.0, 2.0], unit="B", better="equal", metric="m")
+    rows = history([2.0, 1.0], unit="B", verdict="pass") + history(
+        [1.0, 2.0], unit="B", better="equal", metric="m"
+    )
     assert "worse" not in comment_of(results(tmp_path, *rows))
 
 
@@ -73,14 +81,24 @@ def rendered(text: str) -> tuple[set[str], list[int], str]:
 
 @pytest.mark.parametrize("columns", hostile.GROUPS, ids="+".join)
 def test_whatever_a_row_holds_stays_in_its_code_span(columns: list[str]) -> None:
-    made = [row(1, verdict="fail", unit="B"), *history([1.0, 2.0], unit="B", verdict="pass", metric="m")]
+    made = [
+        row(1, verdict="fail", unit="B"),
+        *history([1.0, 2.0], unit="B", verdict="pass", metric="m"),
+    ]
     for start in range(0, len(hostile.PAYLOADS), 5):  # as many as a comment lists
         rows = []
         for payload in hostile.PAYLOADS[start : start + 5]:
-            texts = {name: hostile.with_payload("{}", payload) if name == "params" else payload for name in columns}
-            rows += [{**one, "python": payload, "benchmark": str(len(rows)), **texts} for one in made]
+            texts = {
+                name: hostile.with_payload("{}", payload) if name == "params" else payload
+                for name in columns
+            }
+            rows += [
+                {**one, "python": payload, "benchmark": str(len(rows)), **texts} for one in made
+            ]
         comment = comment_of(hostile.results_of(rows))
         kinds, cells, text = rendered(comment.removeprefix(MARKER))
         assert kinds <= {"softbreak"}, comment
-        assert set(cells) == {5, 6} and len(cells) == sum(line.startswith("| ") for line in comment.splitlines())
+        assert set(cells) == {5, 6} and len(cells) == sum(
+            line.startswith("| ") for line in comment.splitlines()
+        )
         assert not re.search(r"evil|pwned|@|#\d|GH-|<|&|`", text), text

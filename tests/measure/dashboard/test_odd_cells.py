@@ -22,13 +22,79 @@ from tests.measure.dashboard.rows import write
 
 ROWS = [*everything(), *swarms()]
 SUITES = sorted({one["suite"] for one in ROWS})
-CELLS = ["", " ", "0", "-0", "-1", "1e308", "-1e308", "1e-320", "nan", "inf", "1e999", "9" * 18, "9" * 19, "9" * 400]
-CELLS += ["True", "true", "pass", "passed", "void", "fail", "ns", "s", "GB/s", "time ratio", "parsecs", "share", "B"]
-CELLS += ["2000-01-01T00:00:00Z", "2199-12-31T23:59:59Z", "0001-01-01T00:00:00Z", "2026-02-30T00:00:00Z", "now"]
+CELLS = [
+    "",
+    " ",
+    "0",
+    "-0",
+    "-1",
+    "1e308",
+    "-1e308",
+    "1e-320",
+    "nan",
+    "inf",
+    "1e999",
+    "9" * 18,
+    "9" * 19,
+    "9" * 400,
+]
+CELLS += [
+    "True",
+    "true",
+    "pass",
+    "passed",
+    "void",
+    "fail",
+    "ns",
+    "s",
+    "GB/s",
+    "time ratio",
+    "parsecs",
+    "share",
+    "B",
+]
+CELLS += [
+    "2000-01-01T00:00:00Z",
+    "2199-12-31T23:59:59Z",
+    "0001-01-01T00:00:00Z",
+    "2026-02-30T00:00:00Z",
+    "now",
+]
 CELLS += ["{}", "[]", "[" * 9999, '{"a":' * 30 + "1" + "}" * 30, '{"K":NaN}']
 CELLS += ["a,b", 'a"b', "a\r", "\x1b[31m", "é", "\0"]
-CELLS += ["gpu", "guard", "kernels", "compare", "accuracy", "answers", "expand", "step", "any benchmark", "bytes"]
-VALUES = [None, True, False, 0, -1, 3, 2**63 - 1, 2**63, 1.5, -0.0, 1e308, "", "x", "K=3", "<b>", "\ud800", [], [1], {}]
+CELLS += [
+    "gpu",
+    "guard",
+    "kernels",
+    "compare",
+    "accuracy",
+    "answers",
+    "expand",
+    "step",
+    "any benchmark",
+    "bytes",
+]
+VALUES = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    3,
+    2**63 - 1,
+    2**63,
+    1.5,
+    -0.0,
+    1e308,
+    "",
+    "x",
+    "K=3",
+    "<b>",
+    "\ud800",
+    [],
+    [1],
+    {},
+]
 VALUES += [{"a": 1}, "slots", "recompute", "engine", "device"]
 
 

@@ -30,7 +30,8 @@ def test_what_is_missing_names_its_command(full: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "columns", [("machine", "device", "commit", "baseline_commit", "params"), ("unit", "metric", "benchmark")]
+    "columns",
+    [("machine", "device", "commit", "baseline_commit", "params"), ("unit", "metric", "benchmark")],
 )
 def test_hostile_texts_stay_text(columns: tuple[str, ...]) -> None:
     page = page_of(hostile.results_of(hostile.hostile_rows(*columns)), "https://example.org/a")
@@ -39,7 +40,9 @@ def test_hostile_texts_stay_text(columns: tuple[str, ...]) -> None:
     assert not re.findall(r"<[^>]* on\w+=", re.sub(r'"[^"]*"', '""', own))
 
 
-@pytest.mark.parametrize("url", ["javascript:alert(1)", "example.org/a", 'https://x/"onclick="', "https://x/ y"])
+@pytest.mark.parametrize(
+    "url", ["javascript:alert(1)", "example.org/a", 'https://x/"onclick="', "https://x/ y"]
+)
 def test_a_repository_is_a_web_address(tmp_path: Path, url: str) -> None:
     with pytest.raises(ConfigError, match="is not the URL of a repository"):
         page_of(results(tmp_path), url)

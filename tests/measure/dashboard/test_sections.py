@@ -35,8 +35,14 @@ def test_each_section_says_what_it_found(full: str) -> None:
 def test_failing_checks_and_levels_are_listed_with_both_commits(full: str) -> None:
     failed = {name: line for name, *line in cells(section(full, "failing-now"))}
     layout = failed["guard: layout, views"]
-    assert layout[0] == '<b class="fail">✕ fail</b>' and layout[2:4] == ["never", "3 requests"] and layout[5] == "100"
-    word, since, passed, value, *_ = failed["state_update: slots, CPU time<br><small>K=3, model=nano</small>"]
+    assert (
+        layout[0] == '<b class="fail">✕ fail</b>'
+        and layout[2:4] == ["never", "3 requests"]
+        and layout[5] == "100"
+    )
+    word, since, passed, value, *_ = failed[
+        "state_update: slots, CPU time<br><small>K=3, model=nano</small>"
+    ]
     assert (word, value) == ('<b class="worse">+19.8 % worse</b>', "101 ns → 121 ns")
     assert ">0002000</a>, <time>2026-01-21</time>" in since and ">0001900</a>" in passed
 
@@ -67,8 +73,13 @@ def test_the_history_lists_all_series_those_with_steps_first(full: str) -> None:
 
 def test_a_comparison_lists_times_and_counts_that_changed(tmp_path: Path) -> None:
     rows = [one for one in everything() if one["suite"] == "compare"]
-    old = [one | {"run_id": "old", "time_utc": "2025-01-01T00:00:00Z", "value": 3.0} for one in rows]
-    unfit = [one | {"params": json.dumps({**json.loads(one["params"]), "unfit": "<b> 33%"})} for one in rows]
+    old = [
+        one | {"run_id": "old", "time_utc": "2025-01-01T00:00:00Z", "value": 3.0} for one in rows
+    ]
+    unfit = [
+        one | {"params": json.dumps({**json.loads(one["params"]), "unfit": "<b> 33%"})}
+        for one in rows
+    ]
     own = section(page_of(results(tmp_path, *old, *unfit)), "comparison")
     found = cells(own)
     assert [(line[1], line[2]) for line in found[:3]] == [
@@ -86,7 +97,13 @@ def test_tables_of_times_have_the_newest_of_each_cell(full: str) -> None:
     assert ratio == "4× <small>(3.9× to 4.1×)</small>"
     gpu = cells(section(full, "gpu"))
     case = "<br><small>K=1, model=nano, num_reqs=16</small>"
-    assert gpu[0] == [f"slots{case}", "20 µs <small>(18 µs to 22 µs)</small>", "1,500 GB/s", "45 %", ""]
+    assert gpu[0] == [
+        f"slots{case}",
+        "20 µs <small>(18 µs to 22 µs)</small>",
+        "1,500 GB/s",
+        "45 %",
+        "",
+    ]
     assert gpu[3][0] == f"torch (eager){case}" and gpu[3][-1] == "4.5×" and len(gpu) == 2 * 4 + 2
     kernels = cells(section(full, "kernels"))
     assert kernels[0][1:] == ["64", "0", "32", "16", "128", "64", "525", "–"]
@@ -97,7 +114,10 @@ def test_tables_of_times_have_the_newest_of_each_cell(full: str) -> None:
 
 def test_a_spill_is_reported(tmp_path: Path) -> None:
     rows = [one | {"value": 8} if one["metric"] == "spill_bytes" else one for one in everything()]
-    assert titles(page_of(results(tmp_path, *rows)))["kernels"] == "4 of 4 compiled cases spill registers"
+    assert (
+        titles(page_of(results(tmp_path, *rows)))["kernels"]
+        == "4 of 4 compiled cases spill registers"
+    )
 
 
 def test_answers_hits_and_drafts(full: str) -> None:
@@ -105,13 +125,26 @@ def test_answers_hits_and_drafts(full: str) -> None:
     assert [(line[0].partition("<")[0], *line[1:4]) for line in gates] == [
         ("right answers, strict", "0.98 <small>(0.93 to 0.99)</small>", "250", "–"),
         ("acceptance length", "3.78 tokens", "180", "–"),
-        ("KL per token, cached answers against uncached scoring", "0", "2,048", '<b class="pass">✓ pass</b>'),
+        (
+            "KL per token, cached answers against uncached scoring",
+            "0",
+            "2,048",
+            '<b class="pass">✓ pass</b>',
+        ),
         ("the same without cache hits: the noise", "0", "2,048", "–"),
     ]
     assert share[1:] == ["98.0 % <small>(93.0 % to 99.0 %)</small>", "250", "2"]
-    assert paired[1:6] == ["-5.2 points <small>(-8.4 to -2.0)</small>", "15", "2", "0.0004", "+3.8 points"]
+    assert paired[1:6] == [
+        "-5.2 points <small>(-8.4 to -2.0)</small>",
+        "15",
+        "2",
+        "0.0004",
+        "+3.8 points",
+    ]
     hits = cells(section(full, "hits-and-drafts"))
-    assert [line[1:] for line in hits] == [[rate, "13.0 %", "92.0 %"] for rate in ("0", "71.2 %", "71.9 %")]
+    assert [line[1:] for line in hits] == [
+        [rate, "13.0 %", "92.0 %"] for rate in ("0", "71.2 %", "71.9 %")
+    ]
 
 
 def test_a_swarm_that_was_saved_twice_counts_once(full: str, tmp_path: Path) -> None:
@@ -130,7 +163,11 @@ def test_a_swarm_that_was_saved_twice_counts_once(full: str, tmp_path: Path) -> 
 
 def test_each_suite_and_machine_has_a_tile(full: str, tmp_path: Path) -> None:
     own = section(full, "suites")
-    for machine, word, suite in (("rack, H200", "fail", "guard"), ("box", "stale", "guard"), ("", "stale", "static")):
+    for machine, word, suite in (
+        ("rack, H200", "fail", "guard"),
+        ("box", "stale", "guard"),
+        ("", "stale", "static"),
+    ):
         tile = rf'<li class="tile" data-machine="{machine}"><b class="{word}">[^<]*</b><span class="name">{suite}'
         assert re.search(tile, own)
     assert "stale: a commit that this checkout lacks: hybrid-kv guard --record</span>" in own

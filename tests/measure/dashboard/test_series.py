@@ -89,7 +89,10 @@ def test_equal_values_and_none_at_all() -> None:
 
 
 def test_exact_figures_step_at_each_change() -> None:
-    assert find_steps(np.array([64.0, 64, 66, 66, 64]), exact=True) == [Step(2, 64.0, 66.0), Step(4, 66.0, 64.0)]
+    assert find_steps(np.array([64.0, 64, 66, 66, 64]), exact=True) == [
+        Step(2, 64.0, 66.0),
+        Step(4, 66.0, 64.0),
+    ]
 
 
 def test_a_change_from_nothing_is_infinite() -> None:
@@ -102,7 +105,9 @@ def test_a_change_from_nothing_is_infinite() -> None:
 @pytest.mark.parametrize(("runs", "most"), [(10, 0.03), (20, 0.03), (100, 0.004)])
 def test_false_steps_are_as_rare_as_stated(runs: int, most: float) -> None:
     trials = 1000 if runs < 100 else 250
-    found = sum(bool(find_steps(noise(runs, 1000 + seed, 0.05), exact=False)) for seed in range(trials))
+    found = sum(
+        bool(find_steps(noise(runs, 1000 + seed, 0.05), exact=False)) for seed in range(trials)
+    )
     assert found <= most * trials
 
 
@@ -128,7 +133,9 @@ def test_a_short_level_that_came_and_went_is_found(length: int) -> None:
 
 
 def test_a_run_counts_once(tmp_path: Path) -> None:
-    (series,) = histories(results(tmp_path, row(0, value=1.0), row(0, value=2.0), row(1, value=3.0)).rows)
+    (series,) = histories(
+        results(tmp_path, row(0, value=1.0), row(0, value=2.0), row(1, value=3.0)).rows
+    )
     assert list(series.rows["value"]) == [2, 3]
 
 
@@ -163,10 +170,16 @@ def test_a_step_names_both_commits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("better", "words"),
-    [("lower", ["worse", "better"]), ("higher", ["better", "worse"]), ("equal", ["changed", "changed"])],
+    [
+        ("lower", ["worse", "better"]),
+        ("higher", ["better", "worse"]),
+        ("equal", ["changed", "changed"]),
+    ],
 )
 def test_worse_is_what_the_rows_call_worse(tmp_path: Path, better: str, words: list[str]) -> None:
-    (series,) = histories(results(tmp_path, *history([100.0, 120.0, 100.0], unit="B", better=better)).rows)
+    (series,) = histories(
+        results(tmp_path, *history([100.0, 120.0, 100.0], unit="B", better=better)).rows
+    )
     assert [*map(series.judge, series.steps)] == words
 
 

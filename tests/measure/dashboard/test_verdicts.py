@@ -42,11 +42,16 @@ def test_only_the_newest_run_judges(tmp_path: Path) -> None:
     assert verdict.newest.commit == "00009" * 8
 
 
-def test_runs_at_the_newest_commit_are_joined_and_a_repeated_check_counts_once(tmp_path: Path) -> None:
+def test_runs_at_the_newest_commit_are_joined_and_a_repeated_check_counts_once(
+    tmp_path: Path,
+) -> None:
     same = {"suite": "guard", "benchmark": "a", "commit": row(9)["commit"]}
     rows = [row(7, verdict="fail", metric="m", **same), row(7, verdict="fail", metric="n", **same)]
     verdict = only(
-        tmp_path, *rows, row(8, verdict="pass", metric="m", **same), row(8, verdict="pass", metric="o", **same)
+        tmp_path,
+        *rows,
+        row(8, verdict="pass", metric="m", **same),
+        row(8, verdict="pass", metric="o", **same),
     )
     assert (verdict.count("pass"), verdict.count("fail")) == (2, 1)
 
@@ -67,9 +72,15 @@ def test_a_static_metric_stands_until_it_is_replaced(tmp_path: Path) -> None:
 
 def test_each_gate_of_accuracy_is_judged_by_its_own_newest_run(tmp_path: Path) -> None:
     def gate(run: int, metric: str, verdict: str) -> dict[str, Any]:
-        return row(run, suite="accuracy", benchmark="gsm8k", metric=metric, unit="", verdict=verdict)
+        return row(
+            run, suite="accuracy", benchmark="gsm8k", metric=metric, unit="", verdict=verdict
+        )
 
-    rows = [gate(7, "cached_kl", "pass"), gate(8, "cached_kl", "fail"), gate(9, "exact_match_strict", "pass")]
+    rows = [
+        gate(7, "cached_kl", "pass"),
+        gate(8, "cached_kl", "fail"),
+        gate(9, "exact_match_strict", "pass"),
+    ]
     verdict = only(tmp_path, *rows)
     assert (verdict.word, verdict.count("pass"), verdict.count("fail")) == ("fail", 1, 1)
     assert only(tmp_path / "mended", *rows, gate(9, "cached_kl", "pass")).word == "pass"
@@ -115,7 +126,12 @@ def test_a_run_passes_only_as_long_as_head_is_the_code_that_it_measured(
 
 def test_without_a_checkout_only_rows_of_an_installed_package_are_current(tmp_path: Path) -> None:
     assert answers(tmp_path, row(9, verdict="pass"), head=NO_HEAD).verdict.word == "stale"
-    assert answers(tmp_path / "installed", row(9, verdict="pass", commit=""), head=NO_HEAD).verdict.word == "pass"
+    assert (
+        answers(
+            tmp_path / "installed", row(9, verdict="pass", commit=""), head=NO_HEAD
+        ).verdict.word
+        == "pass"
+    )
 
 
 # ---- the answers ----
@@ -156,7 +172,12 @@ def test_a_worse_level_is_bisected(tmp_path: Path) -> None:
 
 
 def test_a_comparison_that_failed_says_that_head_is_slower_not_wrong(tmp_path: Path) -> None:
-    compared = {"suite": "compare", "benchmark": "ssd/scan", "metric": "cpu_time_ratio", "unit": "time ratio"}
+    compared = {
+        "suite": "compare",
+        "benchmark": "ssd/scan",
+        "metric": "cpu_time_ratio",
+        "unit": "time ratio",
+    }
     rows = [row(9, {"receipt": RECEIPT}, verdict="fail", baseline_commit="b" * 40, **compared)]
     found = answers(tmp_path, row(9, verdict="pass", suite="guard"), *rows)
     assert (found.right.word, found.slower.word, found.verdict.word) == ("pass", "worse", "worse")
@@ -164,10 +185,17 @@ def test_a_comparison_that_failed_says_that_head_is_slower_not_wrong(tmp_path: P
 
 
 def test_a_promise_of_speed_that_is_not_kept_is_not_wrong_either(tmp_path: Path) -> None:
-    same = {"suite": "ssd", "params": {"receipt": RECEIPT}, "unit": "time ratio", "metric": "ratio_to_engine"}
+    same = {
+        "suite": "ssd",
+        "params": {"receipt": RECEIPT},
+        "unit": "time ratio",
+        "metric": "ratio_to_engine",
+    }
     found = answers(tmp_path, row(9, verdict="pass", suite="guard"), row(9, verdict="fail", **same))
     assert (found.right.word, found.slower.word) == ("pass", "worse")
-    stale = answers(tmp_path / "stale", row(9, verdict="pass", suite="guard"), row(3, verdict="pass", **same))
+    stale = answers(
+        tmp_path / "stale", row(9, verdict="pass", suite="guard"), row(3, verdict="pass", **same)
+    )
     assert (found.right.word, stale.verdict.word, stale.stale) == ("pass", "pass", ())
 
 
@@ -177,7 +205,10 @@ def test_a_rival_that_became_slower_is_no_news(tmp_path: Path) -> None:
 
 
 def test_what_is_stale_is_measured_again_the_guard_first(tmp_path: Path) -> None:
-    rows = [row(run, verdict="pass", suite=suite, unit="") for run, suite in ((2, "ssd"), (8, "guard"), (9, "kernels"))]
+    rows = [
+        row(run, verdict="pass", suite=suite, unit="")
+        for run, suite in ((2, "ssd"), (8, "guard"), (9, "kernels"))
+    ]
     found = answers(tmp_path, *rows)
     assert found.verdict.text == "△ HEAD has not been measured"
     assert found.right.text == "△ not known: 2 of 3 suites measured other code"

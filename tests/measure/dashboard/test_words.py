@@ -7,7 +7,10 @@ from hybrid_kv.measure.dashboard.words import duration, number, short_change
 
 
 def test_a_change_is_short_whatever_its_size() -> None:
-    steps = [Step(1, before, after) for before, after in ((100, 109), (100, 109.4), (1, 3.1), (100, 99.7), (0, 3))]
+    steps = [
+        Step(1, before, after)
+        for before, after in ((100, 109), (100, 109.4), (1, 3.1), (100, 99.7), (0, 3))
+    ]
     assert [short_change(step) for step in steps] == ["+9 %", "+9.4 %", "+210 %", "-0.3 %", "+3"]
 
 

@@ -73,15 +73,21 @@ def test_an_index_that_is_left_on_the_cpu_is_found():
 
         return arrays, made
 
-    refused = pytest.raises(DeviceError, match="index_select: tensors of cuda:0 together with some of the CPU")
+    refused = pytest.raises(
+        DeviceError, match="index_select: tensors of cuda:0 together with some of the CPU"
+    )
     with pretend_gpu() as gpu, patch.object(MambaMetadataBuilder, "build", left), refused:
         tokens(FOLDERS["nemotron_h"], "cuda:0")
-    assert any(event.kind == "wait" and event.where.startswith(found_in(left, 5)) for event in gpu.events)
+    assert any(
+        event.kind == "wait" and event.where.startswith(found_in(left, 5)) for event in gpu.events
+    )
 
 
 WAITS = {
     "copy": lambda positions: positions.tolist(),
-    "copy of memory that is not pinned": (lambda positions: torch.arange(3).to(positions.device, non_blocking=True)),
+    "copy of memory that is not pinned": (
+        lambda positions: torch.arange(3).to(positions.device, non_blocking=True)
+    ),
     "index on the CPU": lambda positions: positions[torch.tensor([0])],
 }
 
@@ -97,5 +103,9 @@ def test_a_hidden_wait_is_found():
     with pretend_gpu() as gpu, patch.object(runner, "verify", planted):
         tokens(FOLDERS["nemotron_h"], "cuda:0")
     for what, mistake in WAITS.items():
-        waits = [event for event in gpu.events if event.kind == "wait" and event.where.startswith(found_in(mistake, 0))]
+        waits = [
+            event
+            for event in gpu.events
+            if event.kind == "wait" and event.where.startswith(found_in(mistake, 0))
+        ]
         assert waits and {event.operation for event in waits} == {what}

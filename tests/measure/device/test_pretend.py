@@ -15,7 +15,10 @@ DEVICE = "cuda:0"
 
 @pytest.fixture(params=["inference", "plain"])
 def gpu(request):
-    with pretend_gpu() as found, torch.inference_mode() if request.param == "inference" else nullcontext():
+    with (
+        pretend_gpu() as found,
+        torch.inference_mode() if request.param == "inference" else nullcontext(),
+    ):
         yield found
 
 
@@ -40,13 +43,25 @@ def test_operations_are_those_of_a_cpu(gpu, named):
         x = torch.arange(24, dtype=torch.float32, device=device).view(4, 6)
         x[1:3, 2] = 7
         x[x > 20] = 0
-        y = torch.nn.functional.linear(x.softmax(-1), x[:2]) + torch.tensor([1.0, 2.0], device=device)
+        y = torch.nn.functional.linear(x.softmax(-1), x[:2]) + torch.tensor(
+            [1.0, 2.0], device=device
+        )
         z = torch.cat([y, y.cumsum(0)]).index_select(0, torch.tensor([3, 0], device=device))
         q = x.view(1, 2, 2, 6)
-        return [z, x.T[1:], x.argmax(-1), torch.nn.functional.scaled_dot_product_attention(q, q, q), x.sum().view(1)]
+        return [
+            z,
+            x.T[1:],
+            x.argmax(-1),
+            torch.nn.functional.scaled_dot_product_attention(q, q, q),
+            x.sum().view(1),
+        ]
 
     for found, wanted in zip(run(named), run("cpu"), strict=True):
-        assert isinstance(found, PretendTensor) and found.device == torch.device(DEVICE) and found.is_cuda
+        assert (
+            isinstance(found, PretendTensor)
+            and found.device == torch.device(DEVICE)
+            and found.is_cuda
+        )
         assert found.shape == wanted.shape and found.dtype == wanted.dtype
         assert torch.equal(found.cpu(), wanted)
 
@@ -131,10 +146,16 @@ def test_an_index_left_on_the_cpu_is_an_upload_and_a_wait(gpu):
 
 def test_only_copies_of_pinned_memory_do_not_wait_and_only_if_they_need_not(gpu):
     pageable, pinned = torch.arange(3), torch.arange(3).pin_memory()
-    assert pinned.is_pinned() and not pageable.is_pinned() and torch.zeros(2, pin_memory=True).is_pinned()
+    assert (
+        pinned.is_pinned()
+        and not pageable.is_pinned()
+        and torch.zeros(2, pin_memory=True).is_pinned()
+    )
     assert events(gpu, lambda: pageable.to(DEVICE))[0] == ["copy"]
     assert events(gpu, lambda: pinned.to(DEVICE))[0] == ["copy"]
-    assert events(gpu, lambda: pageable.to(DEVICE, non_blocking=True))[0] == ["copy of memory that is not pinned"]
+    assert events(gpu, lambda: pageable.to(DEVICE, non_blocking=True))[0] == [
+        "copy of memory that is not pinned"
+    ]
     assert events(gpu, lambda: pinned.to(DEVICE, torch.int32, non_blocking=True))[0] != []
     waits, found = events(gpu, lambda: pinned.to(DEVICE, non_blocking=True))
     assert waits == [] and found.tolist() == [0, 1, 2]
@@ -185,7 +206,10 @@ def test_equal_steps_can_be_replayed_and_the_first_other_argument_is_named(gpu):
 
 def test_a_wait_or_an_upload_cannot_be_captured(gpu):
     kept = torch.zeros(3, device=DEVICE)
-    for run, what in ((lambda: kept.tolist(), "download"), (lambda: torch.ones(3).to(DEVICE), "upload")):
+    for run, what in (
+        (lambda: kept.tolist(), "download"),
+        (lambda: torch.ones(3).to(DEVICE), "upload"),
+    ):
         with gpu.captured() as launches:
             run()
         assert f": {what} (" in why_not_replayed(launches, launches)
@@ -218,5 +242,8 @@ def test_a_kernel_of_triton_gets_no_tensor_of_the_cpu(gpu):
     def launch(x):
         gpu.launch("kernel", pytest.fail, (torch.zeros(2, device=DEVICE), x, 3), {})
 
-    with pytest.raises(DeviceError, match=rf"^{HERE}:{launch.__code__.co_firstlineno + 1} .*: argument 1 \(4,\) is on"):
+    with pytest.raises(
+        DeviceError,
+        match=rf"^{HERE}:{launch.__code__.co_firstlineno + 1} .*: argument 1 \(4,\) is on",
+    ):
         launch(torch.zeros(4))

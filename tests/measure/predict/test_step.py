@@ -13,7 +13,16 @@ from bench.static.state_bytes import slots_bytes
 from hybrid_kv.attention.rollback import rollback_spec
 from hybrid_kv.cache.spec import MambaSpec, with_rollback
 from hybrid_kv.config import CacheConfig, planned_dtype
-from hybrid_kv.measure.predict.gpu import CHIPS, FITTED_ON, GPUS, GRAPH_NODE, INTERVALS, LAUNCH, UPDATE, WAIT
+from hybrid_kv.measure.predict.gpu import (
+    CHIPS,
+    FITTED_ON,
+    GPUS,
+    GRAPH_NODE,
+    INTERVALS,
+    LAUNCH,
+    UPDATE,
+    WAIT,
+)
 from hybrid_kv.measure.predict.step import (
     Kernel,
     cache_kernels,
@@ -66,14 +75,23 @@ def test_a_convolution_reads_its_window_and_writes_what_drafts_may_start_from() 
 
 
 def test_a_step_has_the_launches_that_were_counted() -> None:
-    rows = read_rows(ROOT / "results" / "microbench.csv").query("suite == 'device' and benchmark == 'steps'")
-    of_layers = (set(rows["value"][rows["metric"] == f"launches_per_{one}_layer"]) for one in ("mamba", "attention"))
+    rows = read_rows(ROOT / "results" / "microbench.csv").query(
+        "suite == 'device' and benchmark == 'steps'"
+    )
+    of_layers = (
+        set(rows["value"][rows["metric"] == f"launches_per_{one}_layer"])
+        for one in ("mamba", "attention")
+    )
     (mamba,), (attention,) = of_layers  # the same in every mode and scheme
     spec = nano_layer("slots", 0)
     kernels = {kernel.name: kernel for kernel in cache_kernels([spec, spec], 2, 100, 1.0)}
-    assert [kernels[name].launches for name in ("conv", "update", "tables")] == [2, 2, 1] and len(kernels) == 3
+    assert [kernels[name].launches for name in ("conv", "update", "tables")] == [2, 2, 1] and len(
+        kernels
+    ) == 3
     assert other_kernels(1, 1, 0.0)[0].launches == mamba - 2
-    shape = model_shape(json.loads((ROOT / "examples" / "nemotron-3-nano" / "config.json").read_text()))
+    shape = model_shape(
+        json.loads((ROOT / "examples" / "nemotron-3-nano" / "config.json").read_text())
+    )
     kernels = {kernel.name: kernel for kernel in cache_kernels(shape.layers.values(), 8, 100, 1.0)}
     assert kernels["attention"].launches == 6 * (attention - 2)  # without its projections
     assert kernels["attention"].num_bytes == 8 * 101 * 6 * 2 * 2 * 128 * 2

@@ -9,7 +9,16 @@ ROW = Row(suite="guard", benchmark="b", metric="held_blocks", value=3, params={"
 PROOF = Receipt(checked_before=True, checked_after=True, max_error=0.0)
 GOOD = [
     ROW,
-    timing_row(suite="s", benchmark="b", metric="t", value=2.0, unit="us", ci_low=1.0, ci_high=3.0, receipt=PROOF),
+    timing_row(
+        suite="s",
+        benchmark="b",
+        metric="t",
+        value=2.0,
+        unit="us",
+        ci_low=1.0,
+        ci_high=3.0,
+        receipt=PROOF,
+    ),
 ]
 RECEIPT = '{"receipt":{"checked_after":true,"checked_before":true,"max_error":0.0}}'
 

@@ -30,7 +30,18 @@ def test_rows_come_back_as_written(tmp_path):
     path = tmp_path / "new" / "r.csv"
     append_rows(path, [ROW])
     append_rows(
-        path, [timing_row(suite="s", benchmark="b", metric="t", value=0.1 + 0.2, unit="ns", ci_low=0.1, receipt=PROOF)]
+        path,
+        [
+            timing_row(
+                suite="s",
+                benchmark="b",
+                metric="t",
+                value=0.1 + 0.2,
+                unit="ns",
+                ci_low=0.1,
+                receipt=PROOF,
+            )
+        ],
     )
     frame = read_rows(path)
     assert tuple(frame.columns) == COLUMNS
@@ -56,7 +67,10 @@ def _append(path, worker, singles, batches):
 def _write_at_once(path, writers, singles, batches):
     """Fork writers that append side by side; return the names of all rows that are in the file."""
     fork = multiprocessing.get_context("fork")
-    workers = [fork.Process(target=_append, args=(path, worker, singles, batches)) for worker in range(writers)]
+    workers = [
+        fork.Process(target=_append, args=(path, worker, singles, batches))
+        for worker in range(writers)
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -74,7 +88,9 @@ def test_eight_writers_lose_and_double_nothing(tmp_path):
     assert len(names) == 8_800
     assert set(names) == {f"{worker}-{i}" for worker in range(8) for i in range(1_100)}
     # A batch stays together: the rows of a writer are in its order, and its neighbours are its own.
-    changes = sum(before.split("-")[0] != after.split("-")[0] for before, after in itertools.pairwise(names))
+    changes = sum(
+        before.split("-")[0] != after.split("-")[0] for before, after in itertools.pairwise(names)
+    )
     assert changes < 8 * (100 + 4)
     for worker in range(8):
         own = [int(name.split("-")[1]) for name in names if name.startswith(f"{worker}-")]
@@ -85,7 +101,8 @@ def test_eight_writers_lose_and_double_nothing(tmp_path):
 
 def test_split_writes_do_not_mix(tmp_path, monkeypatch):
     write = os.write
-    # The kernel may take a part of a write only; without a lock, another process would get in between.
+    # The kernel may take a part of a write only; without a lock, another process would get in
+    # between.
     monkeypatch.setattr(append.os, "write", lambda descriptor, data: write(descriptor, data[:100]))
     names = _write_at_once(tmp_path / "r.csv", writers=4, singles=250, batches=0)
     assert sorted(names) == sorted(f"{worker}-{i}" for worker in range(4) for i in range(250))
@@ -182,7 +199,9 @@ def test_a_reader_waits_for_a_writer_at_work(tmp_path, monkeypatch, caplog):
         child.join()
 
 
-@pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "failure", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()]
+)
 @pytest.mark.parametrize("before", [0, 1])
 def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch, failure, before):
     path = tmp_path / "r.csv"
@@ -208,7 +227,9 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch, failure, befor
 def test_an_unwritable_place_is_known_before_the_work(tmp_path):
     (tmp_path / "file").write_text("")
     for check in (check_writable, lambda path: append_rows(path, [ROW])):
-        with pytest.raises(HybridKVError, match=r"cannot be written to .*choose another file") as error:
+        with pytest.raises(
+            HybridKVError, match=r"cannot be written to .*choose another file"
+        ) as error:
             check(tmp_path / "file" / "r.csv")
         assert "\n" not in str(error.value)
 

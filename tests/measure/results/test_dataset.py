@@ -21,7 +21,10 @@ ROWS = 36  # of days, so of two months
 
 def shards(folder: Path, count: int) -> list[Path]:
     """CSVs of as many machines; neighbours share their last and first row."""
-    rows = [row(run, {"K": run}, machine=f"box {run % count}", suite=f"s{run % 2}") for run in range(ROWS)]
+    rows = [
+        row(run, {"K": run}, machine=f"box {run % count}", suite=f"s{run % 2}")
+        for run in range(ROWS)
+    ]
     size = len(rows) // count
     for i in range(count):
         write(folder, rows[max(0, i * size - 1) : (i + 1) * size], f"{i}.csv")
@@ -36,8 +39,16 @@ def test_csv_and_parquet_give_the_same_answers(tmp_path, capsys):
     files, whole = write(tmp_path / "rows", everything()), tmp_path / "all.parquet"
     out = printed(capsys, "results", "export", files, "--to", whole)
     assert out == f"{whole}: {len(everything())} rows\n"
-    for options in ([], ["--last", "3"], ["--suite", "guard", "--json"], ["--metric", "time", "--csv"]):
-        shown = [sorted(printed(capsys, "results", place, *options).splitlines()) for place in (files, whole)]
+    for options in (
+        [],
+        ["--last", "3"],
+        ["--suite", "guard", "--json"],
+        ["--metric", "time", "--csv"],
+    ):
+        shown = [
+            sorted(printed(capsys, "results", place, *options).splitlines())
+            for place in (files, whole)
+        ]
         assert shown[0] == shown[1]
     problems = check_file(files / "made.csv")
     assert problems and len(check_file(whole)) == len(problems)
@@ -54,7 +65,9 @@ def test_rows_of_one_moment_keep_their_order(tmp_path):
 def test_shards_merge_without_loss_or_doubles(tmp_path, order):
     files = shards(tmp_path / "rows", 4)[::order]
     whole = tmp_path / "whole.parquet"
-    assert export_rows(files[:1], whole) + sum(merge_rows([file], whole) for file in files[1:]) == ROWS
+    assert (
+        export_rows(files[:1], whole) + sum(merge_rows([file], whole) for file in files[1:]) == ROWS
+    )
     assert merge_rows(files, whole) == 0
     assert export_rows([whole, *files], tmp_path / "again.parquet") == ROWS
     assert cells(whole) == cells(tmp_path / "again.parquet")
@@ -118,18 +131,28 @@ def foreign(path: Path) -> None:
     ("name", "break_it", "said"),
     [
         ("rows.parquet", lambda path: path.write_bytes(path.read_bytes()[:-9]), "rows.parquet'"),
-        ("schema=1", lambda path: path.rename(path.with_name("schema=2")), "schema=2; this version reads schema=1"),
+        (
+            "schema=1",
+            lambda path: path.rename(path.with_name("schema=2")),
+            "schema=2; this version reads schema=1",
+        ),
         (
             "rows.parquet",
             foreign,
             "rows.parquet holds no rows of `hybrid-kv results export`; this version reads schema 1",
         ),
-        ("rows.parquet", lambda path: path.write_bytes(b""), "rows.parquet' too small to be a Parquet file"),
+        (
+            "rows.parquet",
+            lambda path: path.write_bytes(b""),
+            "rows.parquet' too small to be a Parquet file",
+        ),
     ],
 )
 def test_a_damaged_data_set_is_one_line(tmp_path, capsys, name, break_it, said):
     place = tmp_path / "all.parquet"
-    write(tmp_path, [row(0, suite=f"s{i}") for i in range(40)], "a.csv")  # enough files for several threads
+    write(
+        tmp_path, [row(0, suite=f"s{i}") for i in range(40)], "a.csv"
+    )  # enough files for several threads
     export_rows([tmp_path / "a.csv"], place)
     break_it(max(place.rglob(name)))
     for words in (["--last", "1"], ["--check"]):
@@ -143,7 +166,10 @@ def test_a_damaged_data_set_is_one_line(tmp_path, capsys, name, break_it, said):
         ("NULL::BOOLEAN AS dirty", "row 2: column 'dirty' holds None; it takes True or False"),
         ("'[]' AS params", "row 2: column 'params' holds '[]'; it takes a JSON object"),
         ("['a'] AS params", "column 'params' as VARCHAR is missing or not in the schema"),
-        ("chr(27) || '[2J' AS machine", "row 2: column 'machine' holds '\\x1b[2J'; it takes printable text"),
+        (
+            "chr(27) || '[2J' AS machine",
+            "row 2: column 'machine' holds '\\x1b[2J'; it takes printable text",
+        ),
         ("1.5 AS n", "column 'n' as "),
         ("'nan'::DOUBLE AS value", "row 2: column 'value' holds 'nan'"),
         ("'inf'::DOUBLE AS ci_low", "row 2: column 'ci_low' holds 'inf'"),
@@ -157,15 +183,23 @@ def test_a_parquet_file_is_not_believed_for_its_footer(tmp_path, capsys, change,
     append_rows(tmp_path / "a.csv", GOOD)
     export_file([tmp_path / "a.csv"], tmp_path / "a.parquet")
     rows = f"SELECT * FROM '{tmp_path}/a.parquet'"
-    odd = f"CASE WHEN metric = 't' THEN {value} ELSE {name} END AS {name}" if "row 2" in said else change
-    duckdb.sql(f"COPY (SELECT * REPLACE ({odd}) FROM ({rows})) TO '{tmp_path}/b.parquet' ({AS_PARQUET})")
+    odd = (
+        f"CASE WHEN metric = 't' THEN {value} ELSE {name} END AS {name}"
+        if "row 2" in said
+        else change
+    )
+    duckdb.sql(
+        f"COPY (SELECT * REPLACE ({odd}) FROM ({rows})) TO '{tmp_path}/b.parquet' ({AS_PARQUET})"
+    )
     for words in (["--last", "1"], ["export", "--to", tmp_path / "c.parquet"]):
         error = refused(capsys, "results", *words, tmp_path / "b.parquet")
         assert said in error and "b.parquet" in error
     assert run(capsys, "results", "--check", tmp_path / "b.parquet")[0] in (1, 2)
 
 
-@pytest.mark.parametrize(("place", "target"), [("all", "all"), ("all", "all.parquet/new"), ("all.parquet/in", "all")])
+@pytest.mark.parametrize(
+    ("place", "target"), [("all", "all"), ("all", "all.parquet/new"), ("all.parquet/in", "all")]
+)
 def test_a_data_set_is_not_made_of_itself(tmp_path, capsys, monkeypatch, place, target):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "all.parquet" / "in.parquet").mkdir(parents=True)
@@ -181,8 +215,14 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path, capsys):
     append_rows(tmp_path / "none.csv", [])
     for words, said in (
         (["export", "--to", tmp_path / "x"], "must end in .parquet"),
-        (["merge", "--to", tmp_path / "x.parquet"], "is not a data set; `hybrid-kv results export` makes one"),
-        (["export", tmp_path / "bad.csv", "--to", tmp_path / "x.parquet"], "line 2: column 'value' holds 'fast'"),
+        (
+            ["merge", "--to", tmp_path / "x.parquet"],
+            "is not a data set; `hybrid-kv results export` makes one",
+        ),
+        (
+            ["export", tmp_path / "bad.csv", "--to", tmp_path / "x.parquet"],
+            "line 2: column 'value' holds 'fast'",
+        ),
         (["export", "--to", "/dev/null/x.parquet"], "/dev/null/x.parquet"),
         (["export", tmp_path / "none.csv", "--to", tmp_path / "x.parquet"], "there are no rows in"),
     ):

@@ -14,7 +14,11 @@ from hybrid_kv.measure import guard_checks
 from hybrid_kv.measure.results import UNITS, Row
 from hybrid_kv.measure.results.guard_rows import result_rows
 
-FILES = sorted(file for package in (checks, guard_checks) for file in Path(package.__path__[0]).glob("[!_]*.py"))
+FILES = sorted(
+    file
+    for package in (checks, guard_checks)
+    for file in Path(package.__path__[0]).glob("[!_]*.py")
+)
 
 
 def units_of(source: str) -> list[str]:
@@ -26,8 +30,12 @@ def units_of(source: str) -> list[str]:
 
 def test_the_unit_of_each_check_is_a_rows() -> None:
     units = {file.stem: units_of(file.read_text()) for file in FILES}
-    assert not {name: made for name, made in units.items() if not {*map(ast.literal_eval, made)} <= UNITS}
-    assert {name for name, made in units.items() if not made} <= {"router"}  # its lines are made elsewhere
+    assert not {
+        name: made for name, made in units.items() if not {*map(ast.literal_eval, made)} <= UNITS
+    }
+    assert {name for name, made in units.items() if not made} <= {
+        "router"
+    }  # its lines are made elsewhere
 
 
 def test_a_unit_that_no_row_may_have_is_refused() -> None:
@@ -39,7 +47,10 @@ def test_params_say_what_was_run_and_nothing_of_what_came_out() -> None:
     """They are the identity of a series: equal in every run."""
 
     def rows_of(value: float, seconds: float) -> list[Row]:
-        params, metrics = {"mode": "all", "K": 3}, {"hit_rate": value, "loaded_blocks": None, "seen": {"a": 1}}
+        params, metrics = (
+            {"mode": "all", "K": 3},
+            {"hit_rate": value, "loaded_blocks": None, "seen": {"a": 1}},
+        )
         check = CheckResult(
             f"all, mtp 3: hits {value:.0%}", 0, "answers", ">= 0.5", 9, "", params, metrics, section="answers",
             seconds=seconds,
@@ -47,7 +58,9 @@ def test_params_say_what_was_run_and_nothing_of_what_came_out() -> None:
         return result_rows([check])
 
     one, other = rows_of(0.7, 1.25), rows_of(0.8, 2.5)
-    assert [(row.metric, row.params_json) for row in one] == [(row.metric, row.params_json) for row in other]
+    assert [(row.metric, row.params_json) for row in one] == [
+        (row.metric, row.params_json) for row in other
+    ]
     assert {row.metric: row.value for row in one} == {
         "all/mtp_3": 0,
         "all/mtp_3:at_least": 0.5,

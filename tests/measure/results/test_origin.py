@@ -48,7 +48,12 @@ def test_a_run_counts_until_a_file_that_it_measures_has_changed(checkout):
         {"bench/ssd.py": "from hybrid_kv import cache  # faster"},
         {"hybrid_kv/errors.py": "A = 2"},
         {"hybrid_kv/cache/table.json": "2"},
-        {"README.md": "1", "docs/page.md": "1", "results/guard.csv": "1", "hybrid_kv/cache/README.md": "1"},
+        {
+            "README.md": "1",
+            "docs/page.md": "1",
+            "results/guard.csv": "1",
+            "hybrid_kv/cache/README.md": "1",
+        },
     ]
     made = [commit(checkout, files, "a change") for files in changes]
     head = origin.head()
@@ -56,7 +61,9 @@ def test_a_run_counts_until_a_file_that_it_measures_has_changed(checkout):
     assert [head.commits_since(one, "guard") for one in made] == [3, 2, 2, 1, 0, 0]
     assert [head.commits_since(one, "ssd") for one in made] == [3, 3, 2, 1, 0, 0]
     assert [head.commits_since(one, "no suite") for one in made] == [4, 3, 2, 1, 0, 0]  # all code
-    assert origin.Head(made[0]).commits_since(made[-1], "guard") == 3  # HEAD is behind what was measured
+    assert (
+        origin.Head(made[0]).commits_since(made[-1], "guard") == 3
+    )  # HEAD is behind what was measured
 
 
 def test_a_change_that_was_taken_back_is_none(checkout):

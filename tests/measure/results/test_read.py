@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from hybrid_kv.config import HybridKVError
-from hybrid_kv.measure.results import COLUMNS, append_rows, check_file, check_writable, read, read_rows
+from hybrid_kv.measure.results import (
+    COLUMNS,
+    append_rows,
+    check_file,
+    check_writable,
+    read,
+    read_rows,
+)
 from tests.cli.run import run
 from tests.measure.results.rows import GOOD, RECEIPT, ROW, damaged
 
@@ -19,7 +26,9 @@ def test_a_wrong_header_is_refused_by_file_and_column(tmp_path, column):
     path = tmp_path / "old.csv"
     path.write_text(",".join(names) + "\n")
     for use in (read_rows, check_writable, lambda path: append_rows(path, [ROW])):
-        with pytest.raises(HybridKVError, match=f"old.csv: column {column + 1} must be '{COLUMNS[column]}'"):
+        with pytest.raises(
+            HybridKVError, match=f"old.csv: column {column + 1} must be '{COLUMNS[column]}'"
+        ):
             use(path)
     assert path.read_text() == ",".join(names) + "\n"
 
@@ -46,7 +55,11 @@ def test_missing_and_additional_columns_are_refused(tmp_path, names):
         (2, {"params": "{"}, "'params' holds '{'"),
         (2, {"params": '{"b": 1}'}, "not compact JSON with sorted keys"),
         (2, {"params": '{"b":1,"a":2}'}, "not compact JSON with sorted keys"),
-        (2, {"params": '{"a":[{"model":"/home/me/model"}]}'}, "names a place on a machine: '/home/me/model'"),
+        (
+            2,
+            {"params": '{"a":[{"model":"/home/me/model"}]}'},
+            "names a place on a machine: '/home/me/model'",
+        ),
         (2, {"params": '{"a":"~/model"}'}, "names a place on a machine"),
         (2, {"commit": "8a89dd6"}, "commit holds '8a89dd6'"),
         (2, {"baseline_commit": "main"}, "baseline_commit holds 'main'"),
@@ -70,7 +83,10 @@ BROKEN = [
     ({"ci_low": "inf"}, "line 2: column 'ci_low' holds 'inf'"),
     ({"schema": "2"}, "line 2: column 'schema' holds '2'; it takes 1, which this version reads"),
     ({"n": "nan"}, "line 2: column 'n' holds 'nan'"),
-    ({"n": "9" * 19}, "line 2: column 'n' holds '9999999999999999999'; it takes a whole number from 0 to"),
+    (
+        {"n": "9" * 19},
+        "line 2: column 'n' holds '9999999999999999999'; it takes a whole number from 0 to",
+    ),
     ({"n": "9" * 5000}, "line 2: column 'n' holds '999"),
     ({"value": "1e999"}, "line 2: column 'value' holds '1e999'; it takes a finite number"),
     ({"value": "1_000"}, "line 2: column 'value' holds '1_000'"),
@@ -79,8 +95,14 @@ BROKEN = [
     ({"verdict": "inconclusive?"}, "it takes pass, fail, void or nothing"),
     ({"better": "LOWER"}, "it takes lower, higher or equal"),
     ({"unit": "parsecs"}, "it takes a unit of hybrid_kv.measure.results.UNITS"),
-    ({"params": '{"a":' + "[" * 50_000 + "]" * 50_000 + "}"}, "it takes a JSON object at most 20 levels deep"),
-    ({"params": '{"a":' + "[" * 20 + "]" * 20 + "}"}, "it takes a JSON object at most 20 levels deep"),
+    (
+        {"params": '{"a":' + "[" * 50_000 + "]" * 50_000 + "}"},
+        "it takes a JSON object at most 20 levels deep",
+    ),
+    (
+        {"params": '{"a":' + "[" * 20 + "]" * 20 + "}"},
+        "it takes a JSON object at most 20 levels deep",
+    ),
     ({"params": '{"a":NaN}'}, "its numbers finite"),
     ({"params": '{"a":1e999}'}, "its numbers finite"),
     ({"params": '{"a":' + "9" * 400 + "}"}, "of 64 bits"),
@@ -139,7 +161,15 @@ def test_the_repositorys_own_rows(capsys):
     assert len(list(folder.glob("*.csv"))) >= 4
 
 
-FIELDS = {'"a"b': "ab", 'a"b': 'a"b', '"a""b"': 'a"b', "a\rb": None, '"a\nb"': None, "NULL": "NULL", "é": "é"}
+FIELDS = {
+    '"a"b': "ab",
+    'a"b': 'a"b',
+    '"a""b"': 'a"b',
+    "a\rb": None,
+    '"a\nb"': None,
+    "NULL": "NULL",
+    "é": "é",
+}
 
 
 @pytest.mark.parametrize(("field", "value"), FIELDS.items())

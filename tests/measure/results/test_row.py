@@ -12,7 +12,10 @@ def test_a_timing_needs_a_receipt(unit):
     with pytest.raises(ValueError, match="without a receipt"):
         Row(**values)
     with pytest.raises(ValueError, match="before and after"):
-        Row(**values, params={"receipt": {"checked_before": True, "checked_after": False, "max_error": 0.0}})
+        Row(
+            **values,
+            params={"receipt": {"checked_before": True, "checked_after": False, "max_error": 0.0}},
+        )
     assert timing_row(**values, receipt=PROOF).params["receipt"]["checked_after"] is True
 
 

@@ -6,14 +6,18 @@ from tests.measure.dashboard.rows import row, write
 
 
 def test_the_newest_run_of_each_benchmark_stays(tmp_path, capsys):
-    rows = [row(run, {"K": k}, benchmark=name) for run in (0, 1) for name in ("a", "b") for k in (1, 3)]
+    rows = [
+        row(run, {"K": k}, benchmark=name) for run in (0, 1) for name in ("a", "b") for k in (1, 3)
+    ]
     rows += [row(2, benchmark="a"), row(0, benchmark="a", machine="other")]
     rows += [row(run, {"shape": shape}, suite="kernels") for run, shape in ((0, 1), (0, 2), (1, 2))]
     file = write(tmp_path, rows) / "made.csv"
     before = file.read_text().splitlines()
     assert printed(capsys, "results", "trim", file) == f"{file}: 6 of 13 rows kept\n"
     kept = read_rows(file)
-    cells = list(zip(kept["run_id"], kept["benchmark"], kept["params"], kept["machine"], strict=True))
+    cells = list(
+        zip(kept["run_id"], kept["benchmark"], kept["params"], kept["machine"], strict=True)
+    )
     assert cells == [
         ("run00001", "b", '{"K": 1}', "box"),
         ("run00001", "b", '{"K": 3}', "box"),

@@ -16,12 +16,26 @@ from tests.measure.results.rows import RECEIPT, damaged
 def folder(tmp_path):
     """Two files, four rows: three days, two commits, a row without a commit."""
     guard = {"suite": "guard", "benchmark": "b", "unit": "", "commit": "a" * 40}
-    h200 = {"device": "NVIDIA H200", "dirty": True, "commit": "b" * 40, "suite": "s", "benchmark": "b", "n": 1}
+    h200 = {
+        "device": "NVIDIA H200",
+        "dirty": True,
+        "commit": "b" * 40,
+        "suite": "s",
+        "benchmark": "b",
+        "n": 1,
+    }
     interval = {"ci_low": 6, "ci_high": 8, "n": 5, "verdict": "fail"}
     made = [
         row(2, **guard, metric="held_blocks", value=3),
-        row(0, **h200, metric="t", value=2.0, unit="us", ci_low=1.0, ci_high=3.0) | {"params": RECEIPT},
-        row(1, **{**guard, "benchmark": "Other", "commit": ""}, metric="blocks held", value=7, **interval),
+        row(0, **h200, metric="t", value=2.0, unit="us", ci_low=1.0, ci_high=3.0)
+        | {"params": RECEIPT},
+        row(
+            1,
+            **{**guard, "benchmark": "Other", "commit": ""},
+            metric="blocks held",
+            value=7,
+            **interval,
+        ),
         row(1, **guard, metric="μ", value=1),
     ]
     made = [one | {"run_id": f"{i:012x}", "machine": f"box {i}"} for i, one in enumerate(made)]
@@ -60,12 +74,17 @@ def test_filters(folder, capsys, options, expected):
 def test_what_is_printed(folder, capsys):
     assert printed(capsys, "results", folder, "--device", "h200").endswith("\n1 row\n")
     assert printed(capsys, "results", folder, "--since", "2026-01-02").endswith("\n3 rows\n")
-    rows = csv.DictReader(io.StringIO(printed(capsys, "results", folder, "--csv", "--since", "2026-01-02")))
+    rows = csv.DictReader(
+        io.StringIO(printed(capsys, "results", folder, "--csv", "--since", "2026-01-02"))
+    )
     assert [int(row["run_id"], 16) for row in rows] == [3, 2, 0]
     (row,) = json.loads(printed(capsys, "results", folder, "--json", "--device", "h200"))
     assert row["params"]["receipt"]["checked_before"] is True and row["dirty"] is True
     assert (row["value"], row["ci_low"], row["n"], row["schema"]) == (2.0, 1.0, 1, 1)
-    assert json.loads(printed(capsys, "results", folder, "--json", "--metric", "μ"))[0]["ci_low"] is None
+    assert (
+        json.loads(printed(capsys, "results", folder, "--json", "--metric", "μ"))[0]["ci_low"]
+        is None
+    )
     (folder / "z.csv").write_text(printed(capsys, "results", folder / "x.csv", "--csv"))
     assert read_rows(folder / "z.csv").equals(read_rows(folder / "x.csv"))
 
@@ -98,4 +117,6 @@ def test_bad_questions_are_one_line_and_exit_code_2(folder, tmp_path, capsys, ar
     (tmp_path / "other.txt").write_text("question,answer\n")
     (tmp_path / "empty.txt").touch()
     places = {"folder": folder, "other": tmp_path / "other.txt", "empty": tmp_path / "empty.txt"}
-    assert message in refused(capsys, "results", *(argument.format(**places) for argument in arguments))
+    assert message in refused(
+        capsys, "results", *(argument.format(**places) for argument in arguments)
+    )

@@ -51,7 +51,9 @@ def test_what_was_done_is_not_run_again_and_no_row_is_doubled(study: Study, tmp_
     assert sorted(read_rows(tmp_path / "rows.parquet")["value"]) == [0, 1, 4, 9]
 
 
-def test_a_cell_that_died_is_tried_again_and_one_that_refused_is_not(study: Study, tmp_path: Path) -> None:
+def test_a_cell_that_died_is_tried_again_and_one_that_refused_is_not(
+    study: Study, tmp_path: Path
+) -> None:
     cells = study(f"guard once {tmp_path / 'marker'}", "guard refused", "guard failed")
     codes = []
     known = run_study(cells, tmp_path, locally(1, 60), 2, lambda _, done: codes.append(done.code))
@@ -95,13 +97,18 @@ def test_a_cell_ends_when_its_time_is_up(study: Study, tmp_path: Path) -> None:
 def test_a_lost_cell_has_no_folder(study: Study, tmp_path: Path) -> None:
     cells = study("guard --n={n}", levels=(3,))
     lost = Done(None, {}, "the node died", 0.0)
-    known = run_study(cells, tmp_path, lambda some: iter([(cell, lost) for cell in some]), 1, lambda *_: None)
+    known = run_study(
+        cells, tmp_path, lambda some: iter([(cell, lost) for cell in some]), 1, lambda *_: None
+    )
     assert known[cells[0].id] == {"command": "guard --n=3", "code": None, "said": "the node died"}
     assert not any((tmp_path / "cells").iterdir()) and gather(tmp_path, cells) == 0
 
 
 def test_the_command_says_what_failed_and_where_rows_are(
-    study: Study, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    study: Study,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     study("guard --n={n}", "guard failed", levels=(1, 2))
@@ -109,7 +116,10 @@ def test_the_command_says_what_failed_and_where_rows_are(
     assert code == 1 and "2 of 3 cells fine, 1 failed" in out and "failed: guard failed: " in out
     assert "3 new rows in out/study/study/rows.parquet" in out and "guard --n=2: fine after" in err
     assert len(json.loads(Path("out.json").read_text())["cells"]) == 3
-    for run, code, said in (("refused", 2, "could not run: guard refused: error: no such"), ("void", 3, "void: guard")):
+    for run, code, said in (
+        ("refused", 2, "could not run: guard refused: error: no such"),
+        ("void", 3, "void: guard"),
+    ):
         study(f"guard {run}")
         found, out, _ = cli.run(capsys, "study", "study.yaml")
         assert found == code and said in out
@@ -117,16 +127,24 @@ def test_the_command_says_what_failed_and_where_rows_are(
 
 @pytest.mark.parametrize(
     ("run", "said"),
-    [("accuracy --limt 5", "--limt"), ("guard --jobs many", "'--jobs'"), ("kernels --help", "has --help")],
+    [
+        ("accuracy --limt 5", "--limt"),
+        ("guard --jobs many", "'--jobs'"),
+        ("kernels --help", "has --help"),
+    ],
 )
 def test_options_that_a_command_does_not_have_are_refused_before_the_cells(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], run: str, said: str
 ) -> None:
-    (tmp_path / "study.yaml").write_text(yaml.safe_dump({"runs": ["kernels", "guard --quick --only K=3", run]}))
+    (tmp_path / "study.yaml").write_text(
+        yaml.safe_dump({"runs": ["kernels", "guard --quick --only K=3", run]})
+    )
     assert said in cli.refused(capsys, "study", tmp_path / "study.yaml", "--dry")
 
 
-def test_a_dry_run_lists_the_cells(study: Study, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_lists_the_cells(
+    study: Study, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cells = study("guard --n={n}", levels=(1, 2))
     code, out, _ = cli.run(capsys, "study", tmp_path / "study.yaml", "--dry")
     assert code == 0 and out.splitlines() == [f"{cell.id}  {cell.text}" for cell in cells]

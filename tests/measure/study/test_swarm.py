@@ -47,7 +47,9 @@ def make(tmp_path: Path) -> Callable[..., Swarm]:
             notes.append((tally.seeds, is_over))
 
         # It looks before each batch, and behind it.
-        return Swarm(0, 2 * batches - 1, tmp_path / "repro", lambda _: None, keep, lambda: float(next(clock)))
+        return Swarm(
+            0, 2 * batches - 1, tmp_path / "repro", lambda _: None, keep, lambda: float(next(clock))
+        )
 
     return made
 
@@ -79,29 +81,51 @@ def test_an_injected_fault_is_found_reduced_and_gone_without_it(
     with monkeypatch.context() as patch:
         patch.setattr(runner, "postprocess_mamba", lambda *_: None)
         code, out, err = run(capsys, *command)
-        assert code == 1 and f"the same seeds again: hybrid-kv guard --swarm 1e-07 --seed {FIRST}\n" in err
-        assert f"step-tokens: 1 scenarios, the first is {FIRST}\nshrunk to 1 requests with 1 prompt tokens" in out
+        assert (
+            code == 1
+            and f"the same seeds again: hybrid-kv guard --swarm 1e-07 --seed {FIRST}\n" in err
+        )
+        assert (
+            f"step-tokens: 1 scenarios, the first is {FIRST}\nshrunk to 1 requests with 1 prompt tokens"
+            in out
+        )
         assert "1 scenarios failed, 1 rules broken: repro/swarm-seeds.txt" in out
         (file,) = Path("repro").glob("*.json")
         assert run(capsys, "guard", "--replay", str(file))[0] == 1
     assert Path("repro/swarm-seeds.txt").read_text() == f"{FIRST} step-tokens\n"
     assert run(capsys, "guard", "--replay", str(file))[0] == 0
     rows = read_rows(Path("out/swarm.csv")).set_index("metric")
-    assert rows.loc["failures", "verdict"] == "fail" and json.loads(rows.loc["failures", "params"])["rule"]
+    assert (
+        rows.loc["failures", "verdict"] == "fail"
+        and json.loads(rows.loc["failures", "params"])["rule"]
+    )
     assert run(capsys, *command)[0] == 0
     rows = read_rows(Path("out/swarm.csv"))
     assert list(rows[rows["metric"] == "rules_broken"]["verdict"]) == ["fail", "pass"]
 
 
 def test_fuzz_is_guard_with_a_swarm(
-    broken: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    broken: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Both end, print and keep the same, but for the command that plays the same seeds again."""
     monkeypatch.chdir(tmp_path)
     seen = []
     for words in (["fuzz", "--hours"], ["guard", "--swarm"]):
         place = "-".join(words)
-        options = ["1e-9", "--seed", "0", "--jobs", "1", "--results", place, "--repro", f"{place}/repro"]
+        options = [
+            "1e-9",
+            "--seed",
+            "0",
+            "--jobs",
+            "1",
+            "--results",
+            place,
+            "--repro",
+            f"{place}/repro",
+        ]
         code, out, err = run(capsys, *words, *options, "--json")
         assert err.startswith(f"the same seeds again: hybrid-kv {' '.join(words)} 1e-09 --seed 0\n")
         rows = read_rows(tmp_path / place / "swarm.csv").drop(columns=["run_id", "time_utc"])
@@ -120,22 +144,36 @@ def test_of_each_rule_the_first_failure_is_kept_and_the_seeds_of_all(
     lines = [f"{seed} {'b' if seed % 9 == 3 else 'a'}" for seed in failed]
     assert (tmp_path / "repro/swarm-seeds.txt").read_text().splitlines() == lines
     found = {one.rule: (one.first_seed, one.seeds) for one in tally.findings.values()}
-    assert found == {"a": (0, sum(line.endswith("a") for line in lines)), "b": (3, sum("b" in line for line in lines))}
+    assert found == {
+        "a": (0, sum(line.endswith("a") for line in lines)),
+        "b": (3, sum("b" in line for line in lines)),
+    }
     files = sorted((tmp_path / "repro").glob("*.json"))
     assert [one.file for one in sorted(tally.findings.values(), key=lambda one: one.rule)] == files
-    assert [from_json(file.read_text()) for file in files] == [draw_swarm_scenario(0), draw_swarm_scenario(3)]
+    assert [from_json(file.read_text()) for file in files] == [
+        draw_swarm_scenario(0),
+        draw_swarm_scenario(3),
+    ]
 
 
-def test_the_same_first_seed_gives_the_same_swarm_in_any_pool(broken: None, make: Callable[..., Swarm]) -> None:
+def test_the_same_first_seed_gives_the_same_swarm_in_any_pool(
+    broken: None, make: Callable[..., Swarm]
+) -> None:
     with ThreadPoolExecutor(2) as threads:
-        one, two = (make(2).run(pool) for pool in (here, lambda give: in_executor(threads, 2, give)))
-    counts = [{found.rule: found.seeds for found in tally.findings.values()} for tally in (one, two)]
+        one, two = (
+            make(2).run(pool) for pool in (here, lambda give: in_executor(threads, 2, give))
+        )
+    counts = [
+        {found.rule: found.seeds for found in tally.findings.values()} for tally in (one, two)
+    ]
     assert counts[0] == counts[1] == {"a": 3, "b": 1}
     # Which of them is shrunk depends on the first to end.
     assert replace(one, cpu_seconds=0.0, findings={}) == replace(two, cpu_seconds=0.0, findings={})
 
 
-def test_an_interrupt_costs_no_finding_and_no_summary(broken: None, make: Callable[..., Swarm], tmp_path: Path) -> None:
+def test_an_interrupt_costs_no_finding_and_no_summary(
+    broken: None, make: Callable[..., Swarm], tmp_path: Path
+) -> None:
     def interrupted(give: Give) -> Results:
         task = give()
         assert task is not None
@@ -170,7 +208,9 @@ def losing(*lost: int) -> Pool:
     return pool
 
 
-def test_a_lost_batch_is_counted_and_a_lost_search_costs_no_finding(broken: None, make: Callable[..., Swarm]) -> None:
+def test_a_lost_batch_is_counted_and_a_lost_search_costs_no_finding(
+    broken: None, make: Callable[..., Swarm]
+) -> None:
     tally = make(3).run(losing(1, 3))  # the search for a small case of `a`, and the second batch
     assert (tally.lost, tally.seeds) == (2, 2 * SEEDS)
     assert "0 plays" in tally.findings["a"].story and "5 plays" in tally.findings["b"].story
@@ -191,7 +231,9 @@ def test_a_swarm_that_cannot_play_ends_with_one_line(
         yield Dead()
 
     monkeypatch.setattr(module, "processes", dead)
-    with pytest.raises(HybridKVError, match="a worker was killed, or ran out of memory; use fewer --jobs"):
+    with pytest.raises(
+        HybridKVError, match="a worker was killed, or ran out of memory; use fewer --jobs"
+    ):
         make(3).run(in_processes(2))
 
 

@@ -74,7 +74,9 @@ def test_a_launch_is_enqueued_while_other_buffers_pass_through_the_cache(monkeyp
     """Nothing waits between them: on an idle device the time between the events would be that of Python."""
     log = []
     log_events(monkeypatch, log, 4000.0)
-    monkeypatch.setattr(clock_module, "_passing", lambda: SimpleNamespace(sum=lambda: log.append("pass")))
+    monkeypatch.setattr(
+        clock_module, "_passing", lambda: SimpleNamespace(sum=lambda: log.append("pass"))
+    )
     subject = clock_module.DeviceSubject(lambda: log.append("run"), lambda: log.append("reset"))
     assert subject.sample(2) == 4.0
     assert log == ["reset", *["wait", "pass", "event", "run", "event", "wait"] * 2]
@@ -84,11 +86,15 @@ def test_what_passes_is_many_times_the_cache(monkeypatch):
     made = []
     monkeypatch.setattr(clock_module.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(
-        clock_module.torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=4096)
+        clock_module.torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(L2_cache_size=4096),
     )
     zeros = clock_module.torch.zeros
     monkeypatch.setattr(
-        clock_module.torch, "zeros", lambda size, dtype, device: made.append(device) or zeros(size, dtype=dtype)
+        clock_module.torch,
+        "zeros",
+        lambda size, dtype, device: made.append(device) or zeros(size, dtype=dtype),
     )
     assert clock_module._passing.__wrapped__().nbytes == 32 * 4096
     assert made == ["cuda"]

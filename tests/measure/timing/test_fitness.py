@@ -31,7 +31,9 @@ def test_what_makes_a_machine_unfit_is_named(change, why):
     found = replace(QUIET, **change)
     assert found.unfit == why
     assert len(found.lines()) == 6
-    assert found.lines()[-1].startswith("trust     counts only: " + why if why else "trust     times that differ by")
+    assert found.lines()[-1].startswith(
+        "trust     counts only: " + why if why else "trust     times that differ by"
+    )
 
 
 @pytest.mark.parametrize(("ratio", "least"), [((0.9998, 1.0002), "1.0%"), ((0.99, 1.02), "2.0%")])
@@ -55,7 +57,9 @@ def test_a_thread_that_gets_half_of_the_clock_is_on_a_loaded_machine(monkeypatch
         assert ("others took" in found.unfit) == loaded
 
 
-@pytest.mark.parametrize(("seen", "stolen"), [({"user": 40.0, "steal": 10.0}, 0.1), ({"user": 40.0}, None)])
+@pytest.mark.parametrize(
+    ("seen", "stolen"), [({"user": 40.0, "steal": 10.0}, 0.1), ({"user": 40.0}, None)]
+)
 def test_the_hypervisors_share_is_not_known_everywhere(monkeypatch, seen, stolen):
     monkeypatch.setattr(fitness.psutil, "cpu_times_percent", lambda: SimpleNamespace(**seen))
     assert examine(0.02).stolen == stolen

@@ -15,14 +15,20 @@ LENGTH = 2048
 def rotated(heads, shape, positions):
     """[n, tokens, head_dim], each token turned by its position."""
     half = shape.num_rotated // 2
-    angles = positions[:, None] * shape.base ** (-2 * torch.arange(half).double() / shape.num_rotated)
+    angles = positions[:, None] * shape.base ** (
+        -2 * torch.arange(half).double() / shape.num_rotated
+    )
     first, second = heads[..., :half], heads[..., half : 2 * half]
     cos, sin = angles.cos(), angles.sin()
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, heads[..., 2 * half :]], -1)
+    return torch.cat(
+        [first * cos - second * sin, second * cos + first * sin, heads[..., 2 * half :]], -1
+    )
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
-@pytest.mark.parametrize("shape", [AttentionShape(16, 2, 32, 32, BASE**2), AttentionShape(16, 2, 64, 16, BASE)])
+@pytest.mark.parametrize(
+    "shape", [AttentionShape(16, 2, 32, 32, BASE**2), AttentionShape(16, 2, 64, 16, BASE)]
+)
 def test_the_best_score_is_ahead(shape, layer):
     draw = Choices(layer)
     made = attention(shape, layer, draw)
@@ -36,6 +42,9 @@ def test_the_best_score_is_ahead(shape, layer):
     keys, queries = rotated(keys, shape, positions), rotated(queries, shape, positions)
     causal = torch.full((LENGTH, LENGTH), -math.inf).double().triu(1)
     for n in range(shape.num_heads):
-        scores = queries[n] @ keys[n // (shape.num_heads // shape.num_kv_heads)].T / math.sqrt(size) + causal
+        scores = (
+            queries[n] @ keys[n // (shape.num_heads // shape.num_kv_heads)].T / math.sqrt(size)
+            + causal
+        )
         best = scores[1:].topk(2).values
         assert float((best[:, 0] - best[:, 1]).min()) > 746

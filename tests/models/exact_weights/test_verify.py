@@ -32,7 +32,9 @@ def test_the_first_operation_that_is_not_exact_is_named(tmp_path):
     tensors = load_file(path)
     tensors["model.layers.2.conv.out_proj.weight"] *= 1 / 3
     save_file(tensors, path, metadata={"format": "pt"})
-    results = {(result.dtype, result.way): result.difference for result in verify(tmp_path, length=40)}
+    results = {
+        (result.dtype, result.way): result.difference for result in verify(tmp_path, length=40)
+    }
     found = results["float32", "whole"]
     assert found.operation == "model.layers.2.conv.out_proj"
     assert found.before == "model.layers.2.conv.in_proj"
@@ -53,5 +55,7 @@ def test_the_same_seed_writes_the_same_weights(tmp_path):
 
 
 def test_a_family_that_has_none_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="no exact checkpoint of bamba; there are granitemoehybrid, lfm2"):
+    with pytest.raises(
+        ConfigError, match="no exact checkpoint of bamba; there are granitemoehybrid, lfm2"
+    ):
         write_exact_weights("bamba", tmp_path)

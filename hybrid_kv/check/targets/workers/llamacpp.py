@@ -34,7 +34,11 @@ class Memory:
         self._context = ctypes.c_void_p(self._library.hk_context(self._engine))
         self._memory = ctypes.c_void_p(self._library.hk_memory(self._engine))
         self._library.llama_memory_seq_rm.restype = ctypes.c_bool
-        for name in ("llama_state_seq_save_file", "llama_state_seq_load_file", "llama_state_seq_get_size"):
+        for name in (
+            "llama_state_seq_save_file",
+            "llama_state_seq_load_file",
+            "llama_state_seq_get_size",
+        ):
             getattr(self._library, name).restype = ctypes.c_size_t
         for name in ("llama_state_seq_get_data", "llama_state_seq_set_data"):
             getattr(self._library, name).restype = ctypes.c_size_t
@@ -78,7 +82,9 @@ class Memory:
     def save(self, sequence: int, path: str, text: Text) -> None:
         tokens = (ctypes.c_int32 * len(text))(*text)
         size = ctypes.c_size_t(len(text))
-        if not self._library.llama_state_seq_save_file(self._context, path.encode(), sequence, tokens, size):
+        if not self._library.llama_state_seq_save_file(
+            self._context, path.encode(), sequence, tokens, size
+        ):
             raise RuntimeError("llama_state_seq_save_file returned 0")
 
     def load(self, sequence: int, path: str) -> None:
@@ -92,7 +98,9 @@ class Memory:
     def state(self, sequence: int) -> Any:
         size = self._library.llama_state_seq_get_size(self._context, sequence)
         data = (ctypes.c_uint8 * size)()
-        if not self._library.llama_state_seq_get_data(self._context, data, ctypes.c_size_t(size), sequence):
+        if not self._library.llama_state_seq_get_data(
+            self._context, data, ctypes.c_size_t(size), sequence
+        ):
             raise RuntimeError("llama_state_seq_get_data returned 0")
         return data
 
@@ -223,7 +231,9 @@ class Saved(Alone):
 
     def take(self, prompt: Text) -> tuple[int, int]:
         sequence = self._empty()
-        held = (text for text in self._files if len(text) < len(prompt) and text == prompt[: len(text)])
+        held = (
+            text for text in self._files if len(text) < len(prompt) and text == prompt[: len(text)]
+        )
         text: Text = max(held, key=len, default=())
         if text:
             self._memory.load(sequence, self._files[text])
@@ -248,7 +258,11 @@ class Running:
         self.text: list[int] = list(ask["prompt"])
         self.num_held = num_held
         self.drafts: list[int] = []
-        end = ask["max_tokens"] if ask["abort_after"] is None else min(ask["abort_after"], ask["max_tokens"])
+        end = (
+            ask["max_tokens"]
+            if ask["abort_after"] is None
+            else min(ask["abort_after"], ask["max_tokens"])
+        )
         self.end: int = len(self.text) + end
 
     @property
@@ -267,8 +281,12 @@ class Engine:
         self._has_drafts = settings.get("spec", "none") == "draft"
         snapshots = NUM_DRAFTS if self._has_drafts else 0
         unified = settings.get("slots", "one") == "unified"
-        self._memory = Memory(Path(folder), 512 if chunk == "whole" else int(chunk), snapshots, unified)
-        self._kind = {"off": Alone, "on": Continued, "slots": Copied, "files": Saved}[settings.get("prefix", "off")]
+        self._memory = Memory(
+            Path(folder), 512 if chunk == "whole" else int(chunk), snapshots, unified
+        )
+        self._kind = {"off": Alone, "on": Continued, "slots": Copied, "files": Saved}[
+            settings.get("prefix", "off")
+        ]
         self._counts: Counter[str] = Counter()
         self.reset()
         can = ["cached", "logprobs", "reset", "abort", "batch", "steps", "preempt"]
@@ -288,7 +306,11 @@ class Engine:
         waiting, running, step, known = list(range(len(requests))), list[Running](), 0, 0
         while waiting or running:
             complete = len(requests) - len(waiting) - len(running)
-            ready = [i for i in waiting if requests[i]["after"] <= complete and requests[i]["step"] <= step]
+            ready = [
+                i
+                for i in waiting
+                if requests[i]["after"] <= complete and requests[i]["step"] <= step
+            ]
             # A step that nothing runs in is never reached.
             for i in ready or ([] if running else waiting[:1]):
                 if self._store.has_room:
@@ -319,12 +341,18 @@ class Engine:
         for one in running:
             self._memory.clear(one.sequence)
             self._counts["preemptions"] += 1
-        for one, state, sequence in zip(running, states, sequences[1:] + sequences[:1], strict=True):
+        for one, state, sequence in zip(
+            running, states, sequences[1:] + sequences[:1], strict=True
+        ):
             one.sequence = sequence
             self._memory.set_state(sequence, state)
 
     def _step(self, running: list[Running], answers: list[dict[str, Any]]) -> None:
-        room, batch, parts = LONGEST, list[tuple[int, int, int, bool]](), list[tuple[Running, int]]()
+        room, batch, parts = (
+            LONGEST,
+            list[tuple[int, int, int, bool]](),
+            list[tuple[Running, int]](),
+        )
         for one in running:
             rest = one.text[one.num_held :]
             new = rest[:room] if len(rest) == 1 else rest[: min(room, len(rest) - 1)]
@@ -340,7 +368,9 @@ class Engine:
             if one.num_held == len(one.ask["prompt"]) - 1 == len(one.text) - 1:
                 self._store.reach(one.sequence, tuple(one.text[:-1]))
             if one.num_held == len(one.text) and num_new:
-                self._verify(one, [next(rows) for _ in range(1 + len(one.drafts))], answers[one.index])
+                self._verify(
+                    one, [next(rows) for _ in range(1 + len(one.drafts))], answers[one.index]
+                )
 
     def _drafts(self, one: Running) -> list[int]:
         """Return the tokens that followed the last two before, again and again.
@@ -349,7 +379,11 @@ class Engine:
         """
         text, found = one.text[-2:], list[int]()
         most = min(NUM_DRAFTS, one.end - len(one.text) - 1) if self._has_drafts else 0
-        while len(text) == 2 and len(found) < most and (token := self._follows.get((text[0], text[1]))) is not None:
+        while (
+            len(text) == 2
+            and len(found) < most
+            and (token := self._follows.get((text[0], text[1]))) is not None
+        ):
             found.append(token)
             text = [text[1], token]
         return found
@@ -380,7 +414,10 @@ class Engine:
 
 def common(a: Text, b: Text) -> int:
     """Return how many tokens two texts begin with together."""
-    return next((i for i, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))
+    return next(
+        (i for i, (one, other) in enumerate(zip(a, b, strict=False)) if one != other),
+        min(len(a), len(b)),
+    )
 
 
 def note(ask: dict[str, Any], answer: dict[str, Any], token: int, row: list[float]) -> None:

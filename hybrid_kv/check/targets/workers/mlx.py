@@ -34,7 +34,11 @@ class Kept:
 
         They are None and 0 if there is none for this prompt.
         """
-        held = (one for one in self._caches if len(one) < len(prompt) and one == tuple(prompt[: len(one)]))
+        held = (
+            one
+            for one in self._caches
+            if len(one) < len(prompt) and one == tuple(prompt[: len(one)])
+        )
         tokens: tuple[int, ...] = max(held, key=len, default=())
         return self._caches.pop(tokens, None), len(tokens)
 
@@ -92,7 +96,9 @@ class Engine:
         from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
         spec = settings.get("spec", "none")
-        self._store = {"off": None, "kept": Kept, "saved": Saved, "lru": Lru}[settings.get("prefix", "off")]
+        self._store = {"off": None, "kept": Kept, "saved": Saved, "lru": Lru}[
+            settings.get("prefix", "off")
+        ]
         chunk = settings.get("chunk", "whole")
         self._step = LONGEST if chunk == "whole" else int(chunk)
         self._num_drafts = 0 if spec == "none" else int(spec.removeprefix("draft"))
@@ -102,7 +108,9 @@ class Engine:
         if self._num_drafts:
             if not can_trim_prompt_cache(cache := make_prompt_cache(self._model)):
                 kinds = ", ".join(sorted({type(one).__name__ for one in cache}))
-                raise ValueError(f"spec={spec}: it drafts only with caches that can be trimmed, not with {kinds}")
+                raise ValueError(
+                    f"spec={spec}: it drafts only with caches that can be trimmed, not with {kinds}"
+                )
             self._draft = noisy(load(Path(folder)))
         self._counts: Counter[str] = Counter()
         self.reset()
@@ -156,7 +164,11 @@ class Engine:
                 cache += make_prompt_cache(self._draft)
         if ask["seed"] is not None:
             mx.random.seed(ask["seed"])
-        end = ask["max_tokens"] if ask["abort_after"] is None else min(ask["abort_after"], ask["max_tokens"])
+        end = (
+            ask["max_tokens"]
+            if ask["abort_after"] is None
+            else min(ask["abort_after"], ask["max_tokens"])
+        )
         for token, logprobs in self._steps(mx.array(rest), cache, ask):
             note(ask, answer, token, logprobs)
             if len(answer["token_ids"]) >= end:
@@ -175,7 +187,9 @@ class Engine:
         if not self._num_drafts:
             yield from generate_step(prompt, self._model, **shared)
             return
-        steps = speculative_generate_step(prompt, self._model, self._draft, num_draft_tokens=self._num_drafts, **shared)
+        steps = speculative_generate_step(
+            prompt, self._model, self._draft, num_draft_tokens=self._num_drafts, **shared
+        )
         known, drafted = 0, True
         for token, logprobs, from_draft in steps:
             if drafted:  # the first token of a round
@@ -194,7 +208,11 @@ class Engine:
         try:
             while waiting or running:
                 complete = len(requests) - len(waiting) - len(running)
-                ready = [i for i in waiting if requests[i]["after"] <= complete and requests[i]["step"] <= step]
+                ready = [
+                    i
+                    for i in waiting
+                    if requests[i]["after"] <= complete and requests[i]["step"] <= step
+                ]
                 # A step that nothing runs in is never reached.
                 for i in ready or ([] if running else waiting[:1]):
                     waiting.remove(i)
@@ -209,18 +227,26 @@ class Engine:
                 answers[i]["error"] = f"never sent, after {said(error)}"
             self.reset()
 
-    def _insert(self, ask: dict[str, Any], answer: dict[str, Any], i: int, running: dict[int, int]) -> None:
+    def _insert(
+        self, ask: dict[str, Any], answer: dict[str, Any], i: int, running: dict[int, int]
+    ) -> None:
         cache, rest = self._take(ask["prompt"], answer)
         held = ask["prompt"][: len(ask["prompt"]) - len(rest)]
         try:
             (uid,) = self._batch.insert(
-                [rest], [ask["max_tokens"]], caches=[cache], all_tokens=[held], samplers=[sampler(ask)]
+                [rest],
+                [ask["max_tokens"]],
+                caches=[cache],
+                all_tokens=[held],
+                samplers=[sampler(ask)],
             )
             running[uid] = i
         except ValueError as error:
             answer["error"] = said(error)
 
-    def _next(self, requests: list[dict[str, Any]], answers: list[dict[str, Any]], running: dict[int, int]) -> None:
+    def _next(
+        self, requests: list[dict[str, Any]], answers: list[dict[str, Any]], running: dict[int, int]
+    ) -> None:
         prompts, tokens = self._batch.next()
         if self._caches:  # the server keeps what a prompt's last token starts from
             ended = [one.uid for one in prompts if one.end_of_segment and not one.end_of_prompt]
@@ -232,7 +258,10 @@ class Engine:
             if one.finish_reason is not None:
                 self._give(one.all_tokens[:], one.prompt_cache)
                 del running[one.uid]
-            elif requests[i]["abort_after"] is not None and len(answers[i]["token_ids"]) >= requests[i]["abort_after"]:
+            elif (
+                requests[i]["abort_after"] is not None
+                and len(answers[i]["token_ids"]) >= requests[i]["abort_after"]
+            ):
                 self._batch.remove([one.uid])
                 del running[one.uid]
 
@@ -283,7 +312,10 @@ def as_on_the_hub(config: dict[str, Any]) -> dict[str, Any]:
             "head_dim": config["linear_head_dim"],
             "short_conv_kernel_size": config["linear_conv_kernel_dim"],
         }
-        found |= {"first_k_dense_replace": config["mlp_layer_types"].count("dense"), "mla_use_nope": True}
+        found |= {
+            "first_k_dense_replace": config["mlp_layer_types"].count("dense"),
+            "mla_use_nope": True,
+        }
     return found
 
 
@@ -307,7 +339,10 @@ def noisy(model: Any) -> Any:
         return model
     mx.random.seed(0)
     model.update(
-        tree_map(lambda w: w + NOISE * mx.abs(w).mean() * mx.random.normal(w.shape, w.dtype), model.parameters())
+        tree_map(
+            lambda w: w + NOISE * mx.abs(w).mean() * mx.random.normal(w.shape, w.dtype),
+            model.parameters(),
+        )
     )
     return model
 

@@ -68,7 +68,11 @@ class Mamba(Layer):
         taps, c = mx.arange(length)[:, None] + mx.arange(kernel), mx.array(0, dtype=mx.int64)
         for i, conv in enumerate(self.conv):
             own = (x * (i + 1) + i - 1) % PRIME if i else x
-            old = mx.zeros((rows, kernel - 1, width), dtype=mx.int64) if cache[i] is None else cache[i]
+            old = (
+                mx.zeros((rows, kernel - 1, width), dtype=mx.int64)
+                if cache[i] is None
+                else cache[i]
+            )
             both = mx.concatenate([old, mx.where(real[..., None], own, 0)], axis=1)
             if cache.lengths is None:
                 cache[i] = mx.contiguous(both[:, length:])
@@ -115,8 +119,12 @@ class Model(nn.Module):  # type: ignore[misc]
         super().__init__()
         exact = config["exact"]
         self.echo = exact["echo"]
-        self.embedding, self.logit_map = (mx.array(exact[one], dtype=mx.int64) for one in ("embedding", "logit_map"))
-        self.layers = [(Mamba if one["kind"] else Attention)(one["weights"]) for one in exact["layers"]]
+        self.embedding, self.logit_map = (
+            mx.array(exact[one], dtype=mx.int64) for one in ("embedding", "logit_map")
+        )
+        self.layers = [
+            (Mamba if one["kind"] else Attention)(one["weights"]) for one in exact["layers"]
+        ]
 
     def make_cache(self) -> list[Any]:
         return [layer.make_cache() for layer in self.layers]
@@ -131,5 +139,7 @@ class Model(nn.Module):  # type: ignore[misc]
         scores = (mixed * mixed % PRIME).sum(-1) % PRIME
         token = inputs.astype(mx.int64)
         follower = token - token % CYCLE + (token + 1) % CYCLE
-        chosen = mx.where(scores[..., 0] % self.echo == 0, mx.argmax(scores, axis=-1).astype(mx.int64), follower)
+        chosen = mx.where(
+            scores[..., 0] % self.echo == 0, mx.argmax(scores, axis=-1).astype(mx.int64), follower
+        )
         return mx.where(chosen[..., None] == mx.arange(scores.shape[-1]), 100.0, 0.0)

@@ -91,7 +91,10 @@ def _answer(engine: Any, connection: socket.socket) -> None:
         except Exception as error:
             traceback.print_exc()
             text = str(error).strip().splitlines() or [""]
-            reply = {"error": f"{type(error).__name__}: {text[0]}", "usage": isinstance(error, ValueError)}
+            reply = {
+                "error": f"{type(error).__name__}: {text[0]}",
+                "usage": isinstance(error, ValueError),
+            }
         _say(connection, reply)
 
 

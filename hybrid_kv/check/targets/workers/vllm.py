@@ -23,7 +23,19 @@ PLAIN = {
     "copies": "late",
 }  # fmt: skip
 NUMBERS = {"chunk": "max_num_batched_tokens", "block": "block_size", "match": "prefix_match_unit"}
-CAN = ["cached", "logprobs", "score", "reset", "preempt", "salt", "seed", "n", "abort", "batch", "steps"]
+CAN = [
+    "cached",
+    "logprobs",
+    "score",
+    "reset",
+    "preempt",
+    "salt",
+    "seed",
+    "n",
+    "abort",
+    "batch",
+    "steps",
+]
 COUNTERS = {
     "vllm:prefix_cache_hits": "hits",
     "vllm:spec_decode_num_drafts": "verifications",
@@ -61,7 +73,10 @@ def arguments(settings: dict[str, str]) -> dict[str, Any]:
             case "prefix", mode, "":
                 found |= {"enable_prefix_caching": True, "mamba_cache_mode": mode}
             case "spec", method, number if number:
-                found["speculative_config"] = {"method": method, "num_speculative_tokens": int(number)}
+                found["speculative_config"] = {
+                    "method": method,
+                    "num_speculative_tokens": int(number),
+                }
                 if method == "ngram":
                     found["speculative_config"] |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
             case "chunk" | "block" | "match", "", number:
@@ -152,7 +167,12 @@ class Engine:
             options["kv_cache_memory_bytes"] = SMALL_POOL
         if missing := options.keys() - vllm.EngineArgs.__dataclass_fields__.keys():
             raise ValueError(f"vLLM {vllm.__version__} has no {', '.join(sorted(missing))}")
-        options = {"enforce_eager": True, "skip_tokenizer_init": True, "disable_log_stats": False, **options}
+        options = {
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+            "disable_log_stats": False,
+            **options,
+        }
         engine_arguments = vllm.EngineArgs(folder, **options)
         self._llm = LLMEngine.from_engine_args(engine_arguments)
         if self._renew is not None:
@@ -181,7 +201,9 @@ class Engine:
         pipe.sibling("vllm_releases").adapt(module)
         module.register()
         self._renew = module.renew
-        module.kernel_block_size = int(settings["kernel"]) if settings.get("kernel", "own") != "own" else 0
+        module.kernel_block_size = (
+            int(settings["kernel"]) if settings.get("kernel", "own") != "own" else 0
+        )
         if self._gpu is not None:
             self._gpu.choose(settings, options, module)
         elif settings.get("async") == "on":

@@ -69,7 +69,10 @@ def print_steps(llm: Any) -> None:
         rows = []
         for name, count in found.num_scheduled_tokens.items():
             drafts = len(found.scheduled_spec_decode_tokens.get(name, ()))
-            is_new, with_drafts = " (new)" * (name in new), f", {drafts} of them drafts" * (drafts > 0)
+            is_new, with_drafts = (
+                " (new)" * (name in new),
+                f", {drafts} of them drafts" * (drafts > 0),
+            )
             rows.append(f"request {name.split('-')[0]}{is_new} {count} tokens{with_drafts}")
         print(f"  step {number}: {'; '.join(rows) or 'nothing'}")
         return found
@@ -77,7 +80,9 @@ def print_steps(llm: Any) -> None:
     scheduler.schedule = and_print
 
 
-def play(llm: Any, requests: list[dict[str, Any]], preempt_every: int, first: int = 0) -> list[dict[str, Any]]:
+def play(
+    llm: Any, requests: list[dict[str, Any]], preempt_every: int, first: int = 0
+) -> list[dict[str, Any]]:
     """Return the answers to requests, with the fields of `targets.target`.
 
     The first request is called by the number `first`.
@@ -88,7 +93,11 @@ def play(llm: Any, requests: list[dict[str, Any]], preempt_every: int, first: in
     undisturbed, step, last = 0, 0, 0
     while waiting or running:
         ended = len(requests) - len(waiting) - len(running)
-        ready = [i for i in waiting if requests[i].get("after", 0) <= ended and requests[i].get("step", 0) <= step]
+        ready = [
+            i
+            for i in waiting
+            if requests[i].get("after", 0) <= ended and requests[i].get("step", 0) <= step
+        ]
         # A step that nothing runs in is never reached.
         for i in ready or (waiting[:1] if not running else []):
             waiting.remove(i)

@@ -72,7 +72,9 @@ def renew(llm: Any) -> None:
     pool.free_block_queue, pool.null_block = queue, queue.popleft()
     noise = torch.Generator().manual_seed(0)
     for layer in llm.vllm_config.compilation_config.static_forward_context.values():
-        for view in [layer.kv_cache] if isinstance(layer.kv_cache, torch.Tensor) else layer.kv_cache:
+        for view in (
+            [layer.kv_cache] if isinstance(layer.kv_cache, torch.Tensor) else layer.kv_cache
+        ):
             drawn = torch.randint(1, PRIME, view.shape, generator=noise, dtype=view.dtype)
             view.copy_(drawn)
 
@@ -96,10 +98,16 @@ class Backend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [kernel_block_size] if kernel_block_size else AttentionBackend.get_supported_kernel_block_sizes()
+        return (
+            [kernel_block_size]
+            if kernel_block_size
+            else AttentionBackend.get_supported_kernel_block_sizes()
+        )
 
     @staticmethod
-    def get_kv_cache_shape(num_blocks: int, block_size: int, heads: int, size: int, *_: Any, **__: Any) -> Any:
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, heads: int, size: int, *_: Any, **__: Any
+    ) -> Any:
         return num_blocks, heads, block_size, 2 * size
 
 
@@ -111,7 +119,9 @@ class Builder(AttentionMetadataBuilder):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> Any:
         return common_attn_metadata
 
 
@@ -159,7 +169,9 @@ class Attention(Layer, AttentionLayerBase):
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         size = vllm_config.cache_config.block_size
-        return FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=self.head_size, dtype=torch.int32)
+        return FullAttentionSpec(
+            block_size=size, num_kv_heads=1, head_size=self.head_size, dtype=torch.int32
+        )
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the output [num_tokens, width] for x; tokens without slots are padding."""
@@ -189,12 +201,17 @@ class Attention(Layer, AttentionLayerBase):
         starts, lengths = m.query_start_loc, m.seq_lens
         row, step = rows_of(starts, n)
         place = (lengths[row] - starts.diff()[row] + step).clamp(min=0)
-        table = m.block_table_tensor[: len(starts) - 1, : -(-m.max_seq_len // size)].clamp(min=NULL_BLOCK)
+        table = m.block_table_tensor[: len(starts) - 1, : -(-m.max_seq_len // size)].clamp(
+            min=NULL_BLOCK
+        )
         k, v = cache[table].flatten(1, 2).long().chunk(2, -1)  # [rows, keys, width]
         order = (torch.arange(k.shape[1], device=x.device)[:, None] + 1) * self.read_mark % PRIME
         v = v * (order * order % PRIME) % PRIME
         # (q + k)^2 v = q^2 v + 2 q k v + k^2 v: three sums over the keys serve all queries.
-        sums = [part.cumsum(1)[row, place] % PRIME for part in (v, k * v % PRIME, k * k % PRIME * v % PRIME)]
+        sums = [
+            part.cumsum(1)[row, place] % PRIME
+            for part in (v, k * v % PRIME, k * k % PRIME * v % PRIME)
+        ]
         return (q * q % PRIME * sums[0] % PRIME + 2 * (q * sums[1] % PRIME) + sums[2]) % PRIME
 
 
@@ -215,7 +232,9 @@ class Mamba(Layer, MambaBase):
         super().__init__(vllm_config, prefix, weights)
         self.kind = MambaAttentionBackendEnum[kind]
         self.kv_cache: tuple[torch.Tensor, ...] = ()
-        self.shapes = state_shapes(weights, vllm_config.num_speculative_tokens) + MARKS * (sanitizer is not None)
+        self.shapes = state_shapes(weights, vllm_config.num_speculative_tokens) + MARKS * (
+            sanitizer is not None
+        )
 
     def get_state_shape(self) -> Iterable[tuple[int, ...]]:
         return self.shapes
@@ -236,22 +255,37 @@ class Mamba(Layer, MambaBase):
         # GDN's rows: those with drafts, whose tokens may lie among the others.
         if hasattr(m, "spec_sequence_masks"):
             if m.num_spec_decodes:
-                at, columns = m.spec_token_indx[: m.num_spec_decode_tokens].long(), m.spec_state_indices_tensor
+                at, columns = (
+                    m.spec_token_indx[: m.num_spec_decode_tokens].long(),
+                    m.spec_state_indices_tensor,
+                )
                 starts = m.spec_query_start_loc[: m.num_spec_decodes + 1]
-                y[at] = self.advance(x, at, starts, columns[: m.num_spec_decodes], m.num_accepted_tokens, None)
+                y[at] = self.advance(
+                    x, at, starts, columns[: m.num_spec_decodes], m.num_accepted_tokens, None
+                )
             if rows := m.num_decodes + m.num_prefills:
                 n, index = m.num_decode_tokens + m.num_prefill_tokens, m.non_spec_token_indx
                 at = torch.arange(n, device=x.device) if index is None else index[:n].long()
-                starts, columns = m.non_spec_query_start_loc[: rows + 1], m.non_spec_state_indices_tensor[:rows, None]
+                starts, columns = (
+                    m.non_spec_query_start_loc[: rows + 1],
+                    m.non_spec_state_indices_tensor[:rows, None],
+                )
                 y[at] = self.advance(
-                    x, at, starts, columns, None, m.has_initial_state[:rows] if m.num_prefills else None
+                    x,
+                    at,
+                    starts,
+                    columns,
+                    None,
+                    m.has_initial_state[:rows] if m.num_prefills else None,
                 )
         elif hasattr(m, "state_indices_tensor_d"):
             if m.num_decodes:
                 starts, n = m.query_start_loc_d, m.num_decode_tokens
                 if starts is None:
                     starts = torch.arange(m.num_decodes + 1, device=x.device)
-                y[:n] = self.advance(x, tokens[:n], starts, m.state_indices_tensor_d, m.num_accepted_tokens, None)
+                y[:n] = self.advance(
+                    x, tokens[:n], starts, m.state_indices_tensor_d, m.num_accepted_tokens, None
+                )
             if m.num_prefills:
                 first, n = m.num_decode_tokens, m.num_prefill_tokens
                 columns, seen = m.state_indices_tensor_p[:, None], m.has_initial_states_p
@@ -262,7 +296,9 @@ class Mamba(Layer, MambaBase):
             rows, n = m.num_decodes + m.num_prefills, m.num_decode_tokens + m.num_prefill_tokens
             starts = m.query_start_loc[: rows + 1]
             seen = m.seq_lens[:rows] > starts.diff()
-            y[:n] = self.advance(x, tokens[:n], starts, m.state_indices_tensor[:rows, None], None, seen)
+            y[:n] = self.advance(
+                x, tokens[:n], starts, m.state_indices_tensor[:rows, None], None, seen
+            )
         return y
 
     def advance(
@@ -285,22 +321,32 @@ class Mamba(Layer, MambaBase):
                 a window is read.
             seen: which rows [rows] have a state; None: all.
         """
-        windows, states = self.kv_cache[: len(self.conv)], self.kv_cache[len(self.conv) :][: len(self.out)]
+        windows, states = (
+            self.kv_cache[: len(self.conv)],
+            self.kv_cache[len(self.conv) :][: len(self.out)],
+        )
         columns, device, behind = columns.long(), x.device, self.conv.shape[1] - 1
         lengths, x = starts.diff().long(), x[at]
         rows = len(lengths)
         if sanitizer is not None:
             marks = self.kv_cache[-1][:, 0]
-            sanitizer.states(self.prefix, marks, at[starts[:-1].long()], lengths, columns, accepted, seen)
+            sanitizer.states(
+                self.prefix, marks, at[starts[:-1].long()], lengths, columns, accepted, seen
+            )
         has_drafts = columns.shape[1] > 1
         width = columns.shape[1] if seen is None else int(lengths.max())
         steps, past = torch.arange(width, device=device), torch.arange(behind, device=device)
-        tokens = (starts[:-1, None] + torch.minimum(steps, lengths[:, None] - 1)).clamp(0, len(x) - 1)
+        tokens = (starts[:-1, None] + torch.minimum(steps, lengths[:, None] - 1)).clamp(
+            0, len(x) - 1
+        )
         skip = torch.zeros_like(lengths) if accepted is None else accepted[:rows].long() - 1
         old = [view[columns[:, :1], skip[:, None] + past].long() for view in windows]
         begin = [view[columns.gather(1, skip[:, None])[:, 0]].long() for view in states]
         if seen is not None:
-            old, begin = ([one * seen.view(-1, *[1] * (one.dim() - 1)) for one in part] for part in (old, begin))
+            old, begin = (
+                [one * seen.view(-1, *[1] * (one.dim() - 1)) for one in part]
+                for part in (old, begin)
+            )
 
         new = [x, *((x * (i + 2) + i) % PRIME for i in range(len(windows) - 1))]
         inputs = [torch.cat([one, own[tokens]], 1) for one, own in zip(old, new, strict=True)]
@@ -314,14 +360,18 @@ class Mamba(Layer, MambaBase):
             mixed = (after * out % PRIME).sum(-2) % PRIME
             y = (mixed + y) * mixed % PRIME
             if has_drafts:
-                view[torch.where(steps < lengths[:, None], columns, NULL_BLOCK)] = after.to(view.dtype)
+                view[torch.where(steps < lengths[:, None], columns, NULL_BLOCK)] = after.to(
+                    view.dtype
+                )
             else:
                 view[columns[:, 0]] = after[every, last].to(view.dtype)
         for view, both in zip(windows, inputs, strict=True):
             if has_drafts:
                 view[columns[:, 0]] = both[:, 1:].to(view.dtype)
             else:
-                view[columns[:, 0], :behind] = both[every[:, None], lengths[:, None] + past].to(view.dtype)
+                view[columns[:, 0], :behind] = both[every[:, None], lengths[:, None] + past].to(
+                    view.dtype
+                )
         row, step = rows_of(starts, len(x))
         return y[row, step.clamp(max=width - 1)]
 
@@ -347,7 +397,9 @@ def state_shapes(weights: dict[str, Any], num_drafts: int) -> tuple[tuple[int, .
     Windows keep the tokens of a step with drafts.
     """
     windows, states = torch.tensor(weights["conv"]).shape, torch.tensor(weights["out"]).shape
-    return ((windows[1] - 1 + num_drafts, windows[2]),) * windows[0] + (tuple(states[1:]),) * states[0]
+    return ((windows[1] - 1 + num_drafts, windows[2]),) * windows[0] + (
+        tuple(states[1:]),
+    ) * states[0]
 
 
 def pack(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
@@ -405,7 +457,9 @@ class ExactHybridForCausalLM(nn.Module, HasInnerState, IsHybrid):
         exact = vllm_config.model_config.hf_config.exact
         self.echo = exact["echo"]
         for name in ("embedding", "logit_map"):
-            self.register_buffer(name, torch.tensor(exact[name], dtype=torch.int64), persistent=False)
+            self.register_buffer(
+                name, torch.tensor(exact[name], dtype=torch.int64), persistent=False
+            )
         self.layers = nn.ModuleList(
             Mamba(vllm_config, f"layers.{i}", one["weights"], one["kind"])
             if one["kind"]
@@ -414,13 +468,17 @@ class ExactHybridForCausalLM(nn.Module, HasInnerState, IsHybrid):
         )
         for kind, weights in self._mamba(vllm_config):
             states = len(weights["out"]) + (sanitizer is not None)
-            parts = (get_conv_copy_spec,) * len(weights["conv"]) + (get_temporal_copy_spec,) * states
+            parts = (get_conv_copy_spec,) * len(weights["conv"]) + (
+                get_temporal_copy_spec,
+            ) * states
             self.copy_funcs[MambaAttentionBackendEnum[kind]] = parts
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.embedding[input_ids]
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, *_: Any, **__: Any
+    ) -> torch.Tensor:
         """Return hidden states [num_tokens, 2 * width + 1] of [num_tokens] each; see `pack`."""
         x = self.embedding[input_ids]
         if sanitizer is not None and get_forward_context().attn_metadata is not None:
@@ -466,13 +524,22 @@ class ExactHead(nn.Module):
         weights = next(one["weights"] for one in layers if not one["kind"])
         self.attention = Attention(vllm_config, f"layers.{len(layers)}", weights)
         self.attention.is_watched = False  # it reads what was rejected: a guess may be wrong
-        self.echo, self.logit_map = exact["echo"], torch.tensor(exact["logit_map"], dtype=torch.int64)
+        self.echo, self.logit_map = (
+            exact["echo"],
+            torch.tensor(exact["logit_map"], dtype=torch.int64),
+        )
 
     model = ExactHybridForCausalLM.model
     compute_logits = ExactHybridForCausalLM.compute_logits
     load_weights = ExactHybridForCausalLM.load_weights
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor, **_: Any) -> Any:
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        **_: Any,
+    ) -> Any:
         """Return hidden states [num_tokens, 2 * width + 1] after the head's layer.
 
         input_ids and positions are [num_tokens], hidden_states has the shape of the result.

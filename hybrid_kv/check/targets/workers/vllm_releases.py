@@ -75,7 +75,9 @@ def copy_by_address(model: Any) -> None:
     from vllm.v1.worker import mamba_utils
 
     def copy(sources: Any, targets: Any, sizes: Any) -> None:
-        for source, target, size in zip(sources.tolist(), targets.tolist(), sizes.tolist(), strict=True):
+        for source, target, size in zip(
+            sources.tolist(), targets.tolist(), sizes.tolist(), strict=True
+        ):
             ctypes.memmove(target, source, size)
 
     mamba_utils.batch_memcpy = copy
@@ -100,7 +102,9 @@ def copy_all_alike(model: Any) -> None:
     def copy_func(cls: Any) -> Any:
         first, *others = {*cls.copy_funcs.values()}
         if others:
-            raise ValueError("this vLLM copies one kind of state; use --model exact:gdn or another of one kind")
+            raise ValueError(
+                "this vLLM copies one kind of state; use --model exact:gdn or another of one kind"
+            )
         return first
 
     model.ExactHybridForCausalLM.get_mamba_state_copy_func = classmethod(copy_func)
@@ -108,13 +112,48 @@ def copy_all_alike(model: Any) -> None:
 
 DRIFTS = (
     Drift((22,), "platforms/cpu.py", "the worker is always a process of its own", stay_in_process),
-    Drift((22, 23), "utils/torch_utils.py", "Mamba-2's metadata pins memory, which CPUs lack", pin_nothing),
-    Drift((22, 23, 29, 30, 31), "v1/core/kv_cache_utils.py", "a pool's bytes: by its groups alone", take_the_config),
-    Drift((33,), "v1/core/kv_cache_planning.py", "the plan of the cache has a file of its own", plan_where_it_was),
-    Drift((23, 24), "utils/cpu_triton_utils.py", "drafts are sampled with an option of GPUs", drop_the_precision),
-    Drift((22, 23, 24), "v1/worker/mamba_utils.py", "only a Triton kernel copies states", copy_by_address),
-    Drift((22, 23, 24), "v1/worker/cpu_model_runner.py", "the stream of a CPU cannot wait", wait_for_nothing),
-    Drift(range(22, 29), "model_executor/models/interfaces.py", "one copy of states for all kinds", copy_all_alike),
+    Drift(
+        (22, 23),
+        "utils/torch_utils.py",
+        "Mamba-2's metadata pins memory, which CPUs lack",
+        pin_nothing,
+    ),
+    Drift(
+        (22, 23, 29, 30, 31),
+        "v1/core/kv_cache_utils.py",
+        "a pool's bytes: by its groups alone",
+        take_the_config,
+    ),
+    Drift(
+        (33,),
+        "v1/core/kv_cache_planning.py",
+        "the plan of the cache has a file of its own",
+        plan_where_it_was,
+    ),
+    Drift(
+        (23, 24),
+        "utils/cpu_triton_utils.py",
+        "drafts are sampled with an option of GPUs",
+        drop_the_precision,
+    ),
+    Drift(
+        (22, 23, 24),
+        "v1/worker/mamba_utils.py",
+        "only a Triton kernel copies states",
+        copy_by_address,
+    ),
+    Drift(
+        (22, 23, 24),
+        "v1/worker/cpu_model_runner.py",
+        "the stream of a CPU cannot wait",
+        wait_for_nothing,
+    ),
+    Drift(
+        range(22, 29),
+        "model_executor/models/interfaces.py",
+        "one copy of states for all kinds",
+        copy_all_alike,
+    ),
 )
 
 

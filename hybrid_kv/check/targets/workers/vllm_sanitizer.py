@@ -54,7 +54,9 @@ class Sanitizer:
         self._follow(BlockTable, "move_row", "moved", lambda _, tgt, __: [tgt])
         self._follow(BlockTable, "swap_row", "swapped", lambda src, tgt, _: [src, tgt])
 
-    def _follow(self, owner: Any, name: str, verb: str, touched: Callable[..., Iterable[Any]]) -> None:
+    def _follow(
+        self, owner: Any, name: str, verb: str, touched: Callable[..., Iterable[Any]]
+    ) -> None:
         """Keep the line that calls a method.
 
         `touched` gets its arguments and what it returns, and makes blocks or rows of them.
@@ -70,7 +72,9 @@ class Sanitizer:
                 frame = frame.f_back
             line = f"{verb} at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
             for one in touched(*arguments, made):
-                self._handed["row" if isinstance(one, int) else "block", getattr(one, "block_id", one)] = line
+                self._handed[
+                    "row" if isinstance(one, int) else "block", getattr(one, "block_id", one)
+                ] = line
             return made
 
         setattr(owner, name, follow)
@@ -82,7 +86,9 @@ class Sanitizer:
         ids = torch.from_numpy(batch.token_ids_cpu[: batch.num_reqs, :longest]).long()
         sums = ((ids + 1) * self._powers[:longest] % PRIME).cumsum(1) % PRIME
         self._hashes, self._positions = torch.nn.functional.pad(sums, (1, 0)), positions
-        self._starts = torch.from_numpy(self._runner.query_start_loc.np[: batch.num_reqs + 1]).long()
+        self._starts = torch.from_numpy(
+            self._runner.query_start_loc.np[: batch.num_reqs + 1]
+        ).long()
 
     def marks_of(self, row: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Return the marks [..., 2] of the first `lengths` tokens of the batch's rows."""
@@ -90,9 +96,13 @@ class Sanitizer:
 
     def rows_of(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the row in the batch of each token of the step."""
-        return torch.searchsorted(self._starts[1:], tokens, right=True).clamp(max=len(self._starts) - 2)
+        return torch.searchsorted(self._starts[1:], tokens, right=True).clamp(
+            max=len(self._starts) - 2
+        )
 
-    def pages(self, layer: str, marks: torch.Tensor, slots: torch.Tensor, table: torch.Tensor) -> None:
+    def pages(
+        self, layer: str, marks: torch.Tensor, slots: torch.Tensor, table: torch.Tensor
+    ) -> None:
         """Mark what a step wrote to `slots` [num_tokens], and check all that its rows read.
 
         Args:
@@ -113,7 +123,9 @@ class Sanitizer:
                 where = f"slot {place % size} of block {block}"
                 # Attention's blocks may be smaller.
                 pool = block * self._runner.kv_cache_config.num_blocks // len(marks)
-                self._report(layer, i, place, got[place].tolist(), want[place].tolist(), where, pool)
+                self._report(
+                    layer, i, place, got[place].tolist(), want[place].tolist(), where, pool
+                )
 
     def states(
         self, layer: str, marks: torch.Tensor, first: torch.Tensor, lengths: torch.Tensor, columns: torch.Tensor,
@@ -131,7 +143,9 @@ class Sanitizer:
             row, begin = int(rows[i]), int(done[i])
             if seen is None or bool(seen[i]):
                 block = int(columns[i, 0 if accepted is None else int(accepted[i]) - 1])
-                self._report(layer, row, begin, marks[block].tolist(), want[i], f"state {block}", block)
+                self._report(
+                    layer, row, begin, marks[block].tolist(), want[i], f"state {block}", block
+                )
             elif begin:
                 self._report(layer, row, begin, [0, 1], want[i], "no state")
         for i, length in enumerate(lengths.tolist()):
@@ -145,7 +159,11 @@ class Sanitizer:
     ) -> None:  # fmt: skip
         if got == want:
             return
-        rule = f"stands for {got[0]} tokens, not {want[0]}" if got[0] != want[0] else "is of another history"
+        rule = (
+            f"stands for {got[0]} tokens, not {want[0]}"
+            if got[0] != want[0]
+            else "is of another history"
+        )
         if not 0 <= got[0] < len(self._powers):
             rule = "is read before it was written"
         request = self._runner.input_batch.req_ids[row].split("-")[0]
@@ -154,4 +172,6 @@ class Sanitizer:
             for kind, number in (("block", block), ("row", row))
             if (kind, number) in self._handed
         ]
-        self.found.append("; ".join([f"{layer}, request {request}, token {place}: {what} {rule}", *by]))
+        self.found.append(
+            "; ".join([f"{layer}, request {request}, token {place}: {what} {rule}", *by])
+        )

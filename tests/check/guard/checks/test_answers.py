@@ -43,16 +43,30 @@ def test_a_clean_slice_passes_with_its_metrics(monkeypatch):
         "all, mtp 3, offload", "align, no drafts, offload",
     ]  # fmt: skip
     assert [result.detail for result in results] == [""] * 7
-    assert [result.params["scheme"] for result in results] == [*["slots"] * 4, "recompute", "slots", "slots"]
+    assert [result.params["scheme"] for result in results] == [
+        *["slots"] * 4,
+        "recompute",
+        "slots",
+        "slots",
+    ]
     assert results[3].metrics["hit_rate"] == results[2].metrics["hit_rate"] > 0
     assert results[4].metrics["hit_rate"] == results[3].metrics["hit_rate"]
-    assert results[4].metrics["accepted"] == results[3].metrics["accepted"] == results[1].metrics["accepted"] > 0
+    assert (
+        results[4].metrics["accepted"]
+        == results[3].metrics["accepted"]
+        == results[1].metrics["accepted"]
+        > 0
+    )
 
 
 def test_the_lines_of_the_second_model_name_it(monkeypatch):
     other = TRAINED["qwen3_5_moe_text"]
     (line,) = checked(monkeypatch, replace(PLAIN, model=other))[1:]
-    assert line.passed and line.name == "none, no drafts, qwen3.5 moe" and line.params["model"] == "guard_model_qwen3_5"
+    assert (
+        line.passed
+        and line.name == "none, no drafts, qwen3.5 moe"
+        and line.params["model"] == "guard_model_qwen3_5"
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,7 +79,10 @@ def test_the_lines_of_the_second_model_name_it(monkeypatch):
         (cell("none", "mtp", 1, accepted=8), r"8 of 10 drafts accepted, 98\.4% are due"),
         (cell("none", "mtp", 3, accepted=5), r"5 of 10 drafts accepted, 56\.8% are due"),
         (cell("none", "mtp", 5, accepted=2), r"2 of 10 drafts accepted, 24\.2% are due"),
-        (cell("none", "mtp", 1, cached=0, scheme="recompute", tokens=(2, 2)), "question 0 has another answer"),
+        (
+            cell("none", "mtp", 1, cached=0, scheme="recompute", tokens=(2, 2)),
+            "question 0 has another answer",
+        ),
         (
             cell("none", "mtp", 1, scheme="recompute", drafted=1000, accepted=990),
             r"\(990, 1000\) drafts accepted and verified, \(10, 10\)",
@@ -85,5 +102,10 @@ def test_each_fault_is_named(monkeypatch, wrong, fault):
 
 
 def test_drafts_must_not_cost_hits(monkeypatch):
-    cells = (PLAIN, MTP, cell("all", cached=96, drafted=0, accepted=0), cell("all", "mtp", 1, cached=64))
+    cells = (
+        PLAIN,
+        MTP,
+        cell("all", cached=96, drafted=0, accepted=0),
+        cell("all", "mtp", 1, cached=64),
+    )
     assert checked(monkeypatch, *cells)[-1].detail == "64 cached tokens, 96 without drafts"

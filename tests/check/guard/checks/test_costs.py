@@ -28,7 +28,10 @@ Change = Callable[[RequestOutput], RequestOutput]
 
 
 def cost(
-    monkeypatch: pytest.MonkeyPatch, played: dict[str, Played], one: Change, every: Change = lambda output: output
+    monkeypatch: pytest.MonkeyPatch,
+    played: dict[str, Played],
+    one: Change,
+    every: Change = lambda output: output,
 ) -> CheckResult:
     """The line of the check if every output is changed, and the last one of engines with drafts and a cache."""
 
@@ -52,10 +55,14 @@ def test_what_drafts_and_caching_cost_is_seen(
     monkeypatch: pytest.MonkeyPatch, played: dict[str, Played], name: str
 ) -> None:
     assert cost(monkeypatch, played, same).passed
-    result = cost(monkeypatch, played, lambda output: replace(output, **{name: getattr(output, name) - 1}))
+    result = cost(
+        monkeypatch, played, lambda output: replace(output, **{name: getattr(output, name) - 1})
+    )
     assert not result.passed and result.value == 3
 
 
-def test_costs_without_hits_are_void(monkeypatch: pytest.MonkeyPatch, played: dict[str, Played]) -> None:
+def test_costs_without_hits_are_void(
+    monkeypatch: pytest.MonkeyPatch, played: dict[str, Played]
+) -> None:
     void = cost(monkeypatch, played, same, lambda output: replace(output, cached_tokens=0))
     assert void.detail.startswith("void")

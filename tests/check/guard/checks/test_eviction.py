@@ -24,14 +24,20 @@ def test_losing_what_was_used_last_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     assert not result.passed and "mode all" in result.detail
 
 
-@pytest.mark.parametrize("broken", [lambda self, ids: None, lambda self, ids: REFRESH(self, ids[::-1])])
+@pytest.mark.parametrize(
+    "broken", [lambda self, ids: None, lambda self, ids: REFRESH(self, ids[::-1])]
+)
 def test_a_state_given_back_in_the_middle_that_is_as_old_as_that_is_seen(
     monkeypatch: pytest.MonkeyPatch, broken: Any
 ) -> None:
     """Mode align: what a request gave back counts as used when it ends, with all else of it."""
     monkeypatch.setattr(block_pool.BlockPool, "refresh", broken)
     (result,) = check_eviction(Run(3))
-    assert not result.passed and result.detail.startswith("mode align") and "order of their use" in result.detail
+    assert (
+        not result.passed
+        and result.detail.startswith("mode align")
+        and "order of their use" in result.detail
+    )
 
 
 def test_evictions_that_are_counted_by_the_call_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

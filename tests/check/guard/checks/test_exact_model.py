@@ -12,7 +12,9 @@ from hybrid_kv.check.guard.traffic import SCENARIOS_PER_RUN, draw_scenario, rows
 from hybrid_kv.engine import runner
 
 
-def test_the_first_failure_is_counted_and_can_end_the_section(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_failure_is_counted_and_can_end_the_section(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(runner, "postprocess_mamba", lambda *_: None)
     unlike, *others = check_exact_model(Run(60))
     requests = unlike.metrics["requests_to_failure"]

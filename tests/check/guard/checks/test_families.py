@@ -24,20 +24,28 @@ def one_family(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def no_states(monkeypatch: pytest.MonkeyPatch) -> None:
     original = RecurrentMixer._read
-    monkeypatch.setattr(RecurrentMixer, "_read", lambda *arguments: tuple(map(torch.zeros_like, original(*arguments))))
+    monkeypatch.setattr(
+        RecurrentMixer,
+        "_read",
+        lambda *arguments: tuple(map(torch.zeros_like, original(*arguments))),
+    )
 
 
 def next_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     original = moe.apply_experts
     monkeypatch.setattr(
-        moe, "apply_experts", lambda x, ids, weights, up, *rest: original(x, (ids + 1) % len(up), weights, up, *rest)
+        moe,
+        "apply_experts",
+        lambda x, ids, weights, up, *rest: original(x, (ids + 1) % len(up), weights, up, *rest),
     )
 
 
 def late_window(monkeypatch: pytest.MonkeyPatch) -> None:
     original = conv.windows_at
     monkeypatch.setattr(
-        conv, "windows_at", lambda inputs, rows, first, size: original(inputs, rows, (first - 1).clamp(min=0), size)
+        conv,
+        "windows_at",
+        lambda inputs, rows, first, size: original(inputs, rows, (first - 1).clamp(min=0), size),
     )
 
 
@@ -57,23 +65,37 @@ def test_the_seed_draws_the_families(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybrid_kv.models.registry.sized", lambda: known)
     monkeypatch.setattr(families, "changed_modules", frozenset)
     drawn = [families.draw(Run(2, seed=seed)) for seed in range(9)]
-    assert all(len(names) == 2 and names == sorted(names) for names in drawn) and len(set(map(tuple, drawn))) > 4
+    assert (
+        all(len(names) == 2 and names == sorted(names) for names in drawn)
+        and len(set(map(tuple, drawn))) > 4
+    )
     assert families.draw(Run(99)) == sorted(known)
     monkeypatch.setattr(families, "changed_modules", lambda: {"hybrid_kv.models.zamba2"})
     drawn = [families.draw(Run(2, seed=seed)) for seed in range(9)]
-    assert all("zamba2" in names and len(names) == 2 for names in drawn) and len(set(map(tuple, drawn))) > 3
+    assert (
+        all("zamba2" in names and len(names) == 2 for names in drawn)
+        and len(set(map(tuple, drawn))) > 3
+    )
 
 
-def test_each_family_is_compared_with_transformers_and_some_in_every_cell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybrid_kv.models.registry.sized", lambda: {"lfm2": ["tiny"], "mamba2": ["tiny"]})
+def test_each_family_is_compared_with_transformers_and_some_in_every_cell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "hybrid_kv.models.registry.sized", lambda: {"lfm2": ["tiny"], "mamba2": ["tiny"]}
+    )
     monkeypatch.setattr(families, "draw", lambda run: ["mamba2"])
     monkeypatch.setattr(families, "TRAINED", {})
     monkeypatch.setattr(
-        families, "_in_bfloat16", lambda model, *_: [CheckResult(f"_in_bfloat16 {model}", 0, "", "", 1)]
+        families,
+        "_in_bfloat16",
+        lambda model, *_: [CheckResult(f"_in_bfloat16 {model}", 0, "", "", 1)],
     )
     for name in ("_beside_itself", "_beside_transformers"):
         line = lambda model, *_, name=name: CheckResult(f"{name} {model}", 0, "", "", 1)  # noqa: E731
         monkeypatch.setattr(families, name, line)
     found = [result.name for result in check_families(Run(1))]
     itself, others = ["_beside_itself mamba2"], ["_beside_transformers", "_in_bfloat16"]
-    assert found == [f"{name} lfm2" for name in others] + itself + [f"{name} mamba2" for name in others]
+    assert found == [f"{name} lfm2" for name in others] + itself + [
+        f"{name} mamba2" for name in others
+    ]

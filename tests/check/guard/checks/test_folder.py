@@ -20,7 +20,12 @@ def test_engines_of_other_weights_and_layouts_share_a_folder() -> None:
 @pytest.mark.parametrize(
     ("part", "without", "misled", "other"),
     [
-        ("fingerprint", lambda folder: "of any checkpoint", "nemotron_h as folder", "_exact_models"),
+        (
+            "fingerprint",
+            lambda folder: "of any checkpoint",
+            "nemotron_h as folder",
+            "_exact_models",
+        ),
         ("weights_identity", lambda model, loaded: "of any weights", "weights 1", "_checkpoints"),
         (
             "_identity",

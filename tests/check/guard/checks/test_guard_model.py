@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_kv.check.guard.checks.guard_model import LOGIT_CELLS, Questions, check_guard_logits, result_of
+from hybrid_kv.check.guard.checks.guard_model import (
+    LOGIT_CELLS,
+    Questions,
+    check_guard_logits,
+    result_of,
+)
 from hybrid_kv.check.guard.exactness import FLOAT64_LIMIT
 from hybrid_kv.check.guard.registry import Run
 from hybrid_kv.check.guard.trained import TRAINED
@@ -24,7 +29,9 @@ def questions() -> Questions:
 
 
 @pytest.mark.parametrize("damage", [injected.no_states, injected.next_expert, injected.late_window])
-def test_damage_is_seen(questions: Questions, monkeypatch: pytest.MonkeyPatch, damage: Callable[..., None]) -> None:
+def test_damage_is_seen(
+    questions: Questions, monkeypatch: pytest.MonkeyPatch, damage: Callable[..., None]
+) -> None:
     damage(monkeypatch)
     result = result_of(questions.run(LOGIT_CELLS[1], "cpu"), MODEL, 0)
     assert not result.passed and result.value > 1e-3
@@ -41,7 +48,11 @@ def test_a_head_that_drafts_worse_is_seen_though_every_token_is_right(
     questions: Questions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It goes on from its own embedding alone, where it should read its last output, in every mode alike."""
-    (cell,) = [cell for cell in LOGIT_CELLS if cell.get("speculative_method") == "mtp" and "logprobs" in cell]
+    (cell,) = [
+        cell
+        for cell in LOGIT_CELLS
+        if cell.get("speculative_method") == "mtp" and "logprobs" in cell
+    ]
     assert result_of(questions.run(cell, "cpu"), MODEL, 0).passed
     forward = MTPHead.forward
 

@@ -18,7 +18,9 @@ def test_a_state_whose_history_is_left_behind_is_seen(monkeypatch: pytest.Monkey
 
 
 def test_keys_of_a_head_that_stay_behind_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_kv_transfer, "_kept_tokens", lambda name, spec, num_tokens, runner: range(num_tokens))
+    monkeypatch.setattr(
+        engine_kv_transfer, "_kept_tokens", lambda name, spec, num_tokens, runner: range(num_tokens)
+    )
     assert "other drafts than alone" in kv_transfer.drafts_behind(0).detail
 
 

@@ -27,7 +27,9 @@ def test_blocks_of_one_group_alone_predict_too_little(monkeypatch: pytest.Monkey
     assert "known wrongly" in detail() or "are predicted" in detail()
 
 
-def test_a_router_that_keeps_what_it_knew_behind_missed_events_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_router_that_keeps_what_it_knew_behind_missed_events_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def apply(self: KnownCache, events: CacheEvents) -> None:
         self.keys = (self.keys | events.stored) - events.removed
 
@@ -35,7 +37,9 @@ def test_a_router_that_keeps_what_it_knew_behind_missed_events_is_seen(monkeypat
     assert "known wrongly" in detail()
 
 
-def test_a_router_that_takes_old_events_for_new_ones_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_router_that_takes_old_events_for_new_ones_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def apply(self: KnownCache, events: CacheEvents) -> None:
         if events.is_snapshot or events.number != self._next:
             self.keys.clear()

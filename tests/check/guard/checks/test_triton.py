@@ -23,14 +23,28 @@ def test_what_launches_nothing_is_void() -> None:
 
 
 def test_without_triton_the_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "find_spec", lambda name: None if name == "triton" else importlib.util.find_spec(name))
+    monkeypatch.setattr(
+        triton,
+        "find_spec",
+        lambda name: None if name == "triton" else importlib.util.find_spec(name),
+    )
     (result,) = triton.check_triton(Run(1))
     assert result.passed and result.n == 0 and result.name == "not run: Triton is not installed"
 
 
-def test_a_case_of_it_is_played_in_the_interpreter(tmp_path: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_case_of_it_is_played_in_the_interpreter(
+    tmp_path: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Elsewhere the engine would refuse: it needs a GPU."""
-    options = {"device": "cpu", "max_model_len": 16, "num_blocks": 9, "block_size": 8, "kernels": "triton"}
+    options = {
+        "device": "cpu",
+        "max_model_len": 16,
+        "num_blocks": 9,
+        "block_size": 8,
+        "kernels": "triton",
+    }
     file = tmp_path / "case.json"
-    file.write_text(to_json(Scenario(0, "M*", options, [[1, 2, 3]], [SamplingParams(max_tokens=2)])))
+    file.write_text(
+        to_json(Scenario(0, "M*", options, [[1, 2, 3]], [SamplingParams(max_tokens=2)]))
+    )
     assert replay(file) == 0 and "no rule is broken" in capfd.readouterr().out

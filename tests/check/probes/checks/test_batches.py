@@ -25,5 +25,6 @@ def test_the_last_draft_is_wrong_and_the_first_token_of_a_block() -> None:
             (ask,) = rounds.send([Answer((follows(ask.prompt[-1]),))]).requests
         except StopIteration:
             break
-    # With one token drawn, and one draft behind it, the draft is at a multiple of the block; a token is left behind it.
+    # With one token drawn, and one draft behind it, the draft is at a multiple of the block; a
+    # token is left behind it.
     assert lengths == [(blocks * UNIT - off, 2 + off) for blocks in (1, 2, 3) for off in (1, 2)]

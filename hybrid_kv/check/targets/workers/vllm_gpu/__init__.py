@@ -44,7 +44,9 @@ def prepare() -> None:
     try:
         import_module("triton")
     except ImportError:
-        raise ValueError("runner=v2 and v1 need Triton in vLLM's environment; use runner=cpu") from None
+        raise ValueError(
+            "runner=v2 and v1 need Triton in vLLM's environment; use runner=cpu"
+        ) from None
     for name in ("streams", "copies", "graphs", "interpreter"):
         import_module(f"{__name__}.{name}").install()
     _pretend_to_measure()
@@ -121,7 +123,9 @@ def check(config: Any, settings: dict[str, str]) -> None:
     """Raise `ValueError` if vLLM took a setting of an engine and then made it another one."""
     runner, graph = settings.get("runner", "v2"), settings.get("graph", "off")
     if config.use_v2_model_runner != (runner == "v2"):
-        raise ValueError(f"vLLM took runner={runner} and made it {'v1' if runner == 'v2' else 'v2'}")
+        raise ValueError(
+            f"vLLM took runner={runner} and made it {'v1' if runner == 'v2' else 'v2'}"
+        )
     mode = config.compilation_config.cudagraph_mode.name
     if (mode == "NONE") != (graph == "off"):
         raise ValueError(f"vLLM took graph={graph} and made it {mode}")
@@ -129,7 +133,9 @@ def check(config: Any, settings: dict[str, str]) -> None:
 
 def counters() -> dict[str, float]:
     """Return what occurred in this process so far."""
-    copies, graphs, interpreter = (import_module(f"{__name__}.{name}") for name in ("copies", "graphs", "interpreter"))
+    copies, graphs, interpreter = (
+        import_module(f"{__name__}.{name}") for name in ("copies", "graphs", "interpreter")
+    )
     return {
         "replays": graphs.replays,
         "kernels": interpreter.launches,

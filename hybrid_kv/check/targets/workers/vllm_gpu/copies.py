@@ -146,7 +146,12 @@ def copy_(self: torch.Tensor, source: Any, non_blocking: bool = False) -> torch.
     """Stand in for `Tensor.copy_`."""
     if non_blocking and isinstance(source, torch.Tensor) and not graphs.recording():
         is_host = is_pinned(self) and not _is_noted(self, _read_in_place)
-        if is_host and not is_pinned(source) and self.dtype == source.dtype and self.shape == source.shape:
+        if (
+            is_host
+            and not is_pinned(source)
+            and self.dtype == source.dtype
+            and self.shape == source.shape
+        ):
             return to_host(source, self)
         if not is_host and is_pinned(source):
             watch_upload(source)
@@ -163,7 +168,17 @@ def _making_pinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 def install() -> None:
     """Let torch copy so, and pin memory without a driver."""
-    for name in ("empty", "zeros", "ones", "full", "tensor", "empty_like", "zeros_like", "empty_strided", "arange"):
+    for name in (
+        "empty",
+        "zeros",
+        "ones",
+        "full",
+        "tensor",
+        "empty_like",
+        "zeros_like",
+        "empty_strided",
+        "arange",
+    ):
         setattr(torch, name, _making_pinned(getattr(torch, name)))
     named = {
         "to": to,

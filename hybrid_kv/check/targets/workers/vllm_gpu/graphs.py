@@ -15,7 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 # Operations whose result the host must know.
-WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "bincount", "_unique2", "unique_dim"}
+WAITS = {
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "equal",
+    "bincount",
+    "_unique2",
+    "unique_dim",
+}
 # Operations with nothing to replay.
 FRESH = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach"}
 
@@ -80,7 +88,9 @@ class capture(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         if name in WAITS:
-            raise CaptureError(f"operation not permitted when stream is capturing: {name} waits for the device")
+            raise CaptureError(
+                f"operation not permitted when stream is capturing: {name} waits for the device"
+            )
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
             with self:  # in inference mode these come here whole
                 return func.decompose(*args, **kwargs)
@@ -98,7 +108,10 @@ def recording() -> capture | None:
 def _step(func: Any, args: Any, kwargs: Any, made: Any) -> Callable[[], None]:
     """Return what runs an operation again and writes its results where they were."""
     given = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
-    outs = [leaf if isinstance(leaf, torch.Tensor) and id(leaf) not in given else None for leaf in tree_leaves(made)]
+    outs = [
+        leaf if isinstance(leaf, torch.Tensor) and id(leaf) not in given else None
+        for leaf in tree_leaves(made)
+    ]
     flat, spec = tree_flatten((args, kwargs))
     kept = [same_memory(leaf) for leaf in flat]
 

@@ -33,7 +33,9 @@ class _Never:
 @cache
 def _patch_once(function: Any) -> _Never:
     languages = (interpreter.tl, interpreter.tl.core)
-    seen = frozenset(id(one) for one in function.__globals__.values() if any(one is each for each in languages))
+    seen = frozenset(
+        id(one) for one in function.__globals__.values() if any(one is each for each in languages)
+    )
     if seen not in _patched:
         _patch_language(function)
         _patched.add(seen)
@@ -65,7 +67,9 @@ def _run(executor: Any, args: Any, kwargs: Any) -> None:
     for hook in executor.pre_run_hooks:
         hook(*args, **kwargs)
     _patch_once(executor.fn)
-    bound = signature.bind(*args, **{name: value for name, value in kwargs.items() if name in names})
+    bound = signature.bind(
+        *args, **{name: value for name, value in kwargs.items() if name in names}
+    )
     bound.apply_defaults()
     given = {
         name: value if name in executor.constexprs else interpreter._implicit_cvt(value)
