@@ -1,4 +1,4 @@
-"""Shared settings: one thread of torch, one hypothesis profile, the marker for tests that need a GPU, and Ctrl-C."""
+"""Shared settings: one torch thread, a hypothesis profile, the `gpu` marker, and Ctrl-C."""
 
 from __future__ import annotations
 

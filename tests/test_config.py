@@ -1,4 +1,4 @@
-"""Every option just inside and just outside of what is allowed, and what options left out become."""
+"""Every option just inside and just outside of its limit, and the defaults of the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""README and docs: every console block is printed again, every Python block runs, every command and link exists."""
+"""README and docs: console blocks print the same, Python blocks run, commands and links exist."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def test_what_reads_files_alone_needs_no_torch(tmp_path: Path) -> None:
 
 
 def python(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run code after `from hybrid_kv.cli import main`; no output that a shell could not have redirected."""
+    """Run code after `from hybrid_kv.cli import main`, with output that no shell redirects."""
     command = [sys.executable, "-c", f"from hybrid_kv.cli import main\n{code}"]
     options = {
         "stdin": subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""The example configs are what the documentation, the benchmarks and the kernels' shapes say they are."""
+"""The example configs are what documentation, benchmarks and kernel shapes say of them."""
 
 import json
 import re

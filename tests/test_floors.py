@@ -1,4 +1,4 @@
-"""Wings and layers: each imports only from those below, and branches on a concept are in its own package alone."""
+"""Modules import only from floors below; a concept is branched on in its package alone."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def imports(path: Path) -> Iterator[str]:
 
 @cache
 def graph() -> dict[str, set[str]]:
-    """Each module and those that it imports; of `from a import b`, b if that is a module, else a."""
+    """Return each module's imports; of `from a import b`, b if that is a module, else a."""
     known = modules()
 
     def module_of(name: str) -> str:
@@ -185,7 +185,7 @@ CONCEPTS = {
 
 
 def branches(path: Path, names: set[str], values: set[str]) -> list[str]:
-    """Conditions that compare a variable, attribute or key of these names with one of `values`, or look it up there."""
+    """Return conditions that compare these names with one of `values`, or look it up there."""
 
     def named(node: ast.expr) -> bool:
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):

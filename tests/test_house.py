@@ -1,4 +1,4 @@
-"""Everything that has a package here can be added as one file and one line, and the quick guard then runs it.
+"""Everything with a package here can be added by one file and one line, and the guard runs it.
 
 Each toy is a module of its own in an empty folder. Its line is its import, in a script that is the
 command line of this project otherwise: what an import adds is there in the guard's processes, too.
@@ -84,7 +84,7 @@ def example(page: str) -> str:
 
 
 def drawn(checks: list[dict[str, Any]]) -> dict[str, int]:
-    """How often each pattern happened in exact traffic that had a toy in every engine, in all pairs of it."""
+    """Return how often each pattern occurred in exact traffic with a toy in every engine."""
     unlike, settings = checks
     assert unlike["name"] == "wrong tokens, exact model" and unlike["n"] > 80
     assert settings["name"] == "pairs and triples of settings covered" and settings["value"] > 7
@@ -241,7 +241,7 @@ def test_a_layout_of_states_is_one_file_and_one_line(ran: dict[str, Ran]) -> Non
 
 
 def test_a_family_is_one_file_and_one_line(ran: dict[str, Ran]) -> None:
-    """The family of the documentation, which transformers must know too before it can write a checkpoint."""
+    """The family of the documentation; transformers must know it before it can be written."""
     result, distance, narrow = ran["family"].checks
     assert narrow["name"] == "states in float32 beside bfloat16, tiny_mamba" and narrow["n"] == 4
     assert (
@@ -258,7 +258,7 @@ def test_a_check_is_one_file_and_one_line(ran: dict[str, Ran]) -> None:
 
 
 def test_a_benchmark_is_one_file_and_one_line(ran: dict[str, Ran], folder: Path) -> None:
-    """Its guard is the check of each case, before and after it is timed: a wrong result has no time."""
+    """The guard checks each case before and after it is timed: a wrong result has no time."""
     assert ran["benchmark"].code == 0, ran["benchmark"].err
     (row,) = read_rows(folder / "rows.csv").to_dict("records")
     assert (row["suite"], row["benchmark"]) == ("sums", "total") and "checked_after" in row[

@@ -1,4 +1,4 @@
-"""`docs/read.md` names files that are there, says how long they take, and answers where the code does."""
+"""`docs/read.md` names existing files, says how long they take, and answers as the code does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rehearsal of the nightly workflow: a fault ends as promised, and what it does not know is refused."""
+"""The rehearsal of the nightly workflow: a fault ends as promised; unknown ones are refused."""
 
 import os
 import re
@@ -27,7 +27,7 @@ def rehearse(out, *arguments):
 
 
 def test_a_promise_that_is_not_kept_is_named(tmp_path):
-    """An alarm that does not look at the job with the GPU; `make rehearse` has each fault end as promised."""
+    """An alarm ignores the job with the GPU; `make rehearse` has each fault end as promised."""
     workflow = tmp_path / "night.yml"
     workflow.write_text(NIGHTLY.replace("needs.gpu.result != 'success' || ", ""))
     done = rehearse(tmp_path / "out", "--fault", "step", "--workflow", workflow)

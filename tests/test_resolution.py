@@ -25,7 +25,7 @@ ASV = f"hybrid_kv[engine,models,kernels,bench] @ {ROOT.as_uri()}"
 
 
 def resolve(requirements, python="3.13", cpu=False, constraints=ROOT / "constraints.txt"):
-    """Versions by package for x86-64 Linux, or what stands in their way; skips where no index answers."""
+    """Resolve versions for x86-64 Linux, or say what conflicts; skip without an index."""
     if not UV.exists():
         pytest.skip("uv is not installed")
     command = [

@@ -62,7 +62,7 @@ def test_a_job_has_a_limit_pinned_actions_and_the_least_rights(file, name, job):
 
 @pytest.mark.parametrize(("file", "name", "job"), JOBS)
 def test_every_command_is_a_make_target(file, name, job):
-    """And holds no expression: what comes from outside reaches the shell through the environment."""
+    """No command has an expression: outside values reach the shell through the environment."""
     for step in job["steps"]:
         if "run" in step:
             assert re.fullmatch(r"make [\w-]+( [A-Z]+=[\w./-]+)*", step["run"])
@@ -79,7 +79,7 @@ def test_every_command_is_a_make_target(file, name, job):
 
 
 def recipe(arguments):
-    """What a make target runs when nothing is installed yet, with the text of the scripts that it calls."""
+    """Return what a make target runs when nothing is installed yet, its scripts included."""
     command = ["make", "-n", "--always-make", *arguments]
     text = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     return text + "".join(
@@ -92,7 +92,7 @@ INSTALLS = re.compile(r"\.ci/install|\bpip\b|\bnpx\b|\buv\b")
 
 @pytest.mark.parametrize(("file", "name", "job"), JOBS)
 def test_what_may_write_installs_nothing(file, name, job):
-    """A package runs code where it is installed and wherever Python starts: no token that writes is near it."""
+    """A package runs code when it is installed or Python starts: no writing token is near it."""
     workflow = yaml.safe_load((ROOT / ".github/workflows" / file).read_text())
     for where in (workflow, job):
         assert "token" not in json.dumps(where.get("env", {})).lower()
@@ -176,7 +176,7 @@ case "$*" in *slow*) exit 1;; *collaborators*) echo "$PERMISSION";; *pulls*) ech
 
 @pytest.fixture
 def script(tmp_path):
-    """Runs a script of .ci/ in an empty folder; returns what its programs were called with, or how it failed."""
+    """Run a .ci/ script in an empty folder; return its programs' arguments, or its failure."""
     for name in ("gh", "hybrid-kv"):
         (tmp_path / name).write_text(FAKE)
         (tmp_path / name).chmod(0o755)
@@ -303,7 +303,7 @@ def test_rows_are_appended_to_their_branch(script, tmp_path):
 
 
 def test_bench_runs_foreign_code_without_token_secret_or_cache():
-    """What it put into a cache would be the default branch's; no job that may write or builds a release reads one."""
+    """Foreign code's cache would be the default branch's: no job that writes reads one."""
     jobs = yaml.safe_load((ROOT / ".github/workflows/bench-comment.yml").read_text())["jobs"]
     foreign = [
         name
@@ -339,7 +339,7 @@ def test_every_step_of_a_night_that_can_fail_reaches_the_alarm():
 
 
 def test_the_night_publishes_asvs_pages():
-    """From the whole history, behind the merge that makes the branch, before the report that links them."""
+    """From the whole history, after the merge into the branch, before the report links them."""
     steps = yaml.safe_load((ROOT / ".github/workflows/nightly-gpu.yml").read_text())["jobs"][
         "rows"
     ]["steps"]

@@ -1,4 +1,4 @@
-"""Which block each row reads its state from, which blocks it writes, and what is brought home afterwards."""
+"""The block each row reads its state from, the blocks it writes, and what is copied afterwards."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -259,8 +259,9 @@ def test_metadata_is_built_again_when_something_changes_and_only_then():
 @pytest.mark.parametrize("mode", MODES)
 @given(data=st.data())
 def test_exactly_the_accepted_boundary_states_are_copied_home(mode, data):
-    """Each token leaves its state in logical block current state block + j; the one on a boundary belongs into the
-    boundary's own.
+    """A state on a boundary is copied to the boundary's block.
+
+    Token j leaves its state in logical block `current state block + j`.
     """
     k = data.draw(st.integers(0, 4))
     block_size = data.draw(st.integers(1 + k, 7))

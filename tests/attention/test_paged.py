@@ -1,4 +1,4 @@
-"""What each part of a step reads, its own tokens, positions and blocks; and that every way to compute it is right.
+"""Each compute of a step reads its tokens, positions and blocks, and gives the right output.
 
 FlashAttention and FlashInfer are stand-ins here: they check what their packages require of the
 arguments. Tolerance: 1e-5 of the largest output, see tests/kernels/paged_attention/test_launch.py.
@@ -33,7 +33,7 @@ from tests.kernels.paged_attention.test_launch import MIXED, Attention, attentio
 
 
 def common(computed, lens, num_decodes, padding=0):
-    """A batch whose first `num_decodes` rows are decodes; padding rows follow them (only if there are no prefills)."""
+    """Return a batch of `num_decodes` decodes, then padding rows (only without prefills)."""
     computed, lens = [*computed, *[0] * padding], [*lens, *[1] * padding]
     positions = [torch.arange(start, start + n) for start, n in zip(computed, lens, strict=True)]
     made = CommonAttentionMetadata(
@@ -108,7 +108,7 @@ def attend(
     grid=0,
     window=0,
 ):
-    """What a compute makes of the rows that run anything, given what a kernel takes; NaN for tokens of no row."""
+    """Return the outputs of the rows that run, by this compute; NaN for tokens of no row."""
     running = query_start_loc.diff().nonzero()[:, 0]
     lengths, totals = query_start_loc.diff()[running].long(), seq_lens[running].tolist()
     positions = torch.cat(

@@ -1,4 +1,7 @@
-"""Rollback schemes: what each takes of the cache, and the host's count of written states; a third one: `test_house`."""
+"""Rollback schemes: the memory each takes, and the host's count of written states.
+
+`test_house` adds a third scheme.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ def test_a_layer_of_windows_alone_keeps_no_inputs() -> None:
 
 @pytest.mark.parametrize("block_size", [None, 8])
 def test_the_host_counts_written_states_as_the_device_does(block_size: int | None) -> None:
-    """One request, random accepted drafts: `advance` counts `RecomputeCursors.base_pos`, without reading that back."""
+    """`advance` counts `base_pos` for random accepted drafts, without reading it back."""
     rng = np.random.default_rng(0)
     rollback = RecomputeSpec(3, ring_len=13)
     cursors = RecomputeCursors.allocate(

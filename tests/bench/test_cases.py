@@ -1,4 +1,4 @@
-"""The registry is complete and stable, every quick cell is right and can be timed, and a wrong result has no time."""
+"""The registry is complete, every quick case is right and timed, a wrong result has no time."""
 
 import ast
 import subprocess
@@ -190,7 +190,7 @@ def test_a_quick_count_is_exact(cell):
 
 
 def test_as_many_calls_as_a_case_allows():
-    """`max_repeats` calls after one reset are right and not one less than what the benchmark says it does."""
+    """`max_repeats` calls after a reset are right, and that is the number the case documents."""
     for words in (
         "block_tables/step decode",
         "kernel_blocks/expand engine num_ids=32",
@@ -219,7 +219,7 @@ def held_blocks(mode, K):
 
 @pytest.mark.parametrize("K", [0, 3])
 def test_held_blocks_follow_the_formulas(K):
-    """1,000 tokens of prompt, then 128 or a few more; blocks of 16, four Mamba groups and one of attention."""
+    """1,000 tokens of prompt, then 128 or more; blocks of 16, four Mamba groups, attention."""
     end = 1000 + 128 // (1 + K) * (
         1 + K
     )  # cached before the last step's tokens; that step runs 1 + K

@@ -1,4 +1,4 @@
-"""The engine beside vLLM and transformers: the worker's protocol, with a stub in vLLM's place, and the table."""
+"""The engine next to vLLM (a stub) and transformers: the worker's protocol, and the table."""
 
 from __future__ import annotations
 

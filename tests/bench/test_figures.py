@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def committed(folder: Path) -> Path | None:
-    """The results of the last commit, without the rows that commands have appended since; None outside of git."""
+    """Return the committed results, without rows appended since; None outside of git."""
     packed = folder / "results.zip"
     if subprocess.run(
         ["git", "archive", "-o", packed, "HEAD", "results"], cwd=ROOT, capture_output=True

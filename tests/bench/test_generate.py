@@ -1,4 +1,4 @@
-"""The engine and transformers give the same tokens before they are timed, and who gives others is found out."""
+"""Engine and transformers must give the same tokens before they are timed."""
 
 from functools import partial
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""The race on a GPU, as far as a CPU can go: contests are right in the interpreter, rows follow from times."""
+"""The race on a GPU, as far as a CPU can go: results are right, rows follow from times."""
 
 import random
 import sys

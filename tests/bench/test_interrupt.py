@@ -30,7 +30,7 @@ def cells():
 
 
 def interrupted(command, fifo, **variables):
-    """Start, wait until a case runs, press Ctrl-C: the exit code, stderr, and the process of the case."""
+    """Press Ctrl-C while a case runs; return exit code, stderr and the case's process."""
     os.mkfifo(fifo)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     environment = {**os.environ, **variables, "FIFO": str(fifo)}

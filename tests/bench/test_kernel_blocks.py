@@ -1,4 +1,4 @@
-"""Block ids to kernel blocks: the Triton kernel in the interpreter, and what each way uploads and launches."""
+"""Block ids to kernel blocks: the kernel's result, and the uploads and launches of each way."""
 
 from __future__ import annotations
 

@@ -35,7 +35,10 @@ def wheel(tmp_path: Path) -> Iterator[Path]:
 def test_a_module_that_claims_any_attribute_is_out_of_their_sight(
     wheel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Theirs walk through all modules; llvmlite, which compiles the engine's tables, has a library that answers all."""
+    """A module that claims every attribute is hidden from peers, which walk through all modules.
+
+    The library of llvmlite, which compiles the engine's tables, is such a module.
+    """
     library = ModuleType("llvmlite")
     monkeypatch.setitem(sys.modules, "llvmlite", library)
     with peers.loaded(wheel / "vllm", {"vllm.maths"}.__contains__, {}):

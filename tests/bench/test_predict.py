@@ -1,4 +1,4 @@
-"""The fit recovers what was planted, intervals hold what they should, and the page is that of the installed tables."""
+"""The fit recovers planted constants, intervals cover, and the page shows the installed tables."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLANTED = Chip(
 
 
 def synthetic(gpu: str, chip: Chip, noise: float, seed: int) -> pd.DataFrame:
-    """A table as a GPU with these constants would give it, with errors of `noise` in the logarithm."""
+    """Return the table of a GPU with these constants, with errors of `noise` in the logarithm."""
     rng, lines = np.random.default_rng(seed), []
     for family in (CONVOLUTION, UPDATE, WIDTH_LAST):
         for moved in np.geomspace(1e5, 2e9, 40):
@@ -60,7 +60,7 @@ def test_the_fit_recovers_planted_constants() -> None:
 def test_an_interval_holds_nine_of_ten_rows_that_it_has_not_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Three chips that reach other shares of a bandwidth, and a GPU whose share is between theirs."""
+    """Three chips reach different shares of a bandwidth; a new GPU's share lies between them."""
     chips = {
         name: replace(PLANTED, reached=share)
         for name, share in zip(CHIPS, (0.65, 0.8, 0.95), strict=True)

@@ -1,4 +1,4 @@
-"""`python -m bench.store` makes rows that a reader takes, each once, whichever pieces they are made in."""
+"""`python -m bench.store` makes rows that a reader takes, each once, however they are split."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_no_two_prefixes_or_block_sizes_share_a_hash() -> None:
 
 @pytest.mark.parametrize("text", ["", "a", "\0" * 24])
 def test_a_salt_is_no_prefix_of_tokens(text: str) -> None:
-    """The bytes of a parent and its tokens may be another salt: hashed with the same key they would collide."""
+    """A salt equal to a parent's bytes and tokens must not collide with them under the same key."""
     data = text.encode()
     assert BlockHashes(text)._root != blake2b(data, digest_size=DIGEST_SIZE).digest()
     assert len(BlockHashes(text)._root) == DIGEST_SIZE

@@ -1,4 +1,4 @@
-"""Each block id is handed out once, published contents last as long as they can, and misuse is caught."""
+"""Each block id is handed out once, contents stay as long as they can, misuse is caught."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def update(tables, batch, padded=None, num_tokens_padded=None):
 
 @dataclass(frozen=True)
 class Shape:
-    """`bpk` and `kernel` of each group: kernel blocks of a manager block and tokens of a kernel block."""
+    """Block sizes of each group: `bpk` kernel blocks a manager block, `kernel` tokens each."""
 
     widths: tuple[int, ...]
     bpk: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What fits is what the manager gives: every count is repeated by a manager that allocates step by step."""
+"""Predicted capacity is what a manager that allocates step by step gives."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_equal_requests_in_step_meet_their_most_in_mode_align_too(k: int) -> Non
 
 
 def test_requests_that_the_engine_rejects_are_left_out_and_long_answers_cut() -> None:
-    """Limit 12: a prompt of 12 is rejected, one of 10 gets 2 of its 90 tokens: 11 computed, 3 blocks of 4."""
+    """Limit 12: a prompt of 12 is rejected, one of 10 gets 2 tokens: 11 computed, 3 blocks."""
     config = config_of(attention(4), num_blocks=10)
     found = capacity(config, ints(12, 10), ints(1, 90), 12, 0)
     assert (found.num_refused, found.num_fit, found.most_blocks) == (1, 3, 3.0)
@@ -181,7 +181,7 @@ def test_requests_that_the_engine_rejects_are_left_out_and_long_answers_cut() ->
 def test_states_that_are_written_late_are_counted_at_the_latest(
     k: int, size: int, more: int, output: int
 ) -> None:
-    """A step finds at most the ring's tokens, or the rest of a block and those of two steps, behind a state."""
+    """A step lags a state by the ring's tokens at most, or a block's rest and two steps."""
     ring_len = shortest_ring_len(1 + k) + more
     state = MambaSpec(size, (), mamba_cache_mode="align", rollback=RecomputeSpec(k, ring_len))
     config = config_of(attention(size), state)

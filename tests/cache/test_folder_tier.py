@@ -1,8 +1,8 @@
-"""A folder of blocks has the files that it should have, whatever other processes, disks and clocks do.
+"""A folder of blocks has the right files, whatever other processes, disks and clocks do.
 
-A state machine keeps a list of the files beside a tier that reads a clock of its own. The rules are
-those that `cache.folder_tier` promises, implemented again: none of its functions and constants is
-used.
+A state machine keeps a list of the files next to a tier that reads a clock of its own. The rules
+are those that `cache.folder_tier` promises, implemented again: none of its functions and constants
+is used.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def empty(key: BlockKey) -> torch.Tensor:
 
 
 class Folder(RuleBasedStateMachine):
-    """`files` are those that should be there; `listed` and `counted` what the tier should know of them."""
+    """The files that should be there, and those the tier should know of (`listed`, `counted`)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Folder(RuleBasedStateMachine):
         self.look_due = self.clock.now + LOOK
 
     def make_room(self, size: int) -> bool:
-        """The least recently used files go; one that another process has used since the last scan is spared."""
+        """Evict the least recently used files; spare those that others used since the last scan."""
         if self.limit is None or size > self.limit:
             return self.limit is None
         if self.clock.now >= self.scan_due:
@@ -340,7 +340,11 @@ class Folder(RuleBasedStateMachine):
 
     @rule(first=st.lists(KEY, max_size=2))
     def look(self, first: Sequence[BlockKey]) -> None:
-        """Others' blocks may be found a moment late, unless the files are looked up; a block that is found is there."""
+        """Look a block up.
+
+        Another process's block may be seen late, unless the files are looked up; a block
+        that is seen is there.
+        """
         for key in first:
             self.exists(key)
         for key in KEYS:
@@ -402,7 +406,7 @@ class Folder(RuleBasedStateMachine):
     def something_strange_has_the_name(
         self, key: BlockKey, kind: str, others: Sequence[BlockKey]
     ) -> None:
-        """A link, even to a good block, a folder or a pipe is neither read nor replaced nor deleted."""
+        """A link, a folder or a pipe under a block's name is not read, replaced or deleted."""
         path = self.path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         file = self.files.pop(path, None)
@@ -551,7 +555,7 @@ def test_the_root_must_be_a_folder(tmp_path: Path) -> None:
 def test_a_file_that_goes_while_it_is_looked_at_is_replaced(
     gone_after: int, tmp_path: Path
 ) -> None:
-    """Another process may evict it after any look, also after the last one before the new file takes its place."""
+    """Another process may evict the file after any look, even the last before it is replaced."""
     tier = FolderTier(tmp_path, OWN, None, stats := OffloadStats())
     block = KEYS[0], empty(KEYS[0])
     tier.write([block])

@@ -1,4 +1,4 @@
-"""Page b of every view lies in page b's bytes, whatever the backend's logical order (vllm!37236)."""
+"""Page b of every view lies in page b's bytes, whatever the logical order (vllm!37236)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests hold exactly the blocks they need, in all groups or in none, and find exactly the prefixes that exist."""
+"""Requests hold exactly the blocks they need, in all groups or none, and hit every prefix."""
 
 from __future__ import annotations
 
@@ -303,7 +303,7 @@ def test_nothing_is_found_before_it_was_computed() -> None:
 
 
 def test_align_publishes_only_states_that_a_chunk_left_on_a_boundary() -> None:
-    """vllm!51113: a chunk that ends off the grid has no state for any key, nor for those that it jumped over."""
+    """vllm!51113: a chunk that ends off the grid has no state for any key, skipped or not."""
     subject = manager(attention(4), mamba(4, "align"))
     owner = Owner(subject, "a", TEXT[:30]).run(3, 6, 12, 19, 20, 27)
     chain = owner.hashes.chain(4, TEXT[:30], 30)
@@ -478,7 +478,7 @@ def depths(subject: KVCacheManager, owner: Owner) -> list[tuple[int, int]]:
 def test_the_deepest_blocks_of_all_groups_are_evicted_first_and_together(
     mode: str, sizes: tuple[int, int]
 ) -> None:
-    """A state is worth nothing without the attention blocks before it, and attention nothing without a state."""
+    """A state is worth nothing without the attention blocks before it, and the other way round."""
     subject = manager(attention(sizes[0]), mamba(sizes[1], mode))
     owner = Owner(subject, "a", TEXT[:34]).run(8, 16, 24, 32, 34)
     owner.finish()
@@ -488,7 +488,7 @@ def test_the_deepest_blocks_of_all_groups_are_evicted_first_and_together(
 
 
 def test_states_that_were_given_back_are_as_recent_as_their_request() -> None:
-    """vllm!52244's kind of loss: the states of a long request must not be evicted before those of an older one."""
+    """vllm!52244's kind of loss: a long request's states must not go before an older request's."""
     subject = manager(attention(4), mamba(4, "align"))
     long = Owner(subject, "a", TEXT[:30]).run(4, 8)
     other = Owner(subject, "b", TEXT[40:49]).run(4, 8, 9)

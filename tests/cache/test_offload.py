@@ -1,4 +1,4 @@
-"""Blocks leave and come back byte for byte, of every layer or not at all (vllm!38554), from host memory and files."""
+"""Blocks leave and return byte for byte, all layers or none (vllm!38554), by host and files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def mamba(
 
 
 def hybrid(num_blocks: int = 6, state: KVCacheSpec | None = None) -> KVCacheConfig:
-    """An attention group of two layers, a Mamba group of two and a short one: 2, 2 and 1 pages a block."""
+    """Return attention and Mamba groups of two layers and a short one: 2, 2 and 1 pages a block."""
     state = state or mamba()
     names = [("a0", "a1"), ("m0", "m1"), ("m2",)]
     return KVCacheConfig(
@@ -53,7 +53,7 @@ def hybrid(num_blocks: int = 6, state: KVCacheSpec | None = None) -> KVCacheConf
 
 
 def uniform(num_blocks: int = 5) -> KVCacheConfig:
-    """One group whose three layers have pages of 1, 3 and 2 times `PAGE` bytes, listed in another order."""
+    """Return a group of layers with pages of 1, 3 and 2 times `PAGE`, in another order."""
     specs = (("c", attention(2)), ("a", attention(1)), ("b", attention(3)))
     return KVCacheConfig(
         num_blocks, (KVCacheGroupSpec(("a", "b", "c"), UniformTypeKVCacheSpecs(BLOCK, specs)),)
@@ -65,7 +65,7 @@ def page_sizes(config: KVCacheConfig) -> list[int]:
 
 
 def buffers_of(config: KVCacheConfig, kernel_blocks: int = 1) -> list[torch.Tensor]:
-    """Random bytes in tensors that, like a layer's, count kernel blocks first: `[num_blocks * kernel_blocks, …]`."""
+    """Return random tensors that count kernel blocks first: `[num_blocks * kernel_blocks, …]`."""
     generator = torch.Generator().manual_seed(0)
     shapes = [
         (config.num_blocks * kernel_blocks, size // kernel_blocks) for size in page_sizes(config)
@@ -176,7 +176,7 @@ LIMITS = tuple(
 
 
 class Tiers:
-    """A store, and what it should have: in host memory by the guard's model of it, in the folder every block."""
+    """A store and its expected contents: the guard's model of host memory, all blocks in files."""
 
     def __init__(self, host_bytes: int, folder: Path | None) -> None:
         self.config, self.folder, self.due = hybrid(), folder, Counter[str]()

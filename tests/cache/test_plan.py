@@ -1,4 +1,4 @@
-"""Plans against what follows from layers, flags and memory alone, and a transcription of vLLM 0.22."""
+"""Plans against what follows from layers, flags and memory, and a transcription of vLLM 0.22."""
 
 from __future__ import annotations
 
@@ -213,7 +213,10 @@ class Drawn:
 
     @property
     def groups(self) -> list[list[str]]:
-        """As many layers in each as the rarer kind has, or as the other has if it has less than 1.5 times as many."""
+        """Return the layers of a group: as many as the rarer kind has.
+
+        Or as the other has, if that is less than 1.5 times as many.
+        """
         kinds = [[name for name in self.layers if name[0] == kind] for kind in "sa"]
         few, many = (choose(len(names) for names in kinds if names) for choose in (min, max))
         length = many if many < 1.5 * few else few
@@ -246,7 +249,7 @@ class Drawn:
         )
 
     def aligned(self, mode: str, given_states: int | None) -> int:
-        """The shortest block that holds a state, of those that mode, backend and platform allow; 0 without a unit."""
+        """Return the shortest block that holds a state and is allowed; 0 without a unit."""
         unit = self.unit
         if self.num_states and self.is_delta and self.platform == "xpu":
             unit = lcm(unit, 64)

@@ -1,4 +1,6 @@
-"""Requests in any order: what a hit restores is what its text needs, byte for byte, from the device and from the host.
+"""In any order of requests, a hit restores what its text needs, byte for byte.
+
+From the device and from the host.
 
 The machine is the scheduler and the model at once. Of a block it writes a stamp of all tokens up to
 its end where the model would write K and V, or the state after them, and reads that stamp where the
@@ -128,7 +130,7 @@ class Prefixes(RuleBasedStateMachine):
             logical_blocks += part.tolist()
 
     def chunk(self, name: str, budget: int) -> bool:
-        """The next tokens of a prompt, or the first ones behind what the cache has; False: there is no room."""
+        """Run a prompt's next tokens, or the first after the hit; return False without room."""
         one, manager = self.running[name], self.manager
         is_new = not one.computed
         hit = manager.find_longest_cache_hit(one.hashes, one.tokens, use_offload=True)
@@ -150,7 +152,7 @@ class Prefixes(RuleBasedStateMachine):
         return True
 
     def forget_given_back(self, one: Running) -> None:
-        """The states before the one that the next step reads, whether there is room for that step or not."""
+        """States before the one that the next step reads are given back, with or without room."""
         for spec, logical_blocks in zip(self.specs, one.logical_blocks, strict=True):
             if isinstance(spec, MambaSpec) and spec.mode.gives_back and one.computed:
                 first = spec.mode.first_needed(one.computed, spec.block_size)

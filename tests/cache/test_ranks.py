@@ -67,7 +67,10 @@ def test_one_of_eight_ranks_of_nemotron_3_nano() -> None:
 
 
 def test_stages_share_the_groups_of_the_whole_model_and_the_blocks_of_the_poorest() -> None:
-    """Attention at layers 5, 12, 19, 26, 33 and 42 of 52; stages of 17, 18 and 17 layers have 2, 3 and 1 of them.
+    """Stages share the model's groups, and the stage with the fewest blocks decides.
+
+    Attention at layers 5, 12, 19, 26, 33 and 42 of 52: stages of 17, 18 and 17 layers have 2, 3
+    and 1.
 
     Their Mamba layers are 8, 7 and 8, dealt in turn to four groups: 2 at most in a group of a
     stage. A block has as many pages as the longest group of a stage has layers: 2, 3 and 2 of
@@ -93,7 +96,10 @@ def test_stages_share_the_groups_of_the_whole_model_and_the_blocks_of_the_poores
 
 
 def test_the_stage_with_most_layers_decides_and_pays_for_its_own_rings() -> None:
-    """Two stages of 26: 3 attention layers each, 12 and 11 Mamba layers; of four groups one lacks a layer in stage 1.
+    """The stage with most layers decides, and pays for its own rings.
+
+    Two stages of 26 layers have 3 attention layers each, 12 and 11 Mamba layers; of four groups
+    one lacks a layer in stage 1.
 
     A ring of 11 tokens takes for each of 10 rows and layer 11 * ((64 * 64 + 8 * 128) * 2 B + 64 * 4
     B) = 115,456 B.
@@ -121,7 +127,10 @@ def test_a_stage_without_a_cache_is_no_limit() -> None:
 
 
 def test_context_parallel_ranks_multiply_the_tokens_of_attention_blocks_alone() -> None:
-    """4 ranks keep each of 2 KV heads: 528 tokens on each are 2,112, and 131,072 tokens 63 blocks; states as before."""
+    """4 ranks keep each of 2 KV heads: 528 tokens on each are 2,112, and 131,072 tokens 63 blocks.
+
+    States are as before.
+    """
     alone, shared = plan_of(Ranks(8)), plan_of(Ranks(8, 1, 4))
     assert shared.config == alone.config
     assert (alone.blocks_per_request, shared.blocks_per_request) == (249 + 8, 63 + 8)

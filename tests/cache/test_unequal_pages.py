@@ -1,4 +1,4 @@
-"""Attention layers whose pages differ in bytes, from the plan to a block that comes back from a file (vllm!38554)."""
+"""Attention layers with pages of unequal bytes, from the plan to a restored file (vllm!38554)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sliding windows: which blocks a request keeps, what it takes at most, and which prefixes can be restored."""
+"""Sliding windows: blocks that a request keeps, its peak, and prefixes that can be restored."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def manager_of(*specs: KVCacheSpec, caching: bool = True) -> KVCacheManager:
 
 
 def test_blocks_wholly_before_the_window_of_the_next_token_are_freed() -> None:
-    """After n tokens the next one sees tokens n - 4 … n; blocks of 4 before these go, a block that it sees stays."""
+    """After n tokens the next one sees tokens n - 4 … n; blocks of 4 before these are freed."""
     manager = manager_of(window_spec(5, 4), caching=False)
     for n in range(24):
         assert manager.allocate_slots("0", n, 1, is_decode=True) is not None
@@ -137,7 +137,7 @@ def publish(manager: KVCacheManager, name: str, tokens: list[int], step: int) ->
 
 
 def test_a_hit_takes_the_blocks_of_the_window_and_null_ones_before_them() -> None:
-    """A window of 6 before token 24 begins at token 19, in block 4; all of full attention is taken."""
+    """A window of 6 before token 24 begins at token 19, in block 4; full attention takes all."""
     manager = manager_of(FULL, window_spec(6, 4))
     tokens = list(range(25))
     publish(manager, "0", tokens, 7)
@@ -186,7 +186,7 @@ def specs_of(pattern: str) -> dict[str, Any]:
 
 
 def test_vllm_55600_a_drafters_window_changes_no_other_block_size() -> None:
-    """Its tokens are twice as wide, so its blocks are half as long; states and attention keep theirs."""
+    """The drafter's tokens are twice as wide, its blocks half as long; other block sizes stay."""
     alone, beside = specs_of("M*"), specs_of("M*-")
     assert {name: beside[name] for name in alone} == alone
     assert beside["layers.2"].block_size == 4

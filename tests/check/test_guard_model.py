@@ -38,7 +38,7 @@ def _stream(seed: int, count: int, split: problems.Split = "train") -> list[prob
 
 
 def test_the_problems_are_those_that_the_models_were_trained_on():
-    """A generator that changed no longer fits the shipped checkpoints, whose answers to its questions are all right."""
+    """The generator still fits the shipped checkpoints, which answer all its questions right."""
     drawn = [
         *(_stream(seed, 25, split) for seed in range(20) for split in ("train", "held_out")),
         *(

@@ -1,4 +1,4 @@
-"""The second guard model as its training sees it, with random weights, and as everyone else does."""
+"""The second guard model as its training sees it, with random weights, and as others do."""
 
 from __future__ import annotations
 

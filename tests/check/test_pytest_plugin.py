@@ -1,4 +1,4 @@
-"""The plugin in another repository: each probe is an item, and nothing is imported without its option."""
+"""The plugin in another repository: each probe is an item; without its option, no import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hybrid-kv` itself: its version, shell completion, and what options mean in every command that has them."""
+"""`hybrid-kv` itself: its version, shell completion, and options that several commands share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans against what vLLM has printed at its start: block sizes, paddings and bytes of public logs."""
+"""Plans against block sizes, paddings and bytes that vLLM printed in public logs."""
 
 from __future__ import annotations
 

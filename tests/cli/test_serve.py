@@ -1,4 +1,4 @@
-"""`hybrid-kv serve`: what the command line hands on, and what it refuses before anything is loaded."""
+"""`hybrid-kv serve`: what the command line passes on, and refuses before anything is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A command that judges, with input that leaves nothing to judge: one line, and never exit code 0."""
+"""A command with nothing to judge says so in one line, and never exits with 0."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_every_command_that_chooses_its_exit_code_is_here() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder: files and folders without content, a CSV without rows, a study without cells."""
+    """Fill the current folder with empty files and folders, a CSV without rows, an empty study."""
     monkeypatch.chdir(tmp_path)
     for name in ("empty", "no-row"):
         (tmp_path / name).mkdir()

@@ -49,7 +49,7 @@ def test_as_many_as_fit_run_without_preemption_and_one_more_does_not(mode: str) 
 def test_the_default_pool_has_the_blocks_that_requests_of_full_length_hold_and_no_more(
     mode: str, num_drafts: int, states: int
 ) -> None:
-    """64 tokens in blocks of 8: eight of K and V, and of states what the mode keeps and one for each draft."""
+    """64 tokens in blocks of 8: eight of K and V, and a mode's states plus one for each draft."""
     model, prompts = ExactModel(ExactConfig("M*")), [[i, *range(20)] for i in range(3)]
     params = SamplingParams(max_tokens=43, ignore_eos=True)
     oracle = [ExactOracle(model).generate(prompt, 43) for prompt in prompts]

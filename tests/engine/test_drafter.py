@@ -1,4 +1,4 @@
-"""What the MTP head drafts for a request does not depend on what else is in the batch, nor on how its prompt is cut."""
+"""The MTP head's drafts depend neither on the rest of the batch nor on a prompt's chunks."""
 
 from collections import defaultdict
 from pathlib import Path

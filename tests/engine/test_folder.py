@@ -1,4 +1,4 @@
-"""Engines that share a folder of blocks: each restores its own, damaged files cost time alone, and the limit holds."""
+"""Engines that share a folder restore their own blocks; damage costs time, the limit holds."""
 
 from __future__ import annotations
 

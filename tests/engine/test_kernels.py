@@ -57,7 +57,7 @@ def engine(folder, kernels, sequences=None, k=0, **options):
 
 
 def answers(llm, rounds):
-    """Tokens and logits of every request, in `rounds` of the same prompts: later ones hit the cache."""
+    """Return every request's tokens and logits; the `rounds` after the first hit the cache."""
     found = []
     for _ in range(rounds):
         for output, logits in record_logits(llm, PROMPTS, SamplingParams(max_tokens=COUNT)):
@@ -105,7 +105,7 @@ def test_tokens_and_logits_are_those_of_torch(folder, mode, k, scheme):
 
 
 def check_float64(folder, scheme):
-    """Kernels compute in float32: where they would lose digits the layers go on in plain torch, bit for bit."""
+    """In float64, where float32 kernels would lose digits, layers use plain torch, bit for bit."""
     options = {"dtype": "float64", "mamba_ssm_cache_dtype": "float64", "mamba_cache_mode": "align"}
     expected, got = (
         answers(engine(folder, name, state_scheme=scheme, **options), 1)

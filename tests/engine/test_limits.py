@@ -1,4 +1,4 @@
-"""Settings just inside and just outside of what is allowed: the one runs, the other is rejected with its reason."""
+"""A setting just inside of a limit runs; one just outside is rejected with its reason."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RECOMPUTE = {"state_scheme": "recompute"}
 
 
 class Limit(NamedTuple):
-    """Two settings that differ by one step, what the error of the outer one says, and the lengths of the prompts."""
+    """Settings on both sides of a limit, the outer one's error, and the lengths of the prompts."""
 
     inside: dict[str, Any]
     outside: dict[str, Any]
@@ -94,7 +94,7 @@ def limits() -> list[Limit]:
 
 
 def without_inputs(model: ExactModel, kind: str) -> ExactModel:
-    """The same model of layers of this kind, which do not say what a token feeds to their states."""
+    """Return the model with layers of this kind, without the inputs of their states."""
     changed = copy(model)
     changed.layer_specs = {
         name: replace(spec, inputs=(), mamba_type=kind) if isinstance(spec, MambaSpec) else spec

@@ -18,7 +18,7 @@ LONG = np.random.default_rng(5).integers(0, 97, 25).tolist()
 
 
 class Letters:
-    """Token t is one letter, or two for every third token, so that strings cross token boundaries."""
+    """Token t is a letter, or two for every third token: strings cross token boundaries."""
 
     def __init__(self, eos_token_id=None):
         self.eos_token_id = eos_token_id
@@ -41,7 +41,7 @@ def engine(tokenizer=None, proposer=None, **options):
 
 
 class Right:
-    """Drafts of the oracle for one prompt, `k` each time; token `wrong_at` of the text is guessed wrong."""
+    """Drafts of the oracle for a prompt, `k` each time; token `wrong_at` is guessed wrong."""
 
     def __init__(self, prompt, k, wrong_at=()):
         self.text, self.k, self.wrong_at, self.queried = (
@@ -295,7 +295,7 @@ def test_a_model_without_mamba_layers_caches_prefixes_in_any_mode():
 
 
 def test_a_group_that_vetoes_a_hit_is_named():
-    """Attention finds the shared prefix; in mode align the only state is behind the part that is not shared."""
+    """Attention hits the shared prefix; in mode align the only state is after the unshared rest."""
     llm = caching("align", max_num_batched_tokens=40)
     one(llm, LONG, max_tokens=1)
     output = one(llm, LONG[:20], max_tokens=4)

@@ -1,4 +1,4 @@
-"""State scheme `recompute`, end to end: the tokens of `slots`, exactly the planned blocks, no lost prefix."""
+"""State scheme `recompute`, end to end: tokens of `slots`, planned blocks, no lost prefix."""
 
 import itertools
 
@@ -146,7 +146,7 @@ def test_a_state_is_published_in_the_step_after_its_boundary_was_passed(mode, k)
 @pytest.mark.parametrize("end", ["finish", "stop", "preempt", "abort"])
 @pytest.mark.parametrize("is_async", [False, True])
 def test_no_state_is_lost_at_the_end_of_a_request(end, is_async):
-    """Its last boundary was passed in its last step; the next request for these tokens gets them all."""
+    """The last boundary is passed in the last step, and the next request hits all tokens."""
     prompt = TEXT[:20]
     whole = [*prompt, *answer(prompt, 14)]
     params = SamplingParams(max_tokens=13)

@@ -1,5 +1,4 @@
-"""The runner's persistent buffers, padded rows, memory that earlier owners left dirty, and what it remembers of the
-last step."""
+"""The runner's persistent buffers: padded rows, dirty memory, and the previous step."""
 
 from collections import Counter
 
@@ -24,7 +23,7 @@ ORACLE = ExactOracle(ExactModel(ExactConfig(pattern="M*MM*")))
 
 
 class Script:
-    """Drafts that follow the oracle for `right(position, request)` tokens and are wrong from there on."""
+    """Drafts of the oracle for `right(position, request)` tokens, and wrong from there on."""
 
     def __init__(self, prompts, k, right, length=48):
         self.k, self.right = k, right
@@ -127,7 +126,7 @@ def test_buffers_keep_their_address(mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("k", [0, 3])
 def test_decode_steps_are_padded_with_neutral_rows(mode, k):
-    """Per request, not per token: a step of n requests has n + padding rows whatever their drafts (vllm!41233)."""
+    """A step of n requests has n + padding rows, whatever their drafts (vllm!41233)."""
     llm = drafting(k, mamba_cache_mode=mode) if k else engine(mamba_cache_mode=mode)
     runner = llm.runner
     seen = Counter()
@@ -194,9 +193,7 @@ def test_stale_garbage_in_padded_rows_changes_nothing(captured, mode):
 @pytest.mark.parametrize("k", [1, 3, 7])
 @pytest.mark.parametrize("right", [0, 7])
 def test_a_request_of_the_greatest_length_stays_inside_its_row(mode, k, right):
-    """vllm!41233: a row has K logical blocks beyond `cdiv(max_model_len, block_size)`, and the last verify step needs
-    them.
-    """
+    """vllm!41233: a row has K logical blocks after `cdiv(max_model_len, block_size)` for drafts."""
     prompt = PROMPTS[0]
     limit = 42  # its last cached token begins a block
     llm = drafting(

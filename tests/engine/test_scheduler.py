@@ -1,4 +1,4 @@
-"""The scheduler, rule by rule and without a model; all of them at once are the guard's, in drawn traffic."""
+"""The scheduler, rule by rule and without a model; the guard checks all rules at once."""
 
 from collections import Counter
 from dataclasses import replace
@@ -31,7 +31,7 @@ MAX_MODEL_LEN = 40
 
 
 class Host:
-    """The engine without a model: each request has a text, from which sampled tokens and right drafts are taken.
+    """The engine without a model: sampled tokens and right drafts come from each request's text.
 
     Args:
         late: a step's tokens are known when the next one has been scheduled, as with
@@ -167,7 +167,7 @@ def plan(mode, k, limit, block_size=4, num_blocks=200):
 @pytest.mark.parametrize("k", [0, 1, 3])
 @pytest.mark.parametrize("budget", [3, 7, 64])
 def test_a_request_of_the_greatest_length_holds_what_the_plan_says(mode, k, budget):
-    """Chunked, with every number of drafts, without hits: exactly `max_blocks_per_request`, in each group."""
+    """Chunked, with any number of drafts, no hits: exactly `max_blocks_per_request` a group."""
     for limit in (18, 26, 31, 36):
         made = plan(mode, k, limit)
         specs = [group.spec for group in made.config.groups]
@@ -197,7 +197,7 @@ def test_a_request_of_the_greatest_length_holds_what_the_plan_says(mode, k, budg
 @pytest.mark.parametrize("length", [4, 5, 8, 11, 12])
 @pytest.mark.parametrize("budget", [1, 3, 5, 64])
 def test_a_prompt_that_is_sent_twice_hits_its_last_boundary(mode, length, budget):
-    """Also one of whole blocks (vllm#50235), whatever the chunks (vllm#53504: no first repetition in vain)."""
+    """Whole blocks too (vllm#50235), for all chunks, from the first repetition (vllm#53504)."""
     target = Host(mode, 0, (4, 2), budget=budget, seqs=1)
     text = np.random.default_rng(length).integers(0, 2, 48).tolist()
     first = target.add(text, length, 1)
@@ -250,7 +250,7 @@ def test_align_chunks_return_to_the_grid_after_another_requests_share():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_drafts_starve_no_request(mode):
-    """With budget for one token of each request and a few drafts more, the drafts of the first must not take all."""
+    """The first request's drafts must not use the budget that others need for a token each."""
     k = 3
     target = Host(mode, k, budget=6, seqs=4)
     requests = [target.add([i % 2] * 60, 1, 20) for i in range(4)]
@@ -291,7 +291,7 @@ def test_drafts_share_the_budget():
     ("stop", "kept", "accepted"), [(None, 4, 3), (3, 4, 3), (2, 3, 3), (1, 2, 2), (0, 1, 1)]
 )
 def test_accepted_drafts_behind_the_end_do_not_count(stop, kept, accepted):
-    """Three right drafts and a token more; the request ends with the token of index `stop` of them."""
+    """Three right drafts and a token more; the request ends with the token of index `stop`."""
     target = Host("none", 3, seqs=1)
     one = target.add([1] * 60, 4, 30)
     target.step()
@@ -305,7 +305,7 @@ def test_accepted_drafts_behind_the_end_do_not_count(stop, kept, accepted):
 
 
 def test_a_prefill_starves_no_running_request_behind_it():
-    """In mode align a chunk may end early, so that a later request is admitted while the prompt is still running."""
+    """In mode align a chunk may end early: a later request is admitted during the prompt."""
     target = Host("align", 0, (8, 8), budget=16, seqs=3, limit=60)
     target.add([0] * 70, 2, 2)
     long = target.add([1] * 70, 50, 1)
@@ -379,8 +379,9 @@ class Tier:
 
 
 def waiting_for_room(lasts):
-    """A tier with a prompt of 8 blocks of each group, and a request for it behind one that leaves it no room for so
-    many steps.
+    """Return a tier with a prompt of 8 blocks a group, and a request for it without room yet.
+
+    The request before it leaves no room for that many steps.
     """
     target = Host("all", 0, (4, 4), num_blocks=1 + 18, budget=64, seqs=2)
     tier = target.manager.offload = Tier()
@@ -434,7 +435,7 @@ def test_a_bad_file_costs_the_tier_for_one_look():
 
 
 def starts(target):
-    """Of each step until the end: the prefills, as the request's number, its first token and how many."""
+    """Return the prefills of each step: the request's number, its first token and how many."""
     found = []
     while target.scheduler.has_requests:
         prefills = [item for item in target.step() if not item.is_decode]
@@ -448,7 +449,7 @@ def starts(target):
 
 
 def test_a_prompt_waits_for_the_step_that_computes_its_prefix():
-    """kvcached#362: nothing is a hit in the step that computes it, so the second prompt comes in the step after."""
+    """kvcached#362: nothing is a hit in the step that computes it; the second prompt waits."""
     target = Host("all", 0, (4, 4), budget=64)
     for text in ([1] * 60, [1] * 60, [1] * 7 + [0] * 53, [0] * 60):
         target.add(text, 14, 3)
@@ -516,7 +517,7 @@ def test_impossible_requests_are_refused_and_the_others_go_on(
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("late", [False, True], ids=["", "async"])
 def test_the_longest_request_that_is_let_in_ends_in_a_pool_of_its_size(mode, late):
-    """vllm!47272 and trt!17162: what the door lets in must run, drafts included, and one block less is refused."""
+    """vllm!47272, trt!17162: what is admitted runs, drafts included; a block less is refused."""
     for k, length, max_tokens in ((0, 5, 9), (3, 7, 20), (3, 20, 1), (2, 12, 28)):
         for num_blocks in range(2, 40):
             target = Host(mode, k, (4, 4), num_blocks, budget=8, seqs=1, late=late)

@@ -1,4 +1,4 @@
-"""A layer with two windows and two states, which no family has: all code loops over what its spec lists."""
+"""A layer with two windows and two states, as no family has, runs through all the code."""
 
 from __future__ import annotations
 

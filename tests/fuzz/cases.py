@@ -194,7 +194,7 @@ def tiny(model_type: str) -> Path:
 
 
 def family(rng: random.Random, folder: Path) -> list[str]:
-    """A tiny checkpoint of any family with an odd config or odd weights; or an odd one is to be written."""
+    """Write a tiny checkpoint of any family, with odd config or weights; or ask for an odd one."""
     if rng.random() < 0.1:
         kind = rng.choice((*sized(), values.argument(rng)))
         return ["checkpoint", *options(rng, "checkpoint"), "--", kind, rng.choice(values.PLACES)]

@@ -1,4 +1,4 @@
-"""Odd input for every command, and what must hold for each: `make fuzz` tries 3,000 cases, other ones every time.
+"""Odd input for every command, and what must hold for each; `make fuzz` draws 3,000 new cases.
 
 Exit code 0 to 3; with 2 one line on standard error that begins with `error:`, otherwise at most one
 line, besides progress: a bar, or the line about a checkpoint that is loaded; no traceback, no hang,

@@ -1,4 +1,4 @@
-"""Values that a person, a broken download or another program may leave, and ways to put them where ours belong."""
+"""Values that people, broken downloads or other programs leave, and ways to plant them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the operations of `kernels` compute, as their papers write it: token by token and head by head, in float64.
+"""The operations of `kernels` as their papers write them: per token and head, in float64.
 
 Nothing here is fast, and nothing here is shared with the code that the tests compare with it.
 Operands are those of one row, arrays of numpy; `len` is its number of tokens.
@@ -91,7 +91,7 @@ def mamba1(
 def gated_delta(
     state: Floats, q: Floats, k: Floats, v: Floats, g: Floats, beta: Floats
 ) -> tuple[Floats, Floats]:
-    """The gated delta rule (Yang et al., 2024, arXiv 2412.06464): a state forgets, then learns what it got wrong.
+    """Compute the gated delta rule (arXiv 2412.06464): a state forgets, then learns its error.
 
     Args:
         state: [heads, V, K] before the first token.
@@ -116,7 +116,7 @@ def gated_delta(
 def causal_conv1d(
     window: Floats, x: Floats, weight: Floats, bias: Floats | None, is_silu: bool = True
 ) -> tuple[Floats, Floats]:
-    """A convolution over time, each channel by itself: a token sees `kernel` inputs, its own the last.
+    """Convolve each channel over time: a token sees `kernel` inputs, its own the last.
 
     Args:
         window: [kernel - 1, channels], the inputs before the first token.
@@ -133,7 +133,7 @@ def causal_conv1d(
 
 
 def gated_rms_norm(x: Floats, gate: Floats, weight: Floats, groups: int, eps: float) -> Floats:
-    """RMSNorm (Zhang and Sennrich, 2019, arXiv 1910.07467) of `x * silu(gate)`, of each group of channels by itself.
+    """Return RMSNorm (arXiv 1910.07467) of `x * silu(gate)`, of each group of channels.
 
     Args:
         x, gate: [len, channels]; weight: [channels].
@@ -160,7 +160,7 @@ def attention(
     grid: int = 0,
     window: int = 0,
 ) -> Floats:
-    """Causal attention (Vaswani et al., 2017, arXiv 1706.03762) with heads that share K and V (arXiv 2305.13245).
+    """Compute causal attention (arXiv 1706.03762) with heads that share K and V (arXiv 2305.13245).
 
     Args:
         query: [len, heads, size] at `positions`.
@@ -183,7 +183,7 @@ def attention(
 
 
 def route_softmax(logits: Floats, top_k: int, renormalise: bool) -> Floats:
-    """What each expert counts for a token: its probability if it is one of the `top_k` largest, else 0.
+    """Return each expert's weight: its probability if among the `top_k` largest, else 0.
 
     Args:
         logits: [num_experts].
@@ -208,7 +208,7 @@ def route_sigmoid(
     scale: float,
     epsilon: float,
 ) -> Floats:
-    """The router of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): a bias chooses experts, and weighs none.
+    """Route as DeepSeek-V3 (arXiv 2412.19437, 2.1.2): a bias chooses experts but weighs none.
 
     Args:
         logits, bias: [num_experts], in `num_groups` groups of neighbours. Only experts of the
@@ -232,7 +232,7 @@ def route_sigmoid(
 def experts(
     x: Floats, weights: Floats, up: Floats, down: Floats, activation: Callable[[Floats], Floats]
 ) -> Floats:
-    """A mixture of experts (Shazeer et al., 2017, arXiv 1701.06538): the weighted sum of what they make of a token.
+    """Return a mixture of experts (arXiv 1701.06538): the weighted sum of their outputs.
 
     Args:
         x: [in]; weights: [num_experts], 0 for an expert that is not chosen.
@@ -248,7 +248,10 @@ def experts(
 
 
 def chunks(length: int, chunk_size: int) -> set[int]:
-    """How long chunks may be, but for the last: as near to `chunk_size` as equal ones can be, two lengths in a tie."""
+    """Yield the lengths of chunks, nearly equal and near `chunk_size`; two in a tie.
+
+    The last chunk has the rest.
+    """
     off = {count: abs(length - count * chunk_size) for count in range(1, length + 1)}
     return {-(-length // count) for count in off if off[count] == min(off.values())}
 
@@ -277,7 +280,7 @@ def slot(
 
 
 def kernel_blocks(blocks: Sequence[int], per_block: int, stride: int) -> list[int]:
-    """The kernel blocks of manager blocks: `per_block` of each, `stride` of which lie from one to the next."""
+    """Return the kernel blocks of manager blocks: `per_block` of each, `stride` apart."""
     return [int(block) * stride + part for block in blocks for part in range(per_block)]
 
 
@@ -289,7 +292,7 @@ def num_flushed(
     ring_len: int,
     block_size: int | None,
 ) -> int:
-    """How many tokens a step of scheme `recompute` folds into its checkpoint: the rule of `kernels.recompute`.
+    """Return how many tokens a step of scheme `recompute` folds into its checkpoint.
 
     Args:
         base_pos: tokens that the checkpoint has seen; n_hist: accepted tokens in the ring behind
@@ -303,7 +306,7 @@ def num_flushed(
 
 
 def ngram_drafts(tokens: Sequence[int], count: int, longest: int, shortest: int) -> list[int]:
-    """What follows the first earlier occurrence of the text's end, of the longest end that occurs earlier.
+    """Return what follows the first earlier occurrence of the longest end that recurs.
 
     Args:
         longest, shortest: tokens of an end.

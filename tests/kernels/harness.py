@@ -81,7 +81,7 @@ class Pool:
 
 
 def flat_tokens(count, shapes_, gap, dtype, g, scale=1.0, offset=0):
-    """Slices of one wide projection, [count, *shape] each; NaN in the last two tokens, which are no row's."""
+    """Return slices of a wide projection, [count, *shape]; two trailing tokens are NaN."""
     sizes = [math.prod(shape) for shape in shapes_]
     wide = (torch.randn(count, offset + sum(sizes) + gap, generator=g) * scale).to(dtype)
     wide[count - 2 :] = torch.nan
@@ -90,7 +90,7 @@ def flat_tokens(count, shapes_, gap, dtype, g, scale=1.0, offset=0):
 
 
 def update_rows(shape, g):
-    """Rows of a verify step: where each starts, the block it starts from, and those for the states after its tokens.
+    """Return rows of a verify step: their starts, the blocks they read, the blocks they write.
 
     A shape's `rows` are tokens, whether it is padding, and the token whose block is also the
     source, or -1.
@@ -110,9 +110,10 @@ def update_rows(shape, g):
 
 
 def spread_time_steps(count, heads, dtype, g):
-    """[count, heads], around every bend of softplus: where 1 + e is 1, where it is not exact, near 0, and across 20.
+    """Return time steps [count, heads], around every bend of softplus and across 20.
 
-    A strong decay often stands in front of a weak one; the last two tokens are no row's.
+    The bends: where 1 + e is 1, where it is not exact, near 0. A strong decay often stands
+    before a weak one; the last two tokens are no row's.
     """
     bends = torch.tensor([-24.0, -16.7, -7.0, -7.0, -3.0, -3.0, 0.0, 2.0, 19.0, 21.0])
     chosen = bends[torch.randint(len(bends), (count, heads + 1), generator=g)]
@@ -208,7 +209,7 @@ def check_kernel(kind, shape):
 
 
 def equality(kind, cases, *examples):
-    """A test of the kernel, with a quarter of the examples since the interpreter is slow, and one of its reference."""
+    """Return tests of a kernel (a quarter of the examples, as it is slow) and its reference."""
 
     def kernel(shape):
         interpreted(check_kernel, kind, shape)
@@ -238,7 +239,7 @@ CHANGES = {
 
 
 def rejections(make, call, special=(), allowed=()):
-    """A test that no argument may be of another shape, type or device, nor have gaps where none may be.
+    """Return a test that an argument of another shape, type, device or with gaps is refused.
 
     Args:
         make: gives the arguments by name.
@@ -274,7 +275,7 @@ def rejected_operations(kind, shape, special=(), allowed=()):
 
 
 def check_far(kind, shape, seeds=3):
-    """Blocks 2^31 elements and more behind the start of a pool, which is never committed as a whole."""
+    """Check blocks 2^31 elements and more into a pool that is never committed as a whole."""
     share_memory_with_the_interpreter()
     for seed in range(seeds):
         here, there = (kind(shape.but(seed=seed)) for _ in range(2))
@@ -317,7 +318,9 @@ def measure(kind, shape, *names):
 
 
 def compiled(kernel, wanted=lambda case: True, load=128, store=128, least=lambda case, target: 0):
-    """A test that cases compile without spills, to wide accesses; `hybrid-kv kernels` compiles all for all targets.
+    """Return a test that cases compile without spills and to wide accesses.
+
+    `hybrid-kv kernels` compiles all cases for all targets.
 
     Args:
         kernel: as the names of its cases begin.
@@ -346,7 +349,7 @@ def compiled(kernel, wanted=lambda case: True, load=128, store=128, least=lambda
 
 
 def multiply_bfloat16():
-    """The interpreter multiplies matrices of bfloat16 as if their bits were integers (triton#4972)."""
+    """Multiply bfloat16 by value: the interpreter takes their bits as integers (triton#4972)."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, tl
 
     dot = InterpreterBuilder.create_dot
@@ -363,7 +366,7 @@ def multiply_bfloat16():
 
 
 def defined(recurrence, *operands):
-    """A definition's outputs of one row's tokens, and the state after each, of tensors in float64."""
+    """Return a row's outputs and the state after each token, by a definition in float64."""
     outputs, states = recurrence(*(part.cpu().double().numpy() for part in operands))
     return torch.from_numpy(outputs), [*torch.from_numpy(states)]
 

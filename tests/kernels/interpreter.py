@@ -42,7 +42,7 @@ def interpreted(check, *args):
 
 
 def share_memory_with_the_interpreter():
-    """Don't copy storages onto themselves after a launch, which would commit every page of a sparse one."""
+    """Keep launches from copying storages onto themselves, which would commit sparse ones."""
     from triton.runtime.interpreter import GridExecutor
 
     GridExecutor._restore_args_dev = lambda *_: None
@@ -102,7 +102,7 @@ def count_bytes(tensors, call, *args):
 
 
 def _elements(tensor, addresses):
-    """Which elements of the storage of `tensor` are at `addresses`, those of other tensors in it left out."""
+    """Return the elements of `tensor`'s storage at `addresses`, without those of other tensors."""
     storage = tensor.untyped_storage()
     offsets = addresses - storage.data_ptr()
     elements = offsets[(offsets >= 0) & (offsets < storage.nbytes())] // tensor.itemsize
@@ -117,7 +117,7 @@ def backwards(grid):
 
 @contextlib.contextmanager
 def programs(select):
-    """Each launch runs only the programs `select((x, y))` of its grid, in that order; yields the list of all grids."""
+    """Run only the programs `select((x, y))` of each grid, in that order; yield all grids."""
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
     set_index, launch, grids = InterpreterBuilder.set_grid_idx, GridExecutor.__call__, []
@@ -143,6 +143,6 @@ _peers = contextlib.ExitStack()
 
 
 def load_peer(name):
-    """A module with Triton kernels out of an installed package; it stays, for this process ends with its checks."""
+    """Load a module with Triton kernels out of an installed package, for the whole process."""
     torch.cuda.device = torch.accelerator.device_index = lambda _: contextlib.nullcontext()
     return _peers.enter_context(loaded_kernels(name, interpreted=True))

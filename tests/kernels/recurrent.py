@@ -1,4 +1,4 @@
-"""The operands of a verify step and of a prefill, of any recurrent layer: its `Layer` is the other base class."""
+"""The operands of a verify step and a prefill, for any recurrent layer (a second base class)."""
 
 import torch
 from hypothesis import strategies as st

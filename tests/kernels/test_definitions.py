@@ -30,7 +30,7 @@ def test_a_state_of_mamba_halves_and_takes_up_a_token() -> None:
 
 
 def test_a_delta_net_learns_what_it_got_wrong() -> None:
-    """The state 6 is halved and says 3 for the key 1, not 7: with beta 0.5 it goes half of the way."""
+    """State 6 is halved and says 3 for key 1, not 7: with beta 0.5 it goes half of the way."""
     one = np.ones((1, 1, 1))
     out, states = definitions.gated_delta(
         6 * one, 2 * one, one, 7 * one, -LN2 * one[0], 0.5 * one[0]

@@ -39,7 +39,7 @@ def stored(latents, block_size, g):
 
 
 def padded_positions(totals, new):
-    """Of each row's last `new` tokens, [num_rows, max(new)]; a row that has fewer repeats its last."""
+    """Return each row's last `new` positions, [num_rows, max(new)], its last one repeated."""
     steps = torch.minimum(torch.arange(max(new)), torch.tensor(new)[:, None] - 1)
     return (torch.tensor(totals) - torch.tensor(new))[:, None] + steps
 

@@ -32,7 +32,7 @@ def squared(hidden):
 
 
 def spread(shape, g, dtype=torch.float64):
-    """Logits that are multiples of 1/8 and differ within a row: equal in every dtype, with no ties."""
+    """Return multiples of 1/8 that differ within a row: equal in every dtype, with no ties."""
     return (
         torch.stack([torch.randperm(shape[1], generator=g) for _ in range(shape[0])]) / 8 - 1
     ).to(dtype)

@@ -1,4 +1,4 @@
-"""Recurrences over padded rows, token by token and in chunks, against their definitions and transformers.
+"""Recurrences over padded rows and in chunks, against definitions and transformers.
 
 Tolerances are shares of max|ref| (relative error of single elements is unbounded under
 cancellation); of the delta rule's outputs, of what they add up, since a token with `beta` near 1
@@ -58,7 +58,7 @@ def mamba1_operands(shape, sizes, strength, dtype, g):
 
 
 def delta_operands(shape, sizes, strength, dtype, g, per_channel=False):
-    """What layers hand over: unit keys, scaled unit queries, beta of 0 … 2, log decays of 0 … -strength."""
+    """Return unit keys, scaled unit queries, beta of 0 … 2, log decays of 0 … -strength."""
     heads, k_size, v_size = sizes
     q, k = (
         F.normalize(torch.randn(*shape, heads, k_size, generator=g, dtype=dtype), dim=-1)
@@ -176,7 +176,7 @@ each = pytest.mark.parametrize("one", RECURRENCES.values(), ids=RECURRENCES)
 
 @st.composite
 def problems(draw, one, most=20):
-    """Row lengths, operands with tokens of any value behind them, and a state with gaps between its pages."""
+    """Return row lengths, operands with any values after the tokens, and a state with gaps."""
     lengths = draw(st.lists(st.integers(1, most), min_size=1, max_size=3))
     sizes = [draw(st.integers(1, 4)) for _ in range(3)]
     dtype, narrow = draw(st.sampled_from(DTYPES if one.narrow else DTYPES[:2]))
@@ -258,7 +258,7 @@ def test_a_token_without_a_step_leaves_the_state_alone_bit_for_bit(one):
 @each
 @pytest.mark.parametrize("chunk_size", [16, 64, 128])
 def test_tokens_behind_a_strong_decay_keep_their_digits(one, chunk_size):
-    """Half of a chunk decays by 400 and more, the other hardly: its differences are small ones of large sums."""
+    """Half of a chunk decays by 400 and more: small differences of large sums keep their digits."""
     operands, state = one.operands(
         (1, 128), (2, 8, 8), 0.02, torch.float32, torch.Generator().manual_seed(0)
     )

@@ -33,7 +33,7 @@ class Paged:
         }
 
     def step(self, chunks):
-        """chunks: (row, position of the first pair, hidden [n, d], ids [n]) each; returns the outputs in that order."""
+        """Run chunks (row, first position, hidden [n, d], ids [n]); return their outputs."""
         order = sorted(range(len(chunks)), key=lambda i: len(chunks[i][3]) > 1)
         ordered = [chunks[i] for i in order]
         positions = [torch.arange(start, start + len(ids)) for _, start, _, ids in ordered]

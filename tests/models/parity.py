@@ -87,7 +87,7 @@ def check_parity(model, folder):
 
 
 def check_refused(folder, keys, message):
-    """With `keys` in its config.json, a checkpoint is refused in one line that matches `message`."""
+    """Expect a checkpoint with `keys` in its config to be refused in a line like `message`."""
     path = folder / "config.json"
     kept = path.read_text()
     path.write_text(json.dumps(json.loads(kept) | keys))

@@ -10,7 +10,7 @@ NAMES = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
 
 
 class DenseHead:
-    """transformers' attention layer in the place that vLLM 0.32 (`qwen3_next_mtp.py`, `qwen3_5_mtp.py`) gives it.
+    """transformers' attention layer where vLLM 0.32 has it (`qwen3_next_mtp.py`, `qwen3_5_mtp.py`).
 
     Args:
         modeling: transformers' module, `family` what its classes begin with.

@@ -44,7 +44,7 @@ def test_tokens_are_diverse():
 
 
 def damaged(change):
-    """The tokens when `change(runner, request)` runs once, after the prompt and two output tokens."""
+    """Return the tokens when `change(runner, request)` runs after the prompt and two tokens."""
     options = {
         "attention_backend": SmallKVFirst.name,
         "block_size": 8,

@@ -1,4 +1,4 @@
-"""Every family with random weights against transformers: its variants, its engines, and what it refuses.
+"""Every family with random weights against transformers: variants, engines, refusals.
 
 With `rms_norm_eps` as published, 1e-6, transformers is up to 3e-5 of max|logit| off its own
 equations in float64: heads of random queries and keys give small outputs, whose norm magnifies
@@ -537,7 +537,7 @@ def test_what_cannot_be_run_is_refused(tiny, model_type, keys, message):
     ],
 )
 def test_the_names_that_transformers_has_in_memory_are_read_too(tiny, tmp_path, model_type, hub):
-    """As well as the hub's, which `save_pretrained` writes: one tensor for all experts, say, instead of one each."""
+    """`save_pretrained` and the hub store other names: one tensor for all experts, or one each."""
     model, folder = tiny(model_type)
     stored = load_file(folder / "model.safetensors")
     assert any(hub in name for name in stored)
@@ -570,7 +570,7 @@ def flip(tensor):
     ],
 )
 def test_a_wrong_weight_is_seen(tiny, tmp_path, model_type, part, change):
-    """The parity test can fail: experts that belong to the rows of another one, taps in reverse order."""
+    """The parity test can fail: swapped rows of experts, taps in reverse order."""
     model, folder = tiny(model_type)
     tensors = load_file(folder / "model.safetensors")
     wrong = {name: change(tensor) if part in name else tensor for name, tensor in tensors.items()}

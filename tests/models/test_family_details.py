@@ -1,4 +1,4 @@
-"""What single families have of their own: spellings of the hub, shared weights, the caches that layers keep."""
+"""Details of single families: spellings of the hub, shared weights, caches of layers."""
 
 import json
 
@@ -72,7 +72,7 @@ def test_a_missing_expert_of_jamba_is_named_and_layers_come_in_periods(tmp_path_
 
 
 def test_the_hubs_spelling_of_kimi_linear(tmp_path_factory):
-    """moonshotai/Kimi-Linear-48B-A3B-Instruct counts layers from 1, in an object for the recurrent ones."""
+    """moonshotai/Kimi-Linear-48B-A3B-Instruct counts layers from 1, in a nested object."""
     model, folder = checkpoint(tmp_path_factory, "kimi_linear")
 
     def spell(config):
@@ -186,7 +186,7 @@ def test_nemotron_hs_pattern_and_either_prefix(tmp_path_factory, prefix):
 
 
 def test_nemotron_hs_router_is_wide_where_the_model_is_not(tmp_path_factory):
-    """In bfloat16 neighbouring scores round to one: transformers multiplies in float32, and keeps the bias so."""
+    """In bfloat16 near scores would tie: transformers multiplies and keeps the bias in float32."""
     model, folder = checkpoint(tmp_path_factory, "nemotron_h", {"n_routed_experts": 48})
     theirs = model.model.layers[4].mixer.gate
     bias = theirs.e_score_correction_bias.add_(4).clone()
@@ -215,7 +215,7 @@ def test_layers_of_zamba2_share_weights_and_no_cache(tmp_path_factory):
 
 
 def test_weights_that_zamba2_stores_with_every_layer_must_be_alike(tmp_path_factory):
-    """A block's weights may lie with each layer that runs it, as transformers keeps them in memory."""
+    """A block's weights may be stored with each layer that runs it, as transformers does."""
     model, folder = checkpoint(tmp_path_factory, "zamba2")
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert "model.layers.4.shared_transformer.self_attn.o_proj.weight" in tensors

@@ -34,7 +34,7 @@ def test_the_oracles_sums_are_attention(length, seed):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 8, 300])
 def test_rms_norm(dtype, tokens):
-    """float32: sum, root and two products round, 1e-6 of the value; bfloat16 rounds the result, 2^-8."""
+    """In float32 sum, root and two products round, 1e-6 of the value; bfloat16 rounds by 2^-8."""
     g = torch.Generator().manual_seed(0)
     norm = RMSNorm(96, 0.1)
     norm.weight.copy_(torch.randn(96, generator=g))
@@ -95,7 +95,7 @@ def test_a_packed_weight_is_packed_once(packed, bias, rows):
 
 
 def test_what_is_not_packed(packed):
-    """Small weights, other dtypes, tensors that do not tell of changes, and outside of inference."""
+    """Small weights, other dtypes, untracked tensors and training are not packed."""
     x = torch.randn(8, 16)
     assert_linear(linear(size_out=23), x)
     assert_linear(linear().double(), x.double())

@@ -179,7 +179,7 @@ def keys_that_are_read(monkeypatch):
 def test_a_value_of_a_wrong_type_under_any_key_is_one_line_that_names_the_key(
     tmp_path, monkeypatch
 ):
-    """Whatever is read is refused; a key that a later version reads is tested as soon as it does."""
+    """Every key that is read is refused by name; a key that a later version reads is tested too."""
     keys = keys_that_are_read(monkeypatch)
     assert len(keys) >= 29
     shutil.copytree(GUARD_MODEL, tmp_path, dirs_exist_ok=True)

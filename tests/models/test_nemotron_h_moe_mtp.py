@@ -1,4 +1,4 @@
-"""NemotronH's draft head whose second half is a mixture of experts, as in Nemotron-3, against a dense one."""
+"""NemotronH's draft head with a mixture of experts, as in Nemotron-3, against a dense one."""
 
 import pytest
 import torch

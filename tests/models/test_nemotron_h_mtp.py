@@ -51,7 +51,7 @@ def requests(reference):
 
 
 def dense(reference, hidden, ids, grid):
-    """hidden [t, d] of tokens 0 … t-1 and ids [t] of tokens 1 … t to the head's output for positions 1 … t."""
+    """Run the head on hidden [t, d] of tokens 0 … t-1, ids [t] of 1 … t: outputs of 1 … t."""
     with KeepFloat64():
         first, last = reference.mtp.layers
         x = reference.mtp.join(hidden, reference.decoder.model.embeddings(ids))
@@ -94,7 +94,7 @@ def plain_attention(query, key, value, mask, scale, enable_gqa=False):
 def test_any_chunks_in_any_batch_equal_the_dense_head(
     reference, head, requests, block_size, grid, seed, kernel, monkeypatch
 ):
-    """Also with drafts in between, one on another: the slots they wrote are overwritten by the true pairs.
+    """Drafts may come in between: the slots they wrote are overwritten by the true pairs.
 
     And whatever the kernel makes of a query without a key, as all are on a grid of 1: torch's
     differ by version and device.

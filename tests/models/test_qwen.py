@@ -1,4 +1,4 @@
-"""Qwen3-Next, Qwen3.5 and Qwen3.5-MoE: draft heads against dense ones, multimodal checkpoints, spellings of experts."""
+"""Qwen3-Next, Qwen3.5 and its MoE: draft heads against dense ones, multimodal checkpoints."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Checkpoints with random weights: what is written loads here and in transformers, and a state matters in it."""
+"""Random checkpoints load here and in transformers, and their states matter."""
 
 import pytest
 import torch

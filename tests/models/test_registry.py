@@ -1,4 +1,4 @@
-"""A family is one module that registers itself; the rest of the package learns of it by its `model_type` alone."""
+"""A family is a module that registers itself; others learn of it by its `model_type` alone."""
 
 import json
 from pathlib import Path

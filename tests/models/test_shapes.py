@@ -1,4 +1,4 @@
-"""Layer counts, state shapes and dtypes read from config.json, and the errors of files that cannot be used."""
+"""Layer counts, state shapes and dtypes from config.json, and errors of unusable files."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def mutant(file: str, old: str, new: str) -> Generated:
 
 
 def left_by(group: int) -> list[list[str]]:
-    """The command lines of a group's processes, but of its first, and of those that end by themselves."""
+    """Return command lines of a group's processes, without its first and short-lived ones."""
     found = []
     for process in psutil.process_iter():
         with suppress(ProcessLookupError, psutil.Error):

@@ -1,4 +1,4 @@
-"""Patches of vLLM's source: each has a head that can be run, and changes one file into other Python."""
+"""Patches of vLLM's source: each has a runnable head and changes a file into other Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exact weights say nothing of a sound copy, and name the first answer that is not the recorded one."""
+"""Exact weights pass a sound copy, and name the first answer that differs from the record."""
 
 from __future__ import annotations
 

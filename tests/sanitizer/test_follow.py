@@ -1,4 +1,4 @@
-"""The sanitizer is silent on a right engine, names the rule that each known bug breaks in time, and is cheap.
+"""The sanitizer is silent on a right engine, names each bug's rule in time, and is cheap.
 
 In time: when it reports, no request has a wrong token yet.
 """
@@ -41,7 +41,7 @@ def scripted(script, k, prompts, sequences):
 
 
 class Traffic:
-    """Nine requests that share prefixes, in a pool too small for them; everything follows from `seed`."""
+    """Nine requests with shared prefixes in a pool too small for them, all drawn from `seed`."""
 
     def __init__(self, seed, **options):
         rng = np.random.default_rng(seed)

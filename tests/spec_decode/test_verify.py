@@ -42,7 +42,7 @@ def logits_of(tokens):
 
 
 def steps(verifier, drafts, params, length=2, num_seeds=NUM_SEEDS):
-    """The first `length` tokens of a request per seed, and how many drafts the first step accepted."""
+    """Return a request's first `length` tokens per seed, and the first step's accepted drafts."""
     tokens = [[] for _ in range(num_seeds)]
     accepted = None
     while rows := [r for r in range(num_seeds) if len(tokens[r]) < length]:
@@ -95,7 +95,10 @@ def test_a_draft_is_accepted_with_its_probability(params):
 
 
 def textbook(acceptance=lambda p: p, without_draft=True):
-    """Rejection sampling of one draft with random numbers of its own, as the papers have it; or a wrong variant."""
+    """Sample a draft by rejection as the papers have it, with its own random numbers.
+
+    Or by a wrong variant.
+    """
 
     def verifier(logits, drafts, params, seeds, positions):
         rng = np.random.default_rng(positions[0])
@@ -157,7 +160,7 @@ def test_the_statistics_notice_a_wrong_verifier(name):
 
 
 def test_same_tokens_as_without_drafts():
-    """Random, greedy and truncated requests in one batch, with drafts of 0 to 4 tokens, half of them right."""
+    """Random, greedy and truncated requests in a batch, with 0 to 4 drafts, half of them right."""
     rng = np.random.default_rng(3)
     params = [SamplingParams(), *PARAMS, SamplingParams(temperature=2.0, top_k=4, top_p=0.9)] * 20
     num_rows, length, seeds = len(params), 12, rng.integers(0, 2**40, len(params)).tolist()

@@ -52,7 +52,11 @@ LOSS = "0" * 12 + "1" * 48
 
 
 def answered(*right: str, others: tuple[str, ...] = ()) -> Finding:
-    """A bisect of commits with these answers; `others`: to the questions of the next seed, if not the same."""
+    """Return a bisect of commits with these answers.
+
+    Args:
+        others: answers to the questions of the next seed, if they differ.
+    """
 
     def answer(commit: str, seed: int) -> Answered:
         own = (others if seed == 8 and others else right)[int(commit)]

@@ -1,4 +1,4 @@
-"""Profiles of two sides: what moved is reported, what only varies is not, and a commit's own functions are named."""
+"""Profiles of two sides: changes are reported, noise is not, a commit's functions are named."""
 
 from __future__ import annotations
 

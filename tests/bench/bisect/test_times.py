@@ -1,4 +1,4 @@
-"""Times: the sequential test's errors, the ends, the last check, and what a pair that is far off may do."""
+"""Times: the sequential test's errors, the ends, the last check, and pairs that are far off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkout of a toy package whose commits say what `guard --replay` prints: no torch, so that it is quick."""
+"""A checkout of a toy package whose commits say what `guard --replay` prints, without torch."""
 
 from __future__ import annotations
 

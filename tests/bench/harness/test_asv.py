@@ -1,4 +1,4 @@
-"""asv itself, unpatched, over two commits of a scratch clone: its build, its environment, a benchmark, its pages.
+"""asv itself, unpatched, over two commits of a scratch clone: build, environment, run, pages.
 
 The clone's .venv is the environment of the tests, as `make` would have made it, so that no package
 is installed anew.

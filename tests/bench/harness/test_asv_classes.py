@@ -137,7 +137,10 @@ def test_an_edited_case_starts_a_new_history():
 
 @pytest.fixture(scope="module")
 def listed():
-    """What asv's own discovery finds, in a process that knows nothing of the checkout: name, parameters, unit."""
+    """Return what asv discovers by itself: name, parameters, unit.
+
+    It runs in a process that knows nothing of the checkout.
+    """
     code = (
         "import json, sys; from asv_runner.discovery import disc_benchmarks, update_sys_path\n"
         "update_sys_path('bench/asv_suite'); sys.path.remove('')\n"

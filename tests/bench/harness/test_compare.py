@@ -1,4 +1,4 @@
-"""The whole of `compare` on toy packages in a git repository, timed by a clock that counts work: nothing is measured.
+"""`compare` as a whole, on toy packages in a git repository and a clock that counts work.
 
 The toy's clock moves only by the work that it is given, so equal code takes exactly as long, and 5
 % more is 5 %.
@@ -187,7 +187,10 @@ class Cell(namedtuple("Cell", "benchmark params tier make")):
 
 
 def test_an_older_version_runs_the_benchmark_that_it_came_with(toy, tmp_path):
-    """Today's `late` and `new` need `newer`; this version's own `late` times what it has, in the layout of its day."""
+    """An older version runs its own `late`, in the layout of its day.
+
+    Today's `late` and `new` need `newer`.
+    """
     own = {"bench/__init__.py": "", "bench/late.py": OWN_LATE, "bench/cases.py": OWN_CASES}
     own["bench/work.py"] = "import hybrid_kv\n\ndef step():\n    return hybrid_kv.step()\n"
     own[".gitignore"] = ""
@@ -372,7 +375,7 @@ def test_acknowledged_steps_chain(old, new, expected):
 
 
 def test_a_count_that_only_one_side_has(tmp_path):
-    """A new one has nothing to be compared with; one that is gone is watched no longer, which a person must accept."""
+    """A new count has no baseline; one that is gone is an alarm until a person accepts it."""
     cell = CellInfo("s", "b", {"size": 1}, "count")
     counts = ({"counts": {"x": [3, "B", "lower"]}}, {"counts": {"y": [1, "B", "lower"]}})
     measured = Measured([cell], counts={cell.key: counts})

@@ -1,4 +1,4 @@
-"""The statistics do what they state: by simulation with fixed seeds, and by hand where a hand can."""
+"""The statistics hold what they state: by simulation with fixed seeds, and by hand."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What is called slower, faster, the same or inconclusive, and how much is measured for it: by simulation, no clock."""
+"""When a result is slower, faster, the same or inconclusive: by simulation, without a clock."""
 
 import math
 
@@ -30,7 +30,7 @@ def wild(rng, n):
 
 
 def decide(rng, design, effects, draw):
-    """One simulated comparison of benchmarks with these effects: what was measured, and its outcomes by name."""
+    """Simulate a comparison of benchmarks with these effects; return measurements and outcomes."""
     cells = [CellInfo("s", str(i), {}, "cpu") for i in range(len(effects))]
     measured, looks = Measured(cells), []
 

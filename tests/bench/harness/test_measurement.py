@@ -1,4 +1,4 @@
-"""No time without a check before and after; rivals side by side; what the command prints, writes and returns."""
+"""Checks before and after each time; interleaved rivals; what the command prints and writes."""
 
 import numpy as np
 import pytest

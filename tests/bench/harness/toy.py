@@ -1,4 +1,4 @@
-"""Toy packages in a git repository, and benchmarks of them on a clock that counts work: nothing is measured.
+"""Toy packages in a git repository, and benchmarks of them on a clock that counts work.
 
 The clock moves only by the work that it is given, so equal code takes exactly as long, and 5 % more
 is 5 %.
@@ -180,7 +180,10 @@ def write_package(folder, ticks=100_000, blocks=10, answer=42, newer="def newer(
 
 
 def write_toy(folder):
-    """Make the folder a repository with a branch for each of `VERSIONS`, and one, `empty`, without the package."""
+    """Make the folder a repository with a branch for each of `VERSIONS`.
+
+    One more branch, `empty`, lacks the package.
+    """
     folder.mkdir(exist_ok=True)
     git(folder, "init", "-q", "-b", "base")
     (folder / "bench" / "harness").mkdir(parents=True)

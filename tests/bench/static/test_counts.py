@@ -130,7 +130,7 @@ def test_the_command_counts_and_fails(monkeypatch, capsys, tmp_path, file):
 
 
 def test_the_rate_of_flushes_is_that_of_the_chain():
-    """Without drafts everything is known: a ring of 33 tokens is folded every 32 steps, each block has one more."""
+    """Without drafts a ring of 33 tokens is folded every 32 steps, and once more at a boundary."""
     group = (1, 1, 1, 1)
     assert counts.mean_traffic(
         group, torch.float32, 0, block_size=None, steps=256

@@ -1,4 +1,4 @@
-"""What a peer's wrapper would launch is recorded and compiled; a made-up peer shows it everywhere."""
+"""A peer's launches are recorded and compiled; a made-up peer shows how."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def forget() -> None:
 
 @pytest.fixture
 def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A vLLM that is one norm, one update that does not compile, and a package that cannot be imported as a whole."""
+    """Return a made-up vLLM: a norm, an update that fails to compile, a broken package."""
     folder = tmp_path / "peer" / OPS
     folder.mkdir(parents=True)
     (tmp_path / "peer" / "vllm" / "__init__.py").write_text("raise ImportError('no extensions')\n")

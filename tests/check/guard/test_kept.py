@@ -1,4 +1,4 @@
-"""A block that is lost, loaded, stored or counted otherwise than the tokens of all requests say is seen."""
+"""A block that is lost, loaded, stored or counted contrary to the requests' tokens is seen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cell of logits that is wrong becomes small, survives as a file and as a script, and stays wrong in the same way."""
+"""A wrong cell of logits shrinks, survives as a file and a script, and stays wrong alike."""
 
 from __future__ import annotations
 

@@ -305,7 +305,7 @@ def test_a_prompt_refused_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("events", [["sleep"], ["reset"], ["preempt", "reset"]])
 def test_what_a_request_publishes_as_it_leaves_is_forgotten_too(events: list[str]) -> None:
-    """Its ring holds the state behind 8 tokens, which it writes when it is preempted, just before all is forgotten."""
+    """Its ring's state after 8 tokens is written at preemption, just before all is forgotten."""
     options = {
         "max_model_len": 32, "device": "cpu", "enable_prefix_caching": True, "async_scheduling": True,
         "state_scheme": "recompute", "mamba_block_size": 4, "num_blocks": 400,

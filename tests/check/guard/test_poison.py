@@ -1,4 +1,4 @@
-"""A reader of stale memory that finds the right value by chance is seen all the same, whichever tables gather it."""
+"""A stale read that finds the right value by chance is seen, whichever tables gather it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TABLES = {"torch": BlockTables, "triton": LaunchedBlockTables}
 
 
 def one_after_the_other(kernels: str) -> Scenario:
-    """The same prompt three times, each time in the same row: what is cached has the same blocks each time."""
+    """Return the same prompt three times in the same row: cached contents have the same blocks."""
     base = scenario(
         "attention", num_blocks=60, max_num_seqs=1, max_num_batched_tokens=64, max_model_len=64
     )
@@ -37,7 +37,7 @@ def one_after_the_other(kernels: str) -> Scenario:
 
 
 def first_block_idx_once(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Tables whose first logical block is gathered for the first request in a place, and never again."""
+    """Return tables whose first logical block is gathered once in each place, and never again."""
 
     def stage(self: BlockTables, *arguments: Any) -> Any:
         kept, is_first = [table[:, 0].clone() for table in self.input_tables], not self.num_gathers
@@ -54,7 +54,7 @@ def first_block_idx_once(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_stale_read(kernels: str) -> tuple[int, int]:
-    """How much is wrong with an injected stale read: with live logical blocks as they are, and poisoned."""
+    """Inject a stale read; count wrong answers with live logical blocks, and with poisoned ones."""
     assert run_scenario(one_after_the_other(kernels)).wrong == []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TABLES[kernels], "stage", first_block_idx_once(TABLES[kernels].stage))

@@ -76,7 +76,7 @@ def test_what_cannot_be_started_is_reported_too(folder: str) -> None:
 
 
 def test_doubt_in_the_oracle_goes_along(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a dtype in which the plain engine was wrong the answers are held against that engine's own."""
+    """Where the plain engine was wrong in a dtype, answers are compared with that engine's own."""
     asked = list[Guarded]()
     monkeypatch.setattr(at_once, "ask", lambda guarded, *_: asked.append(guarded))
     at_once._start([("ours", None, None, folder, 3, 1, False)], {}, CONTEXT.SimpleQueue())

@@ -55,7 +55,11 @@ def test_a_bug_is_found_by_the_probe_that_is_about_it(bug, oracle):
 
 
 def test_where_rounding_would_hide_a_wrong_answer_nothing_is_right(monkeypatch):
-    """The toy's log-probabilities lie between 0 and -12: random tokens are within 10 of the best as a rule."""
+    """Nothing is right if rounding would hide a wrong answer.
+
+    The toy's log-probabilities lie between 0 and -12: a random token is mostly within 10 of the
+    best.
+    """
     monkeypatch.setattr(ToyOracle, "rounding", 10 / 8)
     found, some = outcomes()
     assert 0.7 < some.judge.hidden < 1

@@ -1,4 +1,4 @@
-"""A checkpoint that is exact by its weights, in an engine: no tolerance, and every wrong token is wrong."""
+"""A checkpoint that is exact by its weights, in an engine: every wrong token is wrong."""
 
 import pytest
 

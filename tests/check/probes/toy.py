@@ -1,4 +1,4 @@
-"""An engine and an oracle of one formula, so that every probe runs in milliseconds, with bugs to be found."""
+"""A toy engine and oracle of one formula: every probe runs in milliseconds, with bugs to find."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""One server of the guard model for all tests of this room, and the same engine alone, to compare with."""
+"""A server of the guard model for all tests of this folder, and the same engine alone."""
 
 from __future__ import annotations
 

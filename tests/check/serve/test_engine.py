@@ -1,4 +1,4 @@
-"""The engine's thread: who leaves is aborted, who is too many is sent away, and what breaks is said to all."""
+"""The engine's thread: leaving aborts, too many are refused, and all hear of a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""lm-eval's `local-completions` scores and writes through the server what it does with the engine in its process."""
+"""lm-eval's `local-completions` gets the same scores and texts as the engine in its process."""
 
 from __future__ import annotations
 

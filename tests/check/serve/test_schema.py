@@ -1,4 +1,4 @@
-"""What a body may be: what is wrong with it is said in one line, and nothing of it reaches the engine."""
+"""A bad body is refused in one line, and nothing of it reaches the engine."""
 
 from __future__ import annotations
 

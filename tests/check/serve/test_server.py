@@ -28,7 +28,7 @@ from tests.cli.run import run
 def test_a_signal_ends_what_streams_in_order(
     ending: signal.Signals, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server has the main thread, as signals do; a client in another one gets to know its address."""
+    """The server has the main thread, as signals need; a client's thread learns its address."""
     monkeypatch.setenv("HYBRID_KV_API_KEY", "secret")
     addresses, lines = queue.SimpleQueue[str](), list[str]()
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""A server of the toy engine, and ways to break what it replies: the other side of `guard --target URL`."""
+"""A server of the toy engine with broken replies: the other side of `guard --target URL`."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ ODD = [
 
 @dataclass
 class Case:
-    """How a client is served: what is broken, by place, and how many replies of each place are not."""
+    """How a client is served: the breaks by place, and how many replies of each place are sound."""
 
     broken: dict[str, Break]
     owner: str = "other"
@@ -258,7 +258,7 @@ def serve(case: Case) -> str:
 
 
 def every() -> Iterator[tuple[str, str, Break]]:
-    """A name, a place and what is broken there: each break in one place, each odd value at two keys."""
+    """Yield a name, a place and a break: each break in one place, each odd value at two keys."""
     places = cycle(
         ("answer", "models", "answer", "version", "metrics", "answer", "stream", "reset", "preempt")
     )

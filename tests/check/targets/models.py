@@ -32,7 +32,7 @@ def continued(model, prompt, num_new=12):
 
 
 def check_logprobs(model, answer):
-    """Those of the answer to the first prompt are the model's, each token from the whole text before it."""
+    """Each log-probability of the first answer is the model's, from the whole text before it."""
     text = (*PROMPTS[0], *answer.token_ids)
     with torch.inference_mode():
         expected = model(torch.tensor([text]), use_cache=False).logits[0].log_softmax(-1)

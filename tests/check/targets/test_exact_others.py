@@ -1,4 +1,4 @@
-"""The exact model inside transformers and mlx-lm: their caches answer as the oracle does, and planted bugs do not."""
+"""The exact model inside transformers and mlx-lm answers as the oracle; planted bugs do not."""
 
 import shutil
 from pkgutil import resolve_name

@@ -1,4 +1,4 @@
-"""llama.cpp: its dialect, its files of slots, a program that keeps sequences, and a real build where one is named."""
+"""llama.cpp: its dialect, its slot files, a program that keeps sequences, and a real build."""
 
 import hashlib
 import json
@@ -108,7 +108,7 @@ def test_a_slot_gets_the_file_that_shares_most_with_the_prompt(stand_in):
 
 
 class ToyMemory:
-    """Sequences of a model whose next token depends on all before; a text can be cut by `snapshots` tokens once."""
+    """Sequences whose next token depends on all before; `snapshots` tokens can be cut once."""
 
     num_words = 7
 

@@ -1,4 +1,4 @@
-"""transformers as an engine: its caches, batches and drafts, what it refuses, and what it gets wrong."""
+"""transformers as an engine: its caches, batches and drafts, its refusals, its errors."""
 
 import pytest
 

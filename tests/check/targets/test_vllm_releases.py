@@ -1,4 +1,4 @@
-"""The exact model in releases of vLLM other than 0.32, each in its own environment; skipped where there is none."""
+"""The exact model in releases of vLLM other than 0.32; skipped without their environments."""
 
 from __future__ import annotations
 

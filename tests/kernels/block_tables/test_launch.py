@@ -1,4 +1,4 @@
-"""The fused kernel, interpreted, against the host's tables, which tests/cache compares with their definition."""
+"""The fused kernel, interpreted, against the host's tables, which tests/cache verifies."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Step:
-    """`staged`: (row, overwrite, blocks per group); `batch`: (row, first position, number of tokens)."""
+    """`staged`: (row, overwrite, blocks per group); `batch`: (row, first position, tokens)."""
 
     staged: list[tuple[int, bool, list[int]]]
     batch: list[tuple[int, int, int]]
@@ -253,7 +253,7 @@ def first_difference_of_short_vectors(scenario: Scenario) -> str:
 
 
 def test_more_than_a_vector_of_everything() -> None:
-    """The counts of 4 x 10 staged cells do not fit one vector, nor do 100 tokens, 40 blocks or 1,360 kernel blocks."""
+    """More than a vector: 4 x 10 staged cells, 100 tokens, 40 blocks and 1,360 kernel blocks."""
     layouts = [replace(ATTENTION, width=40, kernel_block_stride=37)] + [replace(MAMBA, width=1)] * 9
     one = Step([(row, True, [40] + [1] * 9) for row in (2, 0, 3, 1)], [(3, 0, 100), (1, 9000, 1)])
     assert (
@@ -265,7 +265,7 @@ def test_more_than_a_vector_of_everything() -> None:
 
 
 def beyond_int32() -> list[list[int]]:
-    """A step whose tables and input tables begin 2**31 elements into their buffers, which are reserved, not written."""
+    """A step whose tables begin 2**31 elements into reserved buffers that are never written."""
     share_memory_with_the_interpreter()
     far = 2**31
     tables = DeviceTables(
@@ -343,7 +343,7 @@ def test_impossible_layouts_are_refused() -> None:
 
 
 def test_all_warps_read_a_counter_before_one_writes_it() -> None:
-    """Nothing else keeps a slow warp from reading what a fast one stored, and no interpreter shows it."""
+    """All warps read a counter before a warp writes it, which no interpreter would show."""
     ttir = compile_case(aot_cases()[0], "sm_90").asm["ttir"]
     loaded: set[str] = set()
     checked = []

@@ -1,4 +1,4 @@
-"""The convolution of a prefill against its definition, in Triton's interpreter; tolerances in `layer`."""
+"""The convolution of a prefill against its definition, interpreted; tolerances in `layer`."""
 
 from unittest.mock import patch
 
@@ -97,7 +97,7 @@ def test_offsets_pass_int32():
 
 
 def test_traffic_is_every_token_once_and_the_windows():
-    """Counted in an eighth of a layer of Nemotron-3-Nano; a tile loads the three tokens before it once more."""
+    """An eighth of a layer of Nemotron-3-Nano; a tile loads the three tokens before it again."""
     shape = NANO.but(channels=768, rows=(Row(48, (32,)),), more_rows=1)
     counted, y, launches = interpreted(measure, Prefill, shape, "conv_state", "x", "weight", "bias")
     row = 768 * 2

@@ -1,4 +1,4 @@
-"""The convolution of a verify step against its definition, in Triton's interpreter; tolerances in `layer`."""
+"""The convolution of a verify step against its definition, interpreted; tolerances in `layer`."""
 
 from unittest.mock import patch
 
@@ -27,7 +27,7 @@ from tests.kernels.interpreter import interpreted
 
 
 class Update(Operation, Layer):
-    """Rows of a shape: tokens, those accepted before, whether it is padding, and whether it writes where it reads."""
+    """Rows of a shape: tokens, tokens accepted before, padding or not, in place or not."""
 
     kernel = staticmethod(causal_conv1d_update)
     reference = staticmethod(causal_conv1d_update_reference)
@@ -116,7 +116,7 @@ NANO = BASE.but(channels=6144, dtype=torch.bfloat16, state_dtype=torch.bfloat16,
 
 @pytest.mark.parametrize("length", [1, 6])
 def test_traffic_is_every_row_once(length):
-    """Counted at the shape of Nemotron-3-Nano: 3T + 5 rows of 12,288 bytes, whatever room a row has."""
+    """At the shape of Nemotron-3-Nano: 3T + 5 rows of 12,288 bytes, whatever room a row has."""
     shape = NANO.but(rows=((length, 1, False, False),), columns=6)
     counted, y, launches = interpreted(measure, Update, shape, "conv_state", "x", "weight", "bias")
     row = 6144 * 2

@@ -1,4 +1,4 @@
-"""Flat tokens and padded rows are the same tokens; wanted states come back in the order in which they are wanted."""
+"""Flat tokens and padded rows are the same tokens; states come back in the order asked for."""
 
 import torch
 from hypothesis import given

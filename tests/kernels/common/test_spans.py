@@ -46,7 +46,7 @@ def rows(draw, lengths):
 
 
 class Cut:
-    """The spans of some rows, a block of its own for everything, and per row what is kept: [(offset, block)]."""
+    """The spans of some rows in separate blocks, and each row's kept states: [(offset, block)]."""
 
     def __init__(self, drawn, chunk_size, generator, device="cpu", index_dtype=torch.int64):
         lengths = torch.tensor([row.length for row in drawn], dtype=torch.int64)
@@ -96,7 +96,7 @@ class Cut:
         }
 
     def rows(self):
-        """Of each row with tokens: itself, its tokens, the block that is read (0: none), and what is kept."""
+        """Return each row with tokens: index, tokens, block read (0: none), and what is kept."""
         first = 0
         for row, source, kept in zip(self.drawn, self.sources, self.kept, strict=True):
             if row.length:

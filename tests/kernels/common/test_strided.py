@@ -9,7 +9,7 @@ from hybrid_kv.kernels.common.strided import copy_blocks, gather_tokens, token_p
 
 
 def strided(blocks, tokens, inner, gap, generator, dtype=torch.float32):
-    """A view [blocks, tokens, inner] with other pages' elements before, between and behind its blocks."""
+    """Return a view [blocks, tokens, inner] with foreign elements before, between and after."""
     page = tokens * inner + gap
     storage = torch.randn(1 + (blocks - 1) * page + tokens * inner, generator=generator).to(dtype)
     return storage, storage.as_strided((blocks, tokens, inner), (page, inner, 1), 1)

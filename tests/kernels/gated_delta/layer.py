@@ -1,4 +1,4 @@
-"""The operands of a layer with a delta rule for flat tokens, and the rule over one row of them in float64."""
+"""A delta-rule layer's operands for flat tokens, and the rule over a row in float64."""
 
 import numpy as np
 import torch
@@ -68,8 +68,10 @@ class Layer:
         self.pools = {"state": pool}
 
     def row(self, span, source):
-        """Outputs of a row, the state after each token, and of all of them the largest number that they are made of: a
-        token with beta near 1 cancels what the state held for its key."""
+        """Return a row's outputs, its states, and the largest number that they are made of.
+
+        A token with beta near 1 cancels what the state held for its key.
+        """
         named = {
             name: part.cpu().double()
             for name, part in self.arguments.items()

@@ -171,7 +171,7 @@ def check_strong_decay(shape):
 
 
 def check_one_key(shape):
-    """Each token overwrites what the one before it learned, and no decay helps: powers of the system pass 2^64."""
+    """Each token overwrites the last, without decay: powers of the system pass 2^64."""
     problem = Prefill(shape.but(rows=(Row(64),), chunk_size=64, beta_scale=2.0))
     problem.arguments["dt"].fill_(-24.0)
     problem.arguments["beta"].fill_(8.0)

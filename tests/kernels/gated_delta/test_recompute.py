@@ -202,7 +202,7 @@ test_the_kernel_follows_the_rule = mamba2.follows_the_recurrence(
 
 
 def check_flush(per_channel):
-    """By itself a flush leaves what its reference does, and no ring and no other block is touched."""
+    """A flush alone leaves what its reference does, and touches no ring and no other block."""
     run, one = (
         Run(BASE.but(per_channel=per_channel, size=33, head_dim=65, slack=14)),
         torch.ones(1).long(),
@@ -244,7 +244,7 @@ test_compiles_without_spills_to_128_bit_accesses = compiled(
 
 
 def arguments():
-    """Of `flattened`, which are those of `gated_delta_recompute` with the parts of ring and step by name."""
+    """Return the arguments of `gated_delta_recompute` as `flattened` names their parts."""
     run = Run(BASE.but(starts=(3, 4), groups=2, per_group=1, dtype=torch.bfloat16))
     v, dt, k, q, beta = run.inputs(2)
     layer = dict(

@@ -58,7 +58,7 @@ def attention(query, key, value, positions, scale, grid=0, window=0):
 
 
 def test_behind_a_rows_last_token_that_token_is_read_again():
-    """A block holds two tokens of three elements and a gap of one: 7 places between blocks, 3 between tokens."""
+    """A block holds two tokens of three elements: 7 places between blocks, 3 between tokens."""
     cache = torch.zeros(100 * 7).as_strided((100, 2, 1, 3), (7, 3, 3, 1))
     table = torch.tensor([[3, 1], [2, 99]], dtype=torch.int32)
     assert token_index(cache, table, torch.tensor([2, 0]), 3).tolist() == [21, 24, 7, 14, 14, 14]
@@ -105,7 +105,7 @@ def test_a_mask_hides_what_comes_later_and_the_grid(rows, per_kv, grid):
 
 
 class Attention(Operation):
-    """Rows of a shape: new tokens, those computed before, and whether it is padding; the table's stale blocks hold NaN.
+    """Rows of a shape: new tokens, tokens computed before, padding or not; stale blocks hold NaN.
 
     A shape's `max_rows` and `block_n` are those of a program; with few of them a row takes several
     tiles.

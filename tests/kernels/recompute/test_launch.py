@@ -1,4 +1,4 @@
-"""Runs of many steps in scheme `recompute`, against the recurrence over the accepted tokens in float64.
+"""Many steps in scheme `recompute` against the recurrence over accepted tokens in float64.
 
 Tolerances are shares of the largest value of the head. Outputs: 1e-5 in float32 arithmetic; 6e-3
 with bfloat16 inputs, whose products take operands of 8 bits and whose results are rounded to as
@@ -68,7 +68,7 @@ CPU = torch.device("cpu")
 
 @contextlib.contextmanager
 def rounding_of_the_hardware():
-    """The interpreter cuts float32 off where hardware rounds it to the nearest bfloat16; and back it takes its time."""
+    """Round float32 to bfloat16 as hardware does; the interpreter truncates, and slowly."""
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -93,7 +93,10 @@ def rounding_of_the_hardware():
 
 
 def patterns():
-    """Every upper half of a float32 with lower halves around where it is rounded: denormals, infinities and NaN too."""
+    """Return every upper half of a float32, with lower halves around its rounding points.
+
+    Denormals, infinities and NaN are among them.
+    """
     high = torch.arange(2**16)[:, None]
     low = torch.tensor([0, 1, 2, 0x5555, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xAAAA, 0xFFFE, 0xFFFF])
     bits = (high << 16) + low
@@ -169,7 +172,7 @@ def cases(draw, dtypes, states):
 
 @dataclass
 class Request:
-    """What the recurrence says of a request, in float64; tokens are (x, dt after softplus, B, C)."""
+    """The recurrence of a request in float64; tokens are (x, dt after softplus, B, C)."""
 
     row: int
     base_pos: int
@@ -181,7 +184,7 @@ class Request:
 
 
 class Run:
-    """A pool, rings and cursors that hold NaN wherever nothing may be read, and the requests that use them."""
+    """A pool, rings and cursors, NaN wherever nothing may be read, and their requests."""
 
     def __init__(self, case, device=CPU):
         self.case, self.device = case, device
@@ -283,7 +286,7 @@ class Run:
         return (x, 0.0), (B, 0.0), (F.softplus(dt.double() + self.dt_bias.double()), 5e-6)
 
     def step(self, run_commit, run_update):
-        """One step of some of the requests in some order, behind them a row of padding with a token of its own."""
+        """Run a step of some requests in some order, then a padding row with a token of its own."""
         case, g = self.case, self.g
         order = torch.randperm(len(self.requests), generator=g)[
             : torch.randint(1, len(self.requests) + 1, (1,), generator=g)
@@ -471,7 +474,7 @@ DOUBLE = BASE.but(starts=(8, 8), groups=2, dtype=torch.float64, state=torch.floa
 
 
 def follows_the_recurrence(test, drawn, edges, max_examples):
-    """A test of the edges, each of which has a part of the rule to itself, and of some cases that are drawn."""
+    """Return a test of the edges, each a part of the rule by itself, and of drawn cases."""
     for edge in edges:
         test = example(edge)(test)
     return settings(max_examples=max_examples)(given(drawn)(test))
@@ -506,7 +509,7 @@ test_the_kernels_follow_the_recurrence = follows_the_recurrence(
 
 
 def test_the_kernels_follow_the_recurrence_at_the_size_of_a_model():
-    """The heads of one group of Nemotron-3-Nano, with a ring of the usual length: it wraps, and boundaries pass."""
+    """One group of Nemotron-3-Nano, with the usual ring: it wraps, and boundaries pass."""
     of_a_model = {"per_group": 8, "head_dim": 64, "size": 128, "dtype": torch.bfloat16}
     interpreted(check, BASE.but(starts=(16,), steps=18, slack=25, block_size=16, **of_a_model), 3)
 
@@ -515,7 +518,7 @@ def test_the_kernels_follow_the_recurrence_at_the_size_of_a_model():
 
 
 def check_commit(seed, block_size, indices, most=5):
-    """Many steps of many requests, some of them absent, with rows between the tables': every tensor is the same."""
+    """Many steps, absent requests, rows between the tables': every tensor is the same."""
     g = torch.Generator().manual_seed(seed)
     num_rows, ring_len = 40, 17
     ours, theirs = (RecomputeCursors.allocate(num_rows, ring_len, most, CPU) for _ in range(2))
@@ -556,7 +559,7 @@ def test_commit_equals_its_reference_in_blocks_of_a_token():
 
 @given(st.integers(1, 8), st.integers(0, 20), st.booleans(), st.randoms(use_true_random=False))
 def test_a_step_never_reaches_the_history_that_it_reads(max_query_len, slack, boundaries, random):
-    """What the rule promises, with the most that may happen at any time: also that it flushes no earlier."""
+    """The rule promises that a step never reaches its history, nor flushes earlier than it must."""
     ring_len = 3 * max_query_len - 1 + slack
     cursors = RecomputeCursors.allocate(1, ring_len, max_query_len, CPU)
     row, table = torch.zeros(1, dtype=torch.int64), torch.ones(1, 200, dtype=torch.int64)
@@ -660,7 +663,7 @@ def test_a_row_of_padding_reads_and_writes_nothing(update):
 
 
 def check_kept(update, kind=Run, base=BASE):
-    """Tokens that add nothing and forget nothing leave every bit of a state, also where its halves meet."""
+    """Neutral tokens leave every bit of a state, also where its halves meet."""
     run = kind(base)
     source, target = run.table[0, :2].long().split(1)
     bits = 0x3F808000 + 0xFFFF * torch.arange(run.state[0, 0].numel())
@@ -711,7 +714,7 @@ def test_a_new_owner_of_a_row_starts_anew():
 
 
 def check_far(update):
-    """Blocks and rows 2^31 elements and more behind the start of memory that is never committed as a whole."""
+    """Check blocks and rows 2^31 elements and more into memory that is never committed."""
     share_memory_with_the_interpreter()
     num_rows = 2**31 // (3 * 11) + 2
     near_run = Run(BASE.but(block_size=16, per_group=1))
@@ -800,7 +803,7 @@ COUNTED += [(torch.bfloat16, 4, torch.bfloat16), (PLANES, 4, torch.float32)]
 
 @pytest.mark.parametrize(("state", "length", "activations"), COUNTED)
 def test_counted_bytes_are_those_of_the_model(state, length, activations):
-    """A step that does not flush reads half of a float32 state, one that does reads and writes it once."""
+    """A step without a flush reads half of a float32 state; a flush reads and writes it once."""
     counted, parameters = interpreted(measure_rows, state, length, HISTORIES, activations)
     dtype = torch.float32 if state == PLANES else state
     for found, (n_hist, n_flush) in zip(counted, HISTORIES, strict=True):
@@ -810,7 +813,7 @@ def test_counted_bytes_are_those_of_the_model(state, length, activations):
 
 @pytest.mark.parametrize(("drafts", "at_least"), [(3, 6.4), (5, 8.3)])
 def test_a_fifth_of_the_bytes_of_slots(drafts, at_least):
-    """At the shape of Nemotron-3-Nano, float32 states, three of four drafts accepted, flushes as the rule has them."""
+    """Nemotron-3-Nano, float32 states, three of four drafts accepted, flushes by the rule."""
     tokens, inner = 1 + drafts, 8 * 64
     inputs, outputs = tokens * 2 * (inner + 8 + 2 * 128), tokens * 2 * inner
     slots = {
@@ -857,7 +860,7 @@ def ring_and_step(run):
 
 
 def arguments():
-    """Of `flattened`, which are those of `recompute_update` with the parts of ring and step by name."""
+    """Return the arguments of `recompute_update` as `flattened` names their parts."""
     run = Run(BASE.but(starts=(3, 4), groups=2, per_group=1, dtype=torch.bfloat16))
     x, dt, B, C = run.inputs(2)
     layer = {

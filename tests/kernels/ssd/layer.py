@@ -1,4 +1,4 @@
-"""A Mamba-2 layer's operands for flat tokens, and the recurrence over one row of them in float64."""
+"""A Mamba-2 layer's operands for flat tokens, and the recurrence over a row in float64."""
 
 from functools import partial
 
@@ -31,7 +31,7 @@ class Layer:
         self.pools = {"state": pool}
 
     def row(self, span, source):
-        """Outputs of a row and the state after each token, and of both what their terms' magnitudes add up to."""
+        """Return a row's outputs, its states, and the sums of the magnitudes of their terms."""
         named = {
             name: part.cpu().double()
             for name, part in self.arguments.items()

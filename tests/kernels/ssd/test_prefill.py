@@ -118,7 +118,7 @@ def test_two_launches_whose_programs_need_no_order():
 
 
 def check_far_outputs(dtype):
-    """Outputs and states of chunks 2^31 elements behind the first: the last programs of a call as large as that."""
+    """Check outputs and states 2^31 elements after the first: a huge call's last programs."""
     share_memory_with_the_interpreter()
     tokens, heads, head_dim, size = 2**17, 16, 1024, 128
     g = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Parts of lm-eval, imported when a test first needs them: every process that runs some test collects all of them."""
+"""Parts of lm-eval, imported when a test needs them, as every process collects all tests."""
 
 from __future__ import annotations
 

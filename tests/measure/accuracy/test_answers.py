@@ -1,4 +1,4 @@
-"""Files of lm-eval, sgl-eval and vLLM: read by content, paired by question, refused where the prompts differ."""
+"""Files of lm-eval, sgl-eval and vLLM: paired by question, refused if prompts differ."""
 
 from __future__ import annotations
 

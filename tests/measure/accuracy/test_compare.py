@@ -1,4 +1,4 @@
-"""Files of ours and of lm-eval's, paired by question: what is refused, what is counted, what is written."""
+"""Files of ours and of lm-eval's, paired by question: refusals, counts, rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sha(text: str) -> str:
 
 
 def record(doc_id: int, outcome: str = "right", **changes: Any) -> dict[str, Any]:
-    """A line of ours. The outcome is right, wrong, invalid or flexible (right under the flexible filter only)."""
+    """Return a line of ours: right, wrong, invalid, or flexible (right by that filter only)."""
     return {
         "doc_id": doc_id,
         "doc_hash": sha(f"doc {doc_id}"),
@@ -56,7 +56,7 @@ def record(doc_id: int, outcome: str = "right", **changes: Any) -> dict[str, Any
 
 
 def logged(doc_id: int, outcome: str = "right", **changes: Any) -> list[dict[str, Any]]:
-    """The two lines that lm-eval logs for a question, one per filter, in the format of its evaluation tracker."""
+    """Return the two lines that lm-eval's evaluation tracker logs for a question, one a filter."""
     answers = {
         "right": ("18", "18"),
         "wrong": ("17", "17"),

@@ -1,4 +1,4 @@
-"""Cached against uncached log-probabilities: exact in float64, real bugs, what cannot be compared, over HTTP."""
+"""Cached and uncached log-probabilities: exact in float64, with real bugs, over HTTP."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ours(**options: Any) -> Ours:
 
 
 class Stale(Ours):
-    """An engine whose states in the prefix cache are spoiled before a hit: what a wrong copy leaves behind."""
+    """An engine whose cached states are spoiled before a hit, as a wrong copy leaves them."""
 
     def ask(self, requests: Sequence[Ask], preempt_every: int = 0) -> list[Answer]:
         if requests[0].logprobs and not requests[0].salt:

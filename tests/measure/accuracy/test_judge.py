@@ -1,4 +1,4 @@
-"""A run held against an earlier one or a floor, on the command line: what is checked before it, what stays after it."""
+"""A run against an earlier one or a floor, by command: checks before it, files after it."""
 
 from __future__ import annotations
 

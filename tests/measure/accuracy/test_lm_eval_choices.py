@@ -1,4 +1,4 @@
-"""Multiple choice, perplexity and chat through lm-eval's own command line, against lm-eval's `hf` on the same files."""
+"""Multiple choice, perplexity and chat by lm-eval's command line, against lm-eval's `hf`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generati
 
 @pytest.fixture
 def task_files(tmp_path: Path) -> dict[str, str]:
-    """A multiple-choice task and a perplexity task over the same documents, each in a file of its own."""
+    """Write a multiple-choice task and a perplexity task over the same documents, a file each."""
     docs = []
     for i, item in enumerate(ITEMS):
         lines = item.answer.rsplit(" ", 1)[0]
@@ -73,7 +73,7 @@ Samples = dict[str, list[dict[str, Any]]]
 def run_lm_eval(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[dict[str, Any], Samples]]:
-    """lm-eval's command line in this process, without the 10 s that it takes to index its own tasks."""
+    """Run lm-eval's command line in this process, without its index of tasks (10 s)."""
     import lm_eval.tasks
     from lm_eval.__main__ import cli_evaluate
 
@@ -104,7 +104,7 @@ def run_lm_eval(
 
 
 def scores(sample: dict[str, Any]) -> list[tuple[float, bool]]:
-    """Of each choice its log-likelihood and whether it is greedy; of a whole text, which has no such flag, True."""
+    """Return each choice's log-likelihood and greediness; True for a whole text, which lacks it."""
     found = [response for (response,) in sample["resps"]]  # lm-eval writes them as texts
     return [
         (float(one[0]), one[1] == "True") if isinstance(one, list) else (float(one), True)

@@ -1,4 +1,4 @@
-"""The statistics against scipy, brute force and simulation, and the error rates of the whole rule."""
+"""The statistics against scipy, brute force and simulation; error rates of the whole rule."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_five_percent_of_250_are_seen_at_the_first_look_and_identical_runs_are_n
 
 
 def rule(rng: np.random.Generator, lost: float, gained: float, questions: int = 1319) -> str:
-    """One run of the two-stage rule on a model that loses and gains questions with these chances."""
+    """Run the two-stage rule on a model that loses and gains questions with these chances."""
     kinds = rng.choice(3, size=questions, p=[lost, gained, 1 - lost - gained])
     for count, alpha in paired.looks(questions):
         counts = np.bincount(kinds[:count], minlength=3)
@@ -111,7 +111,7 @@ def test_the_detectable_loss_has_80_percent_power() -> None:
 
 
 def score(lost: int, gained: int, n: int, difference: float) -> float:
-    """The score statistic, with the constrained likelihood maximised numerically instead of in closed form."""
+    """Return the score statistic, its constrained likelihood maximised numerically."""
 
     def cost(share: float) -> float:
         chances = (share, share + difference, 1 - 2 * share - difference)

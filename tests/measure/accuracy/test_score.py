@@ -1,4 +1,4 @@
-"""Scores of given tokens against the plain forward pass, with every way that the engine has to compute a prompt."""
+"""Scores of given tokens against the plain forward pass, by every path of a prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions sent to a target get the answers, the scores and the file that our own engine's process gets."""
+"""Questions to a target get the answers, scores and file of our own engine's process."""
 
 from __future__ import annotations
 

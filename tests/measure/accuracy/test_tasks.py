@@ -1,4 +1,4 @@
-"""The tasks: the synthetic one is lm-eval's gsm8k but for its documents; the real one loads without a network."""
+"""The synthetic task is lm-eval's gsm8k with other documents; the real one loads offline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floors: how they follow from runs, what a thresholds file may hold, what the command line does with them."""
+"""Floors: how they follow from runs, what a file may hold, what the command does with them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PLAIN = {
 
 
 def rows(scores: list[float], seeds: list[int] | None = None, **changes: Any) -> pd.DataFrame:
-    """Rows of both filters of runs with these strict scores; the flexible ones are a little higher."""
+    """Return rows of both filters with these strict scores; flexible ones are a little higher."""
     params = changes.pop("params", PLAIN)
     made = []
     same = {

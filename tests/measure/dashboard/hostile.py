@@ -1,4 +1,4 @@
-"""Texts that want to be more than text: HTML, scripts, links, templates, Markdown, names that objects have."""
+"""Texts that want to be more: HTML, scripts, links, templates, Markdown, names of objects."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ GROUPS += [["commit", "baseline_commit", "run_id", "python", "torch", "triton"]]
 
 
 def hostile_rows(*columns: str) -> list[dict[str, Any]]:
-    """Rows of every kind with a payload in these columns, and a series with a step for each payload."""
+    """Return rows of every kind with a payload in these columns, and a step for each payload."""
     rows = [*everything(), *swarms()]
     for index, one in enumerate(rows):
         payload = PAYLOADS[index % len(PAYLOADS)]

@@ -12,7 +12,7 @@ BOX, GPU = {"machine": "box"}, {"machine": "rack", "device": "H200"}
 
 
 def everything() -> list[dict[str, Any]]:
-    """Two machines: `box`, where all is well but one comparison, and `rack, H200`, where the guard failed."""
+    """Return two machines: `box` with one bad comparison, `rack, H200` with a failed guard."""
     measured = [*guard_rows(), *stepped(), *block_ids(), *expansions(), *on_a_gpu(), *accuracy()]
     return [*measured, *static_metrics(), *comparison(), *operating_curve()]
 
@@ -119,7 +119,7 @@ EXPANSIONS = {
 
 
 def expansions() -> list[dict[str, Any]]:
-    """Ids to kernel blocks, five ways, 8 per block: the host's parts, and counts; a list takes longer from 6 ids on."""
+    """Return ids to kernel blocks five ways, 8 per block; a list is slower from 6 ids on."""
     made = []
     for subject, (once, each_id) in EXPANSIONS.items():
         for num_ids in (1, 4, 32, 1024, 65536):
@@ -337,7 +337,7 @@ def operating_curve() -> list[dict[str, Any]]:
 
 
 def swarms() -> list[dict[str, Any]]:
-    """One that was kept twice on its way and broke no rule, and one on the other machine that broke two."""
+    """Return a swarm kept twice that broke no rule, and one on the other machine that broke two."""
     made = []
     for day, (seeds, patterns, verdict) in enumerate(((1000, 80, ""), (5000, 86, "pass"))):
         own = {"run_id": "swarm", "time_utc": f"2026-02-{day + 1:02}T00:00:00Z", **BOX}
@@ -379,7 +379,7 @@ def swarm(
 
 
 def charted(runs: int = 30, slower: str = "scheduler/decode") -> list[dict[str, Any]]:
-    """A series for each chart of the first screen, on `box`; one became a fifth slower with run 20."""
+    """Return a series for each chart on `box`; one became a fifth slower with run 20."""
     made = []
     for chart in CHARTS:
         for line in filter(None, (chart.line, chart.second)):

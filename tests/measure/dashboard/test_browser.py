@@ -1,4 +1,4 @@
-"""The page in a real browser, opened from a disk: the first screen, phones, dark mode, the keyboard, its picture."""
+"""The page in a real browser, from a disk: first screen, phones, dark mode, keyboard, picture."""
 
 from __future__ import annotations
 

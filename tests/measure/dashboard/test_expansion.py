@@ -1,4 +1,4 @@
-"""Block ids to kernel blocks: where numpy overtakes a list, and that nothing unmeasured looks measured."""
+"""Block ids to kernel blocks: where numpy overtakes a list; nothing unmeasured looks measured."""
 
 from __future__ import annotations
 

@@ -66,7 +66,10 @@ def test_long_lists_are_cut_and_say_so(tmp_path: Path) -> None:
 
 
 def rendered(text: str) -> tuple[set[str], list[int], str]:
-    """Outside of code spans: kinds of tokens that are not a table's, the number of cells of each line, and the text."""
+    """Return tokens that are not a table's, each line's number of cells, and the text.
+
+    Code spans are left out.
+    """
     kinds, cells, said = set(), [0], ""
     for token in MarkdownIt("commonmark").enable("table").parse(text):
         for child in token.children or []:

@@ -1,4 +1,4 @@
-"""A series over time: its runs and commits, where its level changed, the rates that the rule states, and thinning."""
+"""A series over time: runs and commits, changes of level, stated rates, and thinning."""
 
 from __future__ import annotations
 

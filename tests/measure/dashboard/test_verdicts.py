@@ -15,7 +15,7 @@ from tests.measure.dashboard.rows import RECEIPT, history, results, row
 
 
 class Checkout(Head):
-    """HEAD is commit 9 of ten in a line; each of them changes what any suite but `calm` measures."""
+    """HEAD is commit 9 of ten; each changes what any suite but `calm` measures."""
 
     def commits_since(self, commit: str, suite: str) -> int | None:
         known = commit[:5].isdigit() and int(commit[:5]) < 10

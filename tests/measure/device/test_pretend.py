@@ -1,4 +1,4 @@
-"""The pretend device computes what a CPU does, refuses what a GPU refuses, and names the lines where a host waits."""
+"""The pretend device computes as a CPU, refuses as a GPU, and names lines where a host waits."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,7 +23,7 @@ def gpu(request):
 
 
 def events(gpu, run, kind="wait"):
-    """Kind and line, counted from the one that defines `run`, of what it does; and what it returns."""
+    """Return kind and line of each event of `run`, from its definition on; and its result."""
     since = len(gpu.events)
     out = run()
     first = run.__code__.co_firstlineno
@@ -219,7 +219,7 @@ def test_a_wait_or_an_upload_cannot_be_captured(gpu):
 
 
 def norm_twice():
-    """A kernel on the CPU and on the device: whether the results are equal, and what the device noted."""
+    """Run a kernel on the CPU and the device; return whether results agree, and the events."""
     from hybrid_kv.kernels.gated_norm import gated_rms_norm
 
     tensors = torch.randn(3, 32), torch.randn(3, 32), torch.randn(32)

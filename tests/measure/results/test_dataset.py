@@ -1,4 +1,4 @@
-"""A data set has each row once, in whatever order it is merged; CSVs and Parquet give the same answers."""
+"""A data set has each row once, in any order of merging; CSV and Parquet answer alike."""
 
 from __future__ import annotations
 

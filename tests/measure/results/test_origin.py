@@ -24,7 +24,7 @@ def test_no_git_gives_an_empty_commit(monkeypatch):
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """A repository with a suite of `bench`, the guard, what they measure, and code that neither does."""
+    """Make a repository with a suite of `bench`, the guard, their subjects, and unrelated code."""
     git(tmp_path, "init", "-q")
     monkeypatch.setattr(checkout_of_package, "REPOSITORY", tmp_path.resolve())
     files = {

@@ -1,4 +1,4 @@
-"""Stands for a program of a study: appends one row whose value is made of its words, or does as one of them says."""
+"""A study's program: appends a row made of its words, or does as one of them says."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""A swarm finds an injected fault, keeps little of a million failures, and loses nothing to Ctrl-C."""
+"""A swarm finds a planted fault, keeps little of a million failures, and survives Ctrl-C."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def make(tmp_path: Path) -> Callable[..., Swarm]:
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scenarios that are not played: each third breaks a rule, in turn `a`, `b`, `a`; and no search for a small one."""
+    """Replace playing: each third scenario breaks a rule, `a`, `b`, `a`; nothing is shrunk."""
 
     def played(scenario: Scenario) -> Differences:
         wrong = (

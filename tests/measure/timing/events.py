@@ -4,7 +4,7 @@ import torch
 
 
 def log_events(monkeypatch, log, milliseconds):
-    """From now on `log` gets "event" and "wait"; between any two events lie so many milliseconds."""
+    """Have `log` get "event" and "wait"; any two events are this many milliseconds apart."""
 
     class Event:
         def __init__(self, enable_timing):

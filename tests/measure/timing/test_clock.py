@@ -71,7 +71,7 @@ def test_ratio_is_that_of_rounds():
 
 
 def test_a_launch_is_enqueued_while_other_buffers_pass_through_the_cache(monkeypatch):
-    """Nothing waits between them: on an idle device the time between the events would be that of Python."""
+    """Nothing waits between them: on an idle device the events would time Python."""
     log = []
     log_events(monkeypatch, log, 4000.0)
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""A score that is best is ahead by more than softmax in float64 can represent, wherever a query stands."""
+"""The best score leads by more than softmax in float64 can represent, for every query."""
 
 import math
 

@@ -33,7 +33,7 @@ def cost(
     one: Change,
     every: Change = lambda output: output,
 ) -> CheckResult:
-    """The line of the check if every output is changed, and the last one of engines with drafts and a cache."""
+    """Return the check's line with every output changed, and the last line of the full engines."""
 
     def play(scenario: Scenario) -> Played:
         result, outputs = played[str(scenario)]

@@ -1,4 +1,4 @@
-"""The section ends at the first failure, counts what it ran, and is void where too little happened."""
+"""The section ends at the first failure, counts what it ran, and is void if too little ran."""
 
 from __future__ import annotations
 

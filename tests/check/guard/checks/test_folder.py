@@ -1,4 +1,4 @@
-"""A folder shared by several engines is checked, and an identity that leaves something out is seen."""
+"""Engines that share a folder are checked, and an identity that leaves something out is seen."""
 
 from __future__ import annotations
 

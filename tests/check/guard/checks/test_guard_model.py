@@ -1,4 +1,4 @@
-"""The logits of the trained models show mistakes in what the second one brings: delta nets, experts, convolutions."""
+"""The trained models' logits show mistakes in delta nets, experts and convolutions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_nothing_runs_behind_the_first_cell_that_fails(monkeypatch: pytest.Monke
 def test_a_head_that_drafts_worse_is_seen_though_every_token_is_right(
     questions: Questions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It goes on from its own embedding alone, where it should read its last output, in every mode alike."""
+    """It drafts from its own embedding alone, instead of its last output, in every mode."""
     (cell,) = [
         cell
         for cell in LOGIT_CELLS
