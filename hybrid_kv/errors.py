@@ -211,7 +211,8 @@ def _extra(module: str) -> str:
     with suppress(metadata.PackageNotFoundError):
         for text in metadata.requires("hybrid_kv") or ():
             package, _, extra = text.lower().replace("_", "-").partition("extra == ")
-            if extra and re.match(r"[\w.-]+", package)[0] == named:  # type: ignore[index]  # each begins with a name
+            name = re.match(r"[\w.-]+", package)
+            if extra and name is not None and name[0] == named:
                 return extra.strip("\"' ")
     return "all"
 

@@ -178,7 +178,7 @@ def test_void_alone_has_an_exit_code_of_its_own(capsys, monkeypatch, verdicts, c
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--target", "none"], "--target none: there is no such engine; use one of ours"),
+        (["--target", "none"], "none: there is no such engine; use one of ours"),
         (["--target", "toy", "--matrix", "prefix=1"], "prefix=1: use one of off, on"),
         (["--target", "toy", "--against", "none"], "there is no such engine"),
         (["--target", "toy", "-k", "nothing"], "no probe has this in its name"),

@@ -138,9 +138,15 @@ class Completions:
         if ask.score:
             body |= {"echo": True}
         return body | {
-            "model": model, "prompt": list(ask.prompt), "max_tokens": ask.max_tokens, "temperature": ask.temperature,
-            "n": ask.n, "stream": stream, "ignore_eos": not ask.stop, "return_token_ids": True,
-        }  # fmt: skip
+            "model": model,
+            "prompt": list(ask.prompt),
+            "max_tokens": ask.max_tokens,
+            "temperature": ask.temperature,
+            "n": ask.n,
+            "stream": stream,
+            "ignore_eos": not ask.stop,
+            "return_token_ids": True,
+        }
 
     def answer(self, raw: bytes) -> Answer:
         reply = read(_Completion, raw)
@@ -201,8 +207,11 @@ class SGLang:
 
     def body(self, ask: Ask, model: str, stream: bool) -> Json:
         sampling = _given(stop=list(ask.stop) or None, sampling_seed=ask.seed) | {
-            "max_new_tokens": ask.max_tokens, "temperature": ask.temperature, "ignore_eos": not ask.stop, "n": ask.n,
-        }  # fmt: skip
+            "max_new_tokens": ask.max_tokens,
+            "temperature": ask.temperature,
+            "ignore_eos": not ask.stop,
+            "n": ask.n,
+        }
         body = _given(extra_key=ask.salt or None)
         if ask.logprobs or ask.score:
             body |= {"return_logprob": True, "top_logprobs_num": NUM_LIKELIEST}
@@ -263,10 +272,17 @@ class LlamaCpp:
     def body(self, ask: Ask, model: str, stream: bool) -> Json:
         num_likeliest = NUM_LIKELIEST if ask.logprobs else None
         several = ask.n if ask.n > 1 else None
-        return _given(stop=list(ask.stop) or None, seed=ask.seed, n_probs=num_likeliest, n_cmpl=several) | {
-            "prompt": list(ask.prompt), "n_predict": ask.max_tokens, "temperature": ask.temperature, "stream": stream,
-            "return_tokens": True, "ignore_eos": not ask.stop,
-        }  # fmt: skip
+        given = _given(
+            stop=list(ask.stop) or None, seed=ask.seed, n_probs=num_likeliest, n_cmpl=several
+        )
+        return given | {
+            "prompt": list(ask.prompt),
+            "n_predict": ask.max_tokens,
+            "temperature": ask.temperature,
+            "stream": stream,
+            "return_tokens": True,
+            "ignore_eos": not ask.stop,
+        }
 
     def answer(self, raw: bytes) -> Answer:
         reply = read(_OneOrSomePredicted, raw).root

@@ -41,7 +41,7 @@ def kind_of(name: str, python: str | Path | None = None) -> Kind:
         return kind_at(name)
     if name not in KINDS:
         raise ConfigError(
-            f"--target {name}: there is no such engine; use one of {', '.join(KINDS)}, or a server's URL"
+            f"{name}: there is no such engine; use one of {', '.join(KINDS)}, or a server's URL"
         )
     kind = cast(Kind, import_module(f"hybrid_kv.check.targets.{name}").KIND)
     if python is None:

@@ -141,7 +141,8 @@ class Build:
         known = SERVER if SERVER.exists() else shutil.which("llama-server")
         if known is None:
             raise ConfigError(
-                "llama.cpp is not built: run `make peers-llamacpp`, or name a llama-server with --server"
+                "llama.cpp is not built: run `make peers-llamacpp`, "
+                "or name a llama-server with --server"
             )
         return cls.at(Path(known))
 

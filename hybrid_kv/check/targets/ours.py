@@ -1,4 +1,4 @@
-"""This engine: the control whose every bug can be injected."""
+"""Our engine as a target: the control whose every bug can be injected."""
 
 from __future__ import annotations
 
@@ -126,10 +126,15 @@ class Ours:
         group = []
         for i in range(ask.n):
             params = SamplingParams(
-                ask.max_tokens, ask.temperature, seed=None if ask.seed is None else ask.seed + i, stop=ask.stop,
-                cache_salt=ask.salt, ignore_eos=not ask.stop, logprobs=NUM_LIKELIEST if ask.logprobs else None,
+                ask.max_tokens,
+                ask.temperature,
+                seed=None if ask.seed is None else ask.seed + i,
+                stop=ask.stop,
+                cache_salt=ask.salt,
+                ignore_eos=not ask.stop,
+                logprobs=NUM_LIKELIEST if ask.logprobs else None,
                 prompt_logprobs=NUM_LIKELIEST if ask.score else None,
-            )  # fmt: skip
+            )
             request = self._llm.make_request(ask.prompt, params)
             self._llm.scheduler.add(request)
             group.append(request)

@@ -42,7 +42,8 @@ class ServerProcess:
         cwd: Path | None = None,
     ) -> None:
         # Appended to: who reads it must not move the place where the server writes.
-        self._log = tempfile.TemporaryFile("a+", errors="replace")  # noqa: SIM115  (lives as long as the server)
+        # It lives as long as the server.
+        self._log = tempfile.TemporaryFile("a+", errors="replace")  # noqa: SIM115
         with deaf_to_ctrl_c():
             self._process = subprocess.Popen(
                 [*command],

@@ -267,7 +267,7 @@ class Batch:
         return await (self._stream(ask, fields) if is_streamed else self._whole(ask, fields))
 
     async def _whole(self, ask: Ask, fields: Mapping[str, object]) -> Answer:
-        async with self._post(ask, False, fields) as reply:
+        async with self._post(ask, fields, stream=False) as reply:
             raw = await _body(reply)
             if reply.status != OK:
                 return Answer((), error=_refusal(reply.status, raw))
@@ -279,7 +279,7 @@ class Batch:
     async def _stream(self, ask: Ask, fields: Mapping[str, object]) -> Answer:
         tokens: list[int] = []
         most = ask.max_tokens + 1 if ask.abort_after is None else ask.abort_after
-        async with self._post(ask, True, fields) as reply:
+        async with self._post(ask, fields, stream=True) as reply:
             if reply.status != OK:
                 return Answer((), error=_refusal(reply.status, await _body(reply)))
             async for raw in _events(reply):
@@ -296,7 +296,7 @@ class Batch:
                     break
         return Answer(tuple(tokens))
 
-    def _post(self, ask: Ask, stream: bool, fields: Mapping[str, object]) -> Any:
+    def _post(self, ask: Ask, fields: Mapping[str, object], stream: bool) -> Any:
         body = self._dialect.body(ask, self._model, stream) | dict(fields)
         return _sent(self._session, "POST", self._dialect.path, body)
 

@@ -72,7 +72,8 @@ class Ask:
     stop: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        return f"Ask({', '.join([str(list(self.prompt)), *(f'{k}={v!r}' for k, v in self.extras().items())])})"
+        extras = [f"{name}={value!r}" for name, value in self.extras().items()]
+        return f"Ask({', '.join([str(list(self.prompt)), *extras])})"
 
     def extras(self) -> dict[str, Any]:
         """Return the fields that are not at their default, without the prompt."""

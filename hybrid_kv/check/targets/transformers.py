@@ -307,7 +307,8 @@ def _load(folder: str) -> Any:
 
                 model: Any = ExactForCausalLM(folder).eval()  # type: ignore[no-untyped-call]
             else:
-                model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
+                load = AutoModelForCausalLM.from_pretrained
+                model = load(folder, dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
     except (ValueError, OSError, KeyError) as error:
         raise ConfigError(f"transformers does not load {folder}: {first_line(error)}") from None
     model.generation_config.eos_token_id = None  # answers are as long as they may be
@@ -315,7 +316,7 @@ def _load(folder: str) -> Any:
 
 
 def _noisy(model: Any) -> Any:
-    """These weights, a little off; an exact model that draws half as often."""
+    """Return the model with its weights a little off; an exact model draws half as often."""
     if hasattr(model, "echo"):
         model.echo *= 2
         return model

@@ -48,8 +48,8 @@ class ExactForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
             number_of_conv_states=max(
                 (len(one.conv) for one in layers if isinstance(one, ExactMamba)), default=1
             ),
+            attn_implementation="eager",  # whose mask is never left out
         )  # type: ignore[call-arg]
-        config._attn_implementation = "eager"  # whose mask is never left out
         super().__init__(config)
         # A state cannot be rolled back, a window can: transformers drafts with these alone.
         self._is_stateful = any(one.out for one in layers if isinstance(one, ExactMamba))

@@ -232,7 +232,8 @@ def _drawn_orders(model: nn.Module, draw: Choices) -> Iterator[None]:
     """Every matrix product adds its terms in an order of its own."""
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     for linear in linears:
-        linear.forward = _Permuted(linear, torch.tensor(draw.order(linear.in_features)))  # type: ignore
+        order = torch.tensor(draw.order(linear.in_features))
+        linear.forward = _Permuted(linear, order)  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -94,7 +94,7 @@ def test_a_graph_replays_operations_on_the_memory_they_had() -> None:
     with torch.inference_mode():
         given, out, rows = torch.tensor([1.0, 2.0, 3.0]), torch.zeros(3), 2
         graph = graphs.Graph()
-        with graphs.capture(graph):
+        with graphs.Capture(graph):
             made = given[:rows] * 2
             out[:rows].copy_(made.softmax(0) + made)
         given.copy_(torch.tensor([4.0, 5.0, 6.0]))
@@ -109,7 +109,7 @@ def test_a_graph_replays_operations_on_the_memory_they_had() -> None:
 def test_what_must_wait_for_the_device_cannot_be_captured(waits: str) -> None:
     with (
         pytest.raises(graphs.CaptureError, match="operation not permitted"),
-        graphs.capture(graphs.Graph()),
+        graphs.Capture(graphs.Graph()),
     ):
         getattr(torch.ones(1), waits)()
     assert graphs.recording() is None
@@ -118,7 +118,7 @@ def test_what_must_wait_for_the_device_cannot_be_captured(waits: str) -> None:
 def test_a_launch_is_one_step_of_a_graph() -> None:
     seen: list[float] = []
     graph, given = graphs.Graph(), torch.zeros(1)
-    with graphs.capture(graph):
+    with graphs.Capture(graph):
         graphs.keep_launch(
             lambda tensor, scale: seen.append(float(tensor) * scale), (given,), {"scale": 3.0}
         )

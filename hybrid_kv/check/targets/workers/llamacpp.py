@@ -70,7 +70,8 @@ class Memory:
         self._library.llama_memory_seq_rm(self._memory, sequence, -1, -1)
 
     def clear_all(self) -> None:
-        self._library.llama_memory_clear(self._memory, True)
+        with_data = True
+        self._library.llama_memory_clear(self._memory, with_data)
 
     def copy(self, source: int, target: int) -> None:
         self._library.llama_memory_seq_cp(self._memory, source, target, -1, -1)

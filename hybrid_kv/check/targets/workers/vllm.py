@@ -18,10 +18,28 @@ EXACT_HEAD = 2  # numbers of a key
 EXACT_BLOCK, EXACT_BLOCKS = 16, 2**10  # tokens of a block, and how many there are
 ROOM = 640  # tokens of the one request that a tight pool holds for sure, where eight may run
 PLAIN = {
-    "prefix": "off", "spec": "none", "chunk": "whole", "blocks": "ample", "block": "own", "match": "block",
-    "retain": "last", "async": "off", "kernel": "own", "sanitize": "off", "runner": "v2", "graph": "off",
+    "prefix": "off",
+    "spec": "none",
+    "chunk": "whole",
+    "blocks": "ample",
+    "block": "own",
+    "match": "block",
+    "retain": "last",
+    "async": "off",
+    "kernel": "own",
+    "sanitize": "off",
+    "runner": "v2",
+    "graph": "off",
     "copies": "late",
-}  # fmt: skip
+}
+# Engine arguments of levels that are words.
+CHANGES: dict[tuple[str, str], dict[str, Any]] = {
+    ("prefix", "on"): {"enable_prefix_caching": True},
+    ("blocks", "tight"): {"max_model_len": ROOM},  # and see `vllm_case.make_tight`
+    ("retain", "all"): {"prefix_cache_retention_interval": None},
+    ("async", "on"): {"async_scheduling": True},
+    ("sanitize", "on"): {},  # see `exact_arguments`
+}
 NUMBERS = {"chunk": "max_num_batched_tokens", "block": "block_size", "match": "prefix_match_unit"}
 CAN = [
     "cached",
@@ -46,12 +64,12 @@ COUNTERS = {
 
 
 def arguments(settings: dict[str, str]) -> dict[str, Any]:
-    """vLLM's engine arguments of levels by factor.
+    """Return vLLM's engine arguments for levels by factor.
 
     Raises:
         ValueError: no such factor or level.
     """
-    found: dict[str, Any] = {
+    options: dict[str, Any] = {
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": MAX_NUM_SEQS,
         "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
@@ -60,38 +78,34 @@ def arguments(settings: dict[str, str]) -> dict[str, Any]:
         "dtype": "float32",
     }
     for factor, level in settings.items():
-        word = level.rstrip("0123456789")
-        match factor, word, level[len(word) :]:
-            case _ if level == PLAIN.get(factor):
-                pass
-            case ("blocks", "tight", "") | ("sanitize", "on", "") | ("kernel", "", _):
-                pass  # no arguments: see below, and `Engine`
-            case (("runner" | "graph" | "copies"), _, _):
-                pass  # those of `vllm_gpu.choose`
-            case "prefix", "on", "":
-                found["enable_prefix_caching"] = True
-            case "prefix", mode, "":
-                found |= {"enable_prefix_caching": True, "mamba_cache_mode": mode}
-            case "spec", method, number if number:
-                found["speculative_config"] = {
-                    "method": method,
-                    "num_speculative_tokens": int(number),
-                }
-                if method == "ngram":
-                    found["speculative_config"] |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
-            case "chunk" | "block" | "match", "", number:
-                found[NUMBERS[factor]] = int(number)
-            case "retain", "all", "":
-                found["prefix_cache_retention_interval"] = None
-            case "async", "on", "":
-                found["async_scheduling"] = True
-            case "dtype", _, _:
-                found["dtype"] = level
-            case _:
-                raise ValueError(f"{factor}={level} is not a setting of vLLM that is known here")
-    if settings.get("blocks") == "tight":
-        found["max_model_len"] = ROOM
-    return found
+        if level != PLAIN.get(factor):
+            options |= changes_of(factor, level)
+    return options
+
+
+def changes_of(factor: str, level: str) -> dict[str, Any]:
+    """Return the engine arguments that a level sets.
+
+    Raises:
+        ValueError: no such factor or level.
+    """
+    if (factor, level) in CHANGES:
+        return CHANGES[factor, level]
+    word = level.rstrip("0123456789")
+    match factor, word, level[len(word) :]:
+        case ("kernel", "", _) | (("runner" | "graph" | "copies"), _, _):
+            return {}  # no arguments: see `Engine` and `vllm_gpu.choose`
+        case "prefix", mode, "":
+            return {"enable_prefix_caching": True, "mamba_cache_mode": mode}
+        case "spec", method, number if number:
+            drafts = {"method": method, "num_speculative_tokens": int(number)}
+            lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 3} if method == "ngram" else {}
+            return {"speculative_config": drafts | lookup}
+        case "chunk" | "block" | "match", "", number:
+            return {NUMBERS[factor]: int(number)}
+        case "dtype", _, _:
+            return {"dtype": level}
+    raise ValueError(f"{factor}={level} is not a setting of vLLM that is known here")
 
 
 def exact_arguments(settings: dict[str, str]) -> dict[str, Any]:

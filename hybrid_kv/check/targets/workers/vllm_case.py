@@ -87,26 +87,19 @@ def play(
 
     The first request is called by the number `first`.
     """
-    found: list[dict[str, Any]] = [{} for _ in requests]
+    answers: list[dict[str, Any]] = [{} for _ in requests]
     parts: list[dict[int, Any]] = [{} for _ in requests]  # of n answers, an output has one
     waiting, running = list(range(len(requests))), set[int]()
     undisturbed, step, last = 0, 0, 0
     while waiting or running:
-        ended = len(requests) - len(waiting) - len(running)
-        ready = [
-            i
-            for i in waiting
-            if requests[i].get("after", 0) <= ended and requests[i].get("step", 0) <= step
-        ]
-        # A step that nothing runs in is never reached.
-        for i in ready or (waiting[:1] if not running else []):
+        for i in due(requests, waiting, len(running), step):
             waiting.remove(i)
             try:
                 send(llm, str(first + i), requests[i])
                 running.add(i)
             except refusals() as error:
-                found[i]["error"] = line_of(error)
-        known = sum(len(one.token_ids) for each in parts for one in each.values())
+                answers[i]["error"] = line_of(error)
+        known = sum(map(num_tokens, parts))
         if preempt_every and known - undisturbed >= preempt_every:
             undisturbed = known
             llm.reset_prefix_cache(reset_running_requests=True)
@@ -118,21 +111,50 @@ def play(
         for output in outputs:
             if (i := int(output.request_id) - first) not in running:
                 continue
-            found[i]["cached_tokens"] = output.num_cached_tokens
-            if output.prompt_logprobs:
-                # The first token has no log-probability.
-                found[i]["prompt_logprobs"] = by_token(output.prompt_logprobs[1:])
-            parts[i] |= {one.index: one for one in output.outputs}
-            limit = requests[i].get("abort_after")
-            if limit is not None and not output.finished:
-                lengths = [len(one.token_ids) for one in parts[i].values()]
-                if len(lengths) < requests[i].get("n", 1) or min(lengths) < limit:
+            note(output, answers[i], parts[i])
+            if not output.finished:
+                if not is_to_abort(requests[i], parts[i]):
                     continue
                 llm.abort_request([output.request_id])
-            elif not output.finished:
-                continue
             running.remove(i)
-    return [one | texts_of(each) for one, each in zip(found, parts, strict=True)]
+    return [answer | texts_of(each) for answer, each in zip(answers, parts, strict=True)]
+
+
+def due(
+    requests: list[dict[str, Any]], waiting: list[int], num_running: int, step: int
+) -> list[int]:
+    """Return the requests among `waiting` that are sent before a step."""
+    num_ended = len(requests) - len(waiting) - num_running
+    ready = [
+        i
+        for i in waiting
+        if requests[i].get("after", 0) <= num_ended and requests[i].get("step", 0) <= step
+    ]
+    if ready or num_running:
+        return ready
+    return waiting[:1]  # a step that nothing runs in is never reached
+
+
+def note(output: Any, answer: dict[str, Any], parts: dict[int, Any]) -> None:
+    """Keep what an output of a step says of a request."""
+    answer["cached_tokens"] = output.num_cached_tokens
+    if output.prompt_logprobs:
+        # The first token has no log-probability.
+        answer["prompt_logprobs"] = by_token(output.prompt_logprobs[1:])
+    parts |= {part.index: part for part in output.outputs}
+
+
+def num_tokens(parts: dict[int, Any]) -> int:
+    """Return how many tokens a request's answers have together."""
+    return sum(len(answer.token_ids) for answer in parts.values())
+
+
+def is_to_abort(ask: dict[str, Any], parts: dict[int, Any]) -> bool:
+    """Return whether each of a request's answers has the tokens after which it is aborted."""
+    limit = ask.get("abort_after")
+    if limit is None or len(parts) < ask.get("n", 1):
+        return False
+    return all(len(answer.token_ids) >= limit for answer in parts.values())
 
 
 def send(llm: Any, name: str, ask: dict[str, Any]) -> None:
@@ -170,8 +192,8 @@ def refusals(*more: type[Exception]) -> tuple[type[Exception], ...]:
 
 
 def by_token(steps: Any) -> list[dict[int, float]]:
-    """vLLM's log-probabilities as `Answer` has them."""
-    return [{token: one.logprob for token, one in step.items()} for step in steps]
+    """Return vLLM's log-probabilities as `Answer` has them."""
+    return [{token: entry.logprob for token, entry in step.items()} for step in steps]
 
 
 def texts_of(parts: dict[int, Any]) -> dict[str, Any]:

@@ -68,7 +68,12 @@ def drop_the_precision(model: Any) -> None:
     from vllm.utils.cpu_triton_utils import sample_recovered_tokens_kernel as kernel
 
     run = kernel.func
-    kernel.func = lambda *arguments, USE_FP64_GUMBEL=0, **named: run(*arguments, **named)
+
+    def run_without(*arguments: Any, **named: Any) -> Any:
+        named.pop("USE_FP64_GUMBEL", None)
+        return run(*arguments, **named)
+
+    kernel.func = run_without
 
 
 def copy_by_address(model: Any) -> None:

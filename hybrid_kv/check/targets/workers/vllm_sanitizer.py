@@ -128,9 +128,15 @@ class Sanitizer:
                 )
 
     def states(
-        self, layer: str, marks: torch.Tensor, first: torch.Tensor, lengths: torch.Tensor, columns: torch.Tensor,
-        accepted: torch.Tensor | None, seen: torch.Tensor | None,
-    ) -> None:  # fmt: skip
+        self,
+        layer: str,
+        marks: torch.Tensor,
+        first: torch.Tensor,
+        lengths: torch.Tensor,
+        columns: torch.Tensor,
+        accepted: torch.Tensor | None,
+        seen: torch.Tensor | None,
+    ) -> None:
         """Check the states that rows read, and mark those that they write, see `Mamba.advance`.
 
         Args:
@@ -155,8 +161,15 @@ class Sanitizer:
                 marks[int(columns[i, j if last else 0])] = mark.to(marks.dtype)
 
     def _report(
-        self, layer: str, row: int, place: int, got: list[int], want: list[int], what: str, block: int = -1
-    ) -> None:  # fmt: skip
+        self,
+        layer: str,
+        row: int,
+        place: int,
+        got: list[int],
+        want: list[int],
+        read: str,
+        block: int = -1,
+    ) -> None:
         if got == want:
             return
         rule = (
@@ -173,5 +186,5 @@ class Sanitizer:
             if (kind, number) in self._handed
         ]
         self.found.append(
-            "; ".join([f"{layer}, request {request}, token {place}: {what} {rule}", *by])
+            "; ".join([f"{layer}, request {request}, token {place}: {read} {rule}", *by])
         )

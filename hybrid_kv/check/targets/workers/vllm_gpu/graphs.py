@@ -28,6 +28,7 @@ WAITS = {
 FRESH = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach"}
 
 replays = 0  # so far
+_captures: list[Capture] = []  # under way, the innermost last
 
 
 class CaptureError(RuntimeError):
@@ -39,7 +40,7 @@ class Graph:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.steps: list[Callable[[], object]] = []
-        self._capture: capture | None = None
+        self._capture: Capture | None = None
 
     def replay(self) -> None:
         """Run all steps on the memory that they had."""
@@ -50,7 +51,7 @@ class Graph:
 
     def capture_begin(self, *_: Any, **__: Any) -> None:
         """Capture from here on."""
-        self._capture = capture(self)
+        self._capture = Capture(self)
         self._capture.__enter__()
 
     def capture_end(self) -> None:
@@ -67,21 +68,19 @@ class Graph:
         return 0
 
 
-class capture(TorchDispatchMode):
+class Capture(TorchDispatchMode):
     """A context whose operations a graph keeps: `torch.cuda.graph`."""
-
-    _under_way: list[capture] = []  # noqa: RUF012  (of all captures)
 
     def __init__(self, graph: Graph, *_: Any, **__: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.graph = graph
 
     def __enter__(self) -> Any:
-        self._under_way.append(self)
+        _captures.append(self)
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> Any:
-        self._under_way.pop()
+        _captures.pop()
         return super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -100,9 +99,9 @@ class capture(TorchDispatchMode):
         return made
 
 
-def recording() -> capture | None:
+def recording() -> Capture | None:
     """Return the capture that is under way."""
-    return capture._under_way[-1] if capture._under_way else None
+    return _captures[-1] if _captures else None
 
 
 def _step(func: Any, args: Any, kwargs: Any, made: Any) -> Callable[[], None]:
@@ -145,7 +144,7 @@ def install() -> None:
     """Let `torch.cuda` have these."""
     names = {
         "CUDAGraph": Graph,
-        "graph": capture,
+        "graph": Capture,
         "graph_pool_handle": lambda: 0,
         "is_current_stream_capturing": lambda: recording() is not None,
     }

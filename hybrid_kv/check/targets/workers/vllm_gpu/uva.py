@@ -34,7 +34,8 @@ def hand_out(slot: torch.Tensor) -> None:
     _slots.add(begin)
     if (reader := _readers.pop(begin, None)) is not None and not HOST.has_waited(*reader):
         raise TooEarlyError(
-            f"a slot of {place_of_call(BUFFERS)} is rewritten, and a kernel that got it may still run"
+            f"a slot of {place_of_call(BUFFERS)} is rewritten, "
+            "and a kernel that got it may still run"
         )
 
 
