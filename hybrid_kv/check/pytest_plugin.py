@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--hybrid-kv-target",
         metavar="URL|ENGINE",
-        help="Probe this engine: hybrid-kv guard --target.",
+        help="Probe this engine: hybrid-kv check.",
     )
     group.addoption(
         "--hybrid-kv-model",
@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(
             with model_folder(model) as folder:
                 kind = for_model(kind, folder)
         thorough = weights == "random"
-        again = f"hybrid-kv guard --target {target} --model {model}"
+        again = f"hybrid-kv check {target} --model {model}"
         again += f" --python {python}" if python else ""
         for settings in default_matrix(kind, "quick"):
             probes = [

@@ -272,7 +272,7 @@ def _check_combination(given: dict[str, str]) -> None:
             )
         return
     if "ray" in given:
-        raise ConfigError("--ray needs --swarm")
+        raise ConfigError("--ray is an option of hybrid-kv fuzz")
     foreign = [given[name] for name in _SUBJECT if name in given]
     if foreign:
-        raise ConfigError(f"{foreign[0]} is about another engine; name it with --target")
+        raise ConfigError(f"{foreign[0]} is about another engine: hybrid-kv check ENGINE")

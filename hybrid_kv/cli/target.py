@@ -437,9 +437,7 @@ def watch(paths: Sequence[Path], kind: Kind, run: Callable[[], int]) -> None:
             f"--watch {missing[0]}: there is no such file or folder; name the source of your engine"
         )
     if not kind.package:
-        raise ConfigError(
-            f"--watch: {kind.name} has no environment of its own; use --target vllm or mlx"
-        )
+        raise ConfigError(f"--watch: {kind.name} has no environment of its own; check vllm or mlx")
     while True:
         begin = time.perf_counter()
         before = _stamps(paths)

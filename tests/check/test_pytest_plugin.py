@@ -44,7 +44,7 @@ def test_a_wrong_answer_fails_its_item_alone(probed: Run) -> None:
     found = probed("-k", "alone or repeat", bug="hit")
     found.assert_outcomes(passed=3, failed=1)
     found.stdout.fnmatch_lines(
-        ["*hybrid-kv[[]prefix=on[]]::repeat*", "wrong: *", "reduce it: hybrid-kv guard *"]
+        ["*hybrid-kv[[]prefix=on[]]::repeat*", "wrong: *", "reduce it: hybrid-kv check *"]
     )
     assert "Traceback" not in found.stdout.str()
 

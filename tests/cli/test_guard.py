@@ -96,8 +96,8 @@ def test_json_is_all_that_is_printed_and_the_same_as_in_the_file(
             ["--swarm", "0.5", "--against", "vllm"],
             "--swarm does not go with --against; leave one of them out",
         ),
-        (["--ray", "auto"], "--ray needs --swarm"),
-        (["--model", "lfm2"], "--model is about another engine; name it with --target"),
+        (["--ray", "auto"], "--ray is an option of hybrid-kv fuzz"),
+        (["--model", "lfm2"], "--model is about another engine: hybrid-kv check ENGINE"),
         (
             ["--results", "x.parquet"],
             "--results x.parquet: a CSV would spoil this data set; name another folder, then",

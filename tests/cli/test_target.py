@@ -187,7 +187,7 @@ def test_void_alone_has_an_exit_code_of_its_own(capsys, monkeypatch, verdicts, c
             ["--target", "toy", "--exact", "--weights", "random"],
             "--weights and --exact exclude each other",
         ),
-        (["--against", "toy"], "name it with --target"),
+        (["--against", "toy"], "hybrid-kv check ENGINE"),
         (["--replay", "config.json", "--target", "toy"], "--replay does not go with --target"),
         (
             ["--target", "ours", "--python", "x"],

@@ -34,7 +34,7 @@ class Reproducer:
     """A reduced case.
 
     Attributes:
-        file: to be played by `hybrid-kv guard --replay`.
+        file: to be played by `hybrid-kv replay`.
         rule: the first that it breaks.
         tokens: of all prompts.
         seconds: of one core, of reducing it.
@@ -83,7 +83,7 @@ def filed(case: Case, rule: str, how: Shrunk | logits.LogitShrinker, folder: Pat
     time_was_up = "" if how.is_minimal else ", the time was up"
     effort = f"{how.num_plays} plays in {how.seconds:.1f} s{time_was_up}"
     small = f"{case.num_requests} requests with {case.num_tokens} prompt tokens"
-    story = f"shrunk to {small} ({effort}): hybrid-kv guard --replay {file}\n{tell(case)[1]}"
+    story = f"shrunk to {small} ({effort}): hybrid-kv replay {file}\n{tell(case)[1]}"
     return Reproducer(str(file), rule, case.num_requests, case.num_tokens, how.seconds, story)
 
 

@@ -153,7 +153,7 @@ def from_json(text: str, name: str) -> ProbeCase:
     except (TypeError, ValueError, AttributeError, RecursionError) as error:
         problem = str(error)
     raise ConfigError(
-        f"{name} can't be played: {problem}; write it anew with hybrid-kv guard --target"
+        f"{name} can't be played: {problem}; write it anew with hybrid-kv check"
     ) from None
 
 
@@ -214,4 +214,4 @@ def _markdown(case: ProbeCase, stem: Path) -> str:
         for ask in sent.requests:
             extras = ", ".join(f"{key} {value}" for key, value in ask.extras().items())
             lines.append(f"{number}. `{list(ask.prompt)}` {extras}".rstrip())
-    return "\n".join([*lines, "", f"Again: `hybrid-kv guard --replay {stem.name}.json`", ""])
+    return "\n".join([*lines, "", f"Again: `hybrid-kv replay {stem.name}.json`", ""])

@@ -53,7 +53,7 @@ def script_of(case: ProbeCase) -> str:
     described = words or "default settings"
     lines = [
         f'"""{case.target} {case.version}, {described}: a wrong answer. '
-        "Found by `hybrid-kv guard --target vllm`.",
+        "Found by `hybrid-kv check vllm`.",
         "",
         f"{case.problem.rstrip('.')}.",
         "",

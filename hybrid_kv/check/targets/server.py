@@ -87,7 +87,7 @@ class Server:
         try:
             (card, *_) = self._get(_Cards, "/v1/models").data
         except TargetError as error:
-            raise ConfigError(f"--target {url}: no model is served there: {error}") from None
+            raise ConfigError(f"{url}: no model is served there: {error}") from None
         self.name = one_line(card.owned_by or "server")
         self.longest = card.max_model_len or card.n_ctx or 2048
         self.model, self._dialect = card.id, dialect_of(self.name)
@@ -104,9 +104,7 @@ class Server:
         prompt = TRIAL[: max(1, min(len(TRIAL), self.longest // 2))]
         first = self._one(Ask(prompt, max_tokens=2))
         if first.error or not first.token_ids:
-            raise ConfigError(
-                f"--target {url}: it answers without token ids: {first.error or 'none came'}"
-            )
+            raise ConfigError(f"{url}: it answers without token ids: {first.error or 'none came'}")
         self.counters()
         posts = {
             "reset": self._can_post(self._dialect.reset),

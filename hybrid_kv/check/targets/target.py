@@ -222,7 +222,7 @@ class Kind:
     """An engine that can be started; a module of `targets` has its own as `KIND`.
 
     Attributes:
-        name: as `--target` has it.
+        name: as `hybrid-kv check` takes it.
         factors: levels by factor, the plainest first. Common ones: `prefix` (off, on, or modes),
             `spec` (none, ngram3, mtp1 …), `chunk` (whole, or tokens of a step), `blocks` (ample,
             tight).

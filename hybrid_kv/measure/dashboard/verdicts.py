@@ -30,7 +30,7 @@ COMMANDS = {
     ACCURACY: "hybrid-kv accuracy --record",
     STATIC_SUITE: "hybrid-kv kernels --update",
     COMPARE: "hybrid-kv compare HEAD~1 HEAD --record",
-    "swarm": "hybrid-kv guard --swarm 1 --record",
+    "swarm": "hybrid-kv fuzz --record",
     "gpu": "make gpu-bench",
     "generate": "python -m bench.generate --out results/microbench.csv",
     "families": "make bench-peers",

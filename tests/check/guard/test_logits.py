@@ -50,8 +50,7 @@ def test_little_is_left_of_a_cell_that_is_wrong(
         made = reproduce(to_json(case, rule), tmp_path)
         assert made.rule == rule and made.requests <= requests and made.tokens <= tokens
         assert (
-            f"hybrid-kv guard --replay {made.file}" in made.story
-            and f"broken rule: {rule}" in made.story
+            f"hybrid-kv replay {made.file}" in made.story and f"broken rule: {rule}" in made.story
         )
         assert broken_rule(Path(made.file)) == rule and replay(Path(made.file)) == 1
         assert capsys.readouterr().out.endswith(f"broken rule: {rule}\n")
@@ -102,7 +101,7 @@ def test_the_guard_names_the_reproducer_of_a_logit(
     )
     (file,) = tmp_path.glob("logits-*.json")
     assert not first.passed and not second.passed
-    assert f"hybrid-kv guard --replay {file}" in first.detail and "--replay" not in second.detail
+    assert f"hybrid-kv replay {file}" in first.detail and "replay" not in second.detail
 
 
 def test_a_token_that_alone_is_wrong_is_a_case_too() -> None:

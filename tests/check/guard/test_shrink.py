@@ -133,5 +133,5 @@ def test_a_failing_section_names_its_reproducer(
     no_copies(monkeypatch)
     unlike = unlike_the_oracle()
     (file,) = folder.glob("copy-bytes-*.json")
-    assert not unlike.passed and f"hybrid-kv guard --replay {file}" in unlike.detail
+    assert not unlike.passed and f"hybrid-kv replay {file}" in unlike.detail
     assert run_scenario(from_json(file.read_text())).wrong[0].report in unlike.detail

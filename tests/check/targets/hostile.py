@@ -1,4 +1,4 @@
-"""A server of the toy engine with broken replies: the other side of `guard --target URL`."""
+"""A server of the toy engine with broken replies: the other side of `check URL`."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def test_what_cannot_be_asked_is_said_in_one_line(
     for given, said in (
         (
             ["--target", "http://127.0.0.1:9"],
-            "--target http://127.0.0.1:9: no model is served there",
+            "http://127.0.0.1:9: no model is served there",
         ),
         (["--target", "sglang"], "sglang: there is no such engine"),
         (
