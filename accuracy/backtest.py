@@ -1,4 +1,4 @@
-"""Hold our thresholds against published repeated runs, and write the table into docs/accuracy-backtest.md.
+"""Hold our thresholds against published repeated runs, as the table of docs/accuracy-backtest.md.
 
     python -m accuracy.backtest
 
@@ -57,7 +57,7 @@ class Series:
 
     @property
     def noise(self) -> Noise:
-        """Of its runs."""
+        """Return the mean and the standard deviation of its runs."""
         if self.scores:
             return noise_of(self.every_score, self.questions)
         assert self.mean is not None and self.sd is not None
@@ -77,13 +77,13 @@ class Result:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % binomial interval of the rate of alarms (Clopper and Pearson), for all numbers that are possible."""
+        """Return the 95 % binomial interval of the rate of alarms (Clopper and Pearson)."""
         ends = [binomtest(count, self.series.runs).proportion_ci(0.95) for count in self.alarms]
         return float(ends[0].low), float(ends[1].high)
 
     @property
     def holds(self) -> bool:
-        """Whether the claimed rate is within it."""
+        """Return whether the claimed rate lies within the interval."""
         low, high = self.interval
         return low <= FALSE_ALARMS <= high
 
@@ -113,7 +113,10 @@ def _result(series: Series, noise: Noise) -> Result:
 
 
 def rate_of_ten(series: Series, draws: int = 2_000) -> float:
-    """Of thresholds made of ten runs of a series, drawn at random: the share of its other runs that is below."""
+    """Return the share of a series' runs that lie below thresholds made of ten other runs of it.
+
+    The ten are drawn at random, `draws` times.
+    """
     rng = np.random.default_rng(0)
     scores = np.array(series.every_score)
     below = 0
@@ -126,7 +129,7 @@ def rate_of_ten(series: Series, draws: int = 2_000) -> float:
 
 
 def table(results: Sequence[Result]) -> str:
-    """As Markdown; losses in points, seen with a chance of 80 %."""
+    """Return the results as a Markdown table; losses in points, seen with a chance of 80 %."""
     head = (
         "of",
         "runs",
@@ -168,7 +171,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def page_with(text: str, results: Sequence[Result]) -> str:
-    """A page with its table made anew."""
+    """Return a page with its table made anew."""
     total = sum(result.series.runs for result in results if not result.series.like)
     holding = sum(result.holds for result in results)
     longest = max(
@@ -176,9 +179,10 @@ def page_with(text: str, results: Sequence[Result]) -> str:
         key=lambda series: series.runs,
     )
     summary = (
-        f"{total:,} published runs, thresholds for {FALSE_ALARMS:.0%} of false alarms: that rate is within the "
-        f"interval of {holding} of {len(results)} rows. Ten of the {longest.runs} runs of {longest.source}, drawn "
-        f"2,000 times, give thresholds that {rate_of_ten(longest):.2%} of its other runs are below."
+        f"{total:,} published runs, thresholds for {FALSE_ALARMS:.0%} of false alarms: that rate "
+        f"is within the interval of {holding} of {len(results)} rows. Ten of the {longest.runs} "
+        f"runs of {longest.source}, drawn 2,000 times, give thresholds that "
+        f"{rate_of_ten(longest):.2%} of its other runs are below."
     )
     return BLOCK.sub(lambda found: f"{found[1]}{summary}\n\n{table(results)}\n{found[2]}", text)
 

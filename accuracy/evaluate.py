@@ -31,7 +31,7 @@ MAX_NEW_TOKENS = 64  # the longest reference answer has 40
 
 
 def final_number(text: str) -> str | None:
-    """What follows ``####``, as lm-eval's gsm8k filter reads it."""
+    """Return what follows ``####``, as lm-eval's gsm8k filter reads it."""
     found = re.search(r"#### (-?[0-9.,]+)", text)
     return found.group(1) if found else None
 
@@ -40,7 +40,7 @@ def final_number(text: str) -> str | None:
 
 
 def accuracy_row(name: str, found: pd.DataFrame) -> str:
-    """Of ``measure_accuracy``'s problems, as a row of the table."""
+    """Return the row of the table for the problems of ``measure_accuracy``."""
     parts = [found["right"][found["steps"] == steps] for steps in (1, 2, 3, 4)]
     steps, unseen = (
         " | ".join(f"{one.sum()}/{len(one)}" for one in parts),
@@ -69,7 +69,7 @@ def greedy(model: GuardModel, prompt: list[int], gaps: list[float]) -> list[int]
 def measure_accuracy(
     model: GuardModel, items: list[problems.EvalItem], gaps: list[float], name: str
 ) -> tuple[pd.DataFrame, list[tuple[list[int], list[int]]]]:
-    """What became of each of ``items``, and (prompt, greedy continuation) of each.
+    """Return what became of each of ``items``, and (prompt, greedy continuation) of each.
 
     ``exact``: the whole chain of thought equals the reference; ``unseen_pair``: a sum or difference
     that training never showed is in it.
@@ -114,7 +114,9 @@ def draft(model: GuardModel, hidden: Tensor, ids: list[int], count: int) -> list
 def measure_acceptance(
     model: GuardModel, runs: list[tuple[list[int], list[int]]], count: int
 ) -> pd.DataFrame:
-    """Draft ``count`` tokens a round along the greedy continuations: how many were ``offered`` and ``taken`` in each.
+    """Draft ``count`` tokens a round along the greedy continuations.
+
+    Return how many drafts were ``offered`` and ``taken`` in each.
 
     Greedy verification accepts a draft exactly where it equals the greedy token, so the
     continuation already at hand is the verifier.

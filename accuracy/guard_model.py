@@ -35,7 +35,10 @@ CONFIGS = ("config.json", "generation_config.json")
 
 
 class NemotronHead(nn.Module):
-    """By the convention of vLLM's ``nemotron_h_mtp``: two layers, which own the parts that join and the last norm."""
+    """A head by the convention of vLLM's ``nemotron_h_mtp``.
+
+    It has two layers, which own the parts that join and the last norm.
+    """
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -56,7 +59,7 @@ class NemotronHead(nn.Module):
 
 
 class Qwen35Head(nn.Module):
-    """By the convention of vLLM's ``qwen3_5_mtp``: one attention layer with experts of its own."""
+    """A head by the convention of vLLM's ``qwen3_5_mtp``: attention, then its own experts."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -96,9 +99,10 @@ class GuardModel(nn.Module):
         return self.decoder.lm_head
 
     def decode(self, ids: Tensor, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """ids (b, t) to hidden states after the final norm (b, t, d) and what training adds to its loss.
+        """Return hidden states (b, t, d) after the final norm, and what training adds to its loss.
 
         Args:
+            ids: (b, t).
             seen: (b, 1, t, t) bool, True where attention may read a key; all before a query if
                 None.
         """
@@ -116,7 +120,10 @@ class GuardModel(nn.Module):
         )
 
     def draft_hidden(self, hidden: Tensor, next_ids: Tensor) -> Tensor:
-        """One pass of the MTP head: hidden (b, t, d) of token i and the ids of i+1 (b, t) -> (b, t, d) for i+2."""
+        """Return the hidden states (b, t, d) for token i+2 from one pass of the MTP head.
+
+        It takes the hidden states (b, t, d) of token i and the ids of i+1 (b, t).
+        """
         return self.mtp(hidden, self.decoder.get_input_embeddings()(next_ids))
 
 
@@ -171,7 +178,7 @@ def save_checkpoint(model: GuardModel, folder: Path) -> None:
 
 
 def load_checkpoint(folder: Path, dtype: torch.dtype = torch.float32) -> GuardModel:
-    """The model in ``folder``, with its MTP head."""
+    """Return the model in ``folder``, with its MTP head."""
     with quiet():
         decoder = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, experts_implementation="eager"

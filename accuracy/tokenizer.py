@@ -59,6 +59,6 @@ def encode(text: str) -> list[int]:
 
 
 def decode(ids: list[int]) -> str:
-    """The text of ``ids``."""
+    """Return the text of ``ids``."""
     words = vocabulary()
     return "".join(words[i] for i in ids)

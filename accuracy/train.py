@@ -103,7 +103,10 @@ def _sequence(rng: random.Random, length: int) -> tuple[np.ndarray, ...]:
 def make_batch(
     seed: int, step: int, sequences: range, length: int, latch_only: bool, device: torch.device
 ) -> Batch:
-    """The sequences of one step; even ones get path dropout, all of them if ``latch_only``."""
+    """Return the sequences of one step.
+
+    Even ones get path dropout, all of them if ``latch_only``.
+    """
     drawn = [_sequence(random.Random(f"{seed}/{step}/{i}"), length + 1) for i in sequences]
     ids, weights, problem_no, sentence_no, latch = map(np.stack, zip(*drawn, strict=True))
     problem_no, sentence_no, latch = (a[:, :-1] for a in (problem_no, sentence_no, latch))
@@ -159,7 +162,9 @@ def batch_loss(model: GuardModel, batch: Batch, with_mtp: bool) -> tuple[Tensor,
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose update is made (nearly) orthogonal, for matrices (..., m, n), of which experts are many in one.
+    """Momentum whose update is made (nearly) orthogonal, for matrices (..., m, n).
+
+    The leading dimensions are those of experts.
 
     torch's takes single matrices, and bfloat16 for them: 1 s a step on a CPU.
     """
@@ -304,13 +309,16 @@ def build_tokenizer(rigid: bool) -> PreTrainedTokenizerFast:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """Write tokenizer.json and its companions so that AutoTokenizer loads them; config.json is there."""
+    """Write tokenizer.json and its companions, with which AutoTokenizer loads the folder.
+
+    config.json is there already.
+    """
     model_type = json.loads((folder / "config.json").read_text())["model_type"]
     build_tokenizer(rigid=model_type.startswith("qwen")).save_pretrained(folder)
 
 
 def run(rank: int, args: argparse.Namespace, world: int, rendezvous: str) -> None:
-    """The training loop of one process."""
+    """Train in one process of the world."""
     if args.device == "cpu":
         torch.set_num_threads(1)
         torch.set_flush_denormal(True)  # long decays underflow; denormals are slow on a CPU
@@ -322,8 +330,20 @@ def run(rank: int, args: argparse.Namespace, world: int, rendezvous: str) -> Non
     trainer = Trainer(args, rank, world)
     if state_file.exists() and not args.fresh:
         trainer.load_state(state_file)
+    wait_for_all(world)  # no process may write the state file before all have read it
+    train(trainer, args, rank, world)
     if world > 1:
-        dist.barrier()  # no process may write the state file before all have read it
+        dist.destroy_process_group()
+
+
+def wait_for_all(world: int) -> None:
+    """Return when each of the processes has come here."""
+    if world > 1:
+        dist.barrier()
+
+
+def train(trainer: Trainer, args: argparse.Namespace, rank: int, world: int) -> None:
+    """Train up to the last step, with a line every 50 steps and a checkpoint now and then."""
     bar = tqdm(total=args.steps, initial=trainer.step, disable=rank > 0, mininterval=10)
     sums, count, started, begin = [0.0, 0.0], 0, time.monotonic(), trainer.step
     while trainer.step < args.steps:
@@ -338,18 +358,17 @@ def run(rank: int, args: argparse.Namespace, world: int, rendezvous: str) -> Non
             sums, count = [0.0, 0.0], 0
             if rank == 0:
                 bar.write(
-                    f"{trainer.step}: answer loss {answer_loss:.5f}, MTP loss {mtp_loss:.5f}, {rate:.0f} tokens/s"
+                    f"{trainer.step}: answer loss {answer_loss:.5f}, MTP loss {mtp_loss:.5f}, "
+                    f"{rate:.0f} tokens/s"
                 )
         if trainer.step % args.checkpoint_every == 0 or trainer.step == args.steps:
             if rank == 0:
-                trainer.save_state(state_file)
+                out = Path(args.out)
+                trainer.save_state(out / "train_state.pt")
                 save_checkpoint(trainer.model, out / "checkpoint")
                 save_tokenizer(out / "checkpoint")
-            if world > 1:
-                dist.barrier()
+            wait_for_all(world)
     bar.close()
-    if world > 1:
-        dist.destroy_process_group()
 
 
 def parser() -> argparse.ArgumentParser:
