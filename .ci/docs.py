@@ -1,4 +1,6 @@
-"""`python .ci/docs.py [FOLDER]`: docs/ as a site that opens offline, with a reference of the commands and of Python.
+"""Build docs/ as a site that opens offline, with a reference of the commands and of Python.
+
+    python .ci/docs.py [FOLDER]
 
 The default folder is site/docs. It is replaced as a whole, and only by a build without a warning.
 """
@@ -61,7 +63,10 @@ def main(folder: Path) -> int:
 
 
 def _not_in_navigation(source: Path) -> Iterator[str]:
-    """Pages that the navigation lacks, and those that only it has: Zensical looks at links in pages alone."""
+    """Yield an error for each page that the navigation lacks, and for each that only it has.
+
+    Zensical looks at links in pages alone.
+    """
     import tomllib  # of Python 3.11, as Zensical
 
     listed = set(
@@ -102,22 +107,26 @@ def _commands() -> str:
 def _classes() -> str:
     public = [getattr(hybrid_kv, name) for name in hybrid_kv.__all__ if name != "__version__"]
     parts = ["# Python\n\n`LLM` takes the fields of these configurations by name.\n"]
-    for one in [*public, EngineConfig, *PARTS.values()]:
-        parts.append(
-            f"## {one.__name__}\n\n```python\n{_signature(one)}\n```\n\n{inspect.getdoc(one) or ''}\n"
-        )
-        methods = {} if is_dataclass(one) else vars(one)
-        for name, method in methods.items():
-            if not name.startswith("_") and inspect.isfunction(method):
-                parts.append(
-                    f"### {name}\n\n```python\n{_signature(method)}\n```\n\n{inspect.getdoc(method) or ''}\n"
-                )
+    for public_class in [*public, EngineConfig, *PARTS.values()]:
+        parts.append(_entry(f"## {public_class.__name__}", public_class))
+        methods = {} if is_dataclass(public_class) else vars(public_class)
+        parts += [
+            _entry(f"### {name}", method)
+            for name, method in methods.items()
+            if not name.startswith("_") and inspect.isfunction(method)
+        ]
     return "\n".join(parts)
 
 
-def _signature(one: Any) -> str:
-    """A parameter a line."""
-    signature = inspect.signature(one)
+def _entry(heading: str, documented: Any) -> str:
+    """Return the heading, the signature and the docstring of a class or function."""
+    text = inspect.getdoc(documented) or ""
+    return f"{heading}\n\n```python\n{_signature(documented)}\n```\n\n{text}\n"
+
+
+def _signature(documented: Any) -> str:
+    """Return the signature of a class or function, a parameter a line."""
+    signature = inspect.signature(documented)
     # Annotations are texts, which are shown without their quotes.
     shown = {
         name: re.sub(r": '(.*?)'", r": \1", str(parameter))
@@ -130,9 +139,9 @@ def _signature(one: Any) -> str:
         else f" -> {signature.return_annotation}"
     )
     return (
-        "\n".join([f"{one.__name__}(", *lines, f"){returned}"])
+        "\n".join([f"{documented.__name__}(", *lines, f"){returned}"])
         if lines
-        else f"{one.__name__}(){returned}"
+        else f"{documented.__name__}(){returned}"
     )
 
 

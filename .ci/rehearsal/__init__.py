@@ -1,1 +1,1 @@
-"""What .ci/rehearse is made of: expressions, GitHub's part, a night, its commands, and what may go wrong in it."""
+"""Modules of .ci/rehearse: expressions, GitHub's part, a night, its commands and its faults."""

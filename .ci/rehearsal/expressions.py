@@ -1,4 +1,7 @@
-"""Expressions of GitHub's workflows, evaluated by Jinja, whose operators they have under other names."""
+"""Expressions of GitHub's workflows, evaluated by Jinja.
+
+Jinja has the same operators under other names.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ _JINJA = SandboxedEnvironment(undefined=ChainableUndefined)
 
 
 class Names(dict[str, Any]):
-    """Values by name. Jinja takes a hyphen for a minus, so each is found with an underscore instead."""
+    """Values by name, with an underscore for each hyphen, which Jinja takes for a minus."""
 
     def __missing__(self, name: str) -> Any:
         for key, value in self.items():
@@ -50,7 +53,7 @@ def filled(texts: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, str
     found = {}
     for key, text in texts.items():
         parts = EXPRESSION.split(str(text))  # every second one is an expression
-        parts[1::2] = [str(evaluate(part, values, True)) for part in parts[1::2]]
+        parts[1::2] = [str(evaluate(part, values, success=True)) for part in parts[1::2]]
         found[key] = "".join(parts)
     return found
 

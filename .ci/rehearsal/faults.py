@@ -1,4 +1,4 @@
-"""What may go wrong in a night, and how it ends then."""
+"""Faults of a night, and how the night ends with each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_COLUMNS = 22  # of a row
 
 @dataclass(frozen=True)
 class Promise:
-    """How a night ends.
+    """The end of a night.
 
     Attributes:
         failed: the steps that fail.
@@ -32,20 +32,36 @@ class Promise:
 
 
 PROMISES = {
-    "step": Promise(("gpu: make gpu-guard",), ("failed: gpu-guard --", "\nmake gpu-guard\n"), True),
+    "step": Promise(
+        failed=("gpu: make gpu-guard",),
+        alarm=("failed: gpu-guard --", "\nmake gpu-guard\n"),
+        is_published=True,
+    ),
     "no-gpu": Promise(
-        ("gpu: make gpu-test", "gpu: make gpu-guard", "gpu: make gpu-bench"),
-        ("failed: gpu-test, gpu-guard, gpu-bench --", "\nmake gpu-test\n"),
-        True,
+        failed=("gpu: make gpu-test", "gpu: make gpu-guard", "gpu: make gpu-bench"),
+        alarm=("failed: gpu-test, gpu-guard, gpu-bench --", "\nmake gpu-test\n"),
+        is_published=True,
     ),
     "disk": Promise(
-        ("gpu: make gpu-bench",), ("failed: gpu-bench --",), True, "gpu-4", "File too large"
+        failed=("gpu: make gpu-bench",),
+        alarm=("failed: gpu-bench --",),
+        is_published=True,
+        log="gpu-4",
+        message="File too large",
     ),
     "token": Promise(
-        ("push: make push-results",), ("failed: a job died --",), False, "push-2", "no right"
+        failed=("push: make push-results",),
+        alarm=("failed: a job died --",),
+        is_published=False,
+        log="push-2",
+        message="no right",
     ),
     "force-push": Promise(
-        ("push: make push-results",), ("failed: a job died --",), False, "push-2", "the beginning"
+        failed=("push: make push-results",),
+        alarm=("failed: a job died --",),
+        is_published=False,
+        log="push-2",
+        message="the beginning",
     ),
 }
 

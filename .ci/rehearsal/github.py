@@ -1,4 +1,4 @@
-"""GitHub's part: artifacts, pages, a repository with the branch `results`, and a `gh` that notes its calls."""
+"""GitHub's part of a night: artifacts, pages, the branch `results`, and a `gh` that notes calls."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def write_script(file: Path, text: str) -> None:
 
 
 class GitHub:
-    """What a night finds and leaves there, in a folder.
+    """The remote repository, pages and calls of `gh` of a night, in a folder.
 
     Attributes:
         remote: the repository.

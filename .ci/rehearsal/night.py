@@ -51,7 +51,8 @@ class Night:
     """
 
     def __init__(self, workflow: Path, folder: Path, fault: str) -> None:
-        """
+        """Set up a night, of which nothing has run yet.
+
         Args:
             fault: what goes wrong; see `faults`.
 
@@ -160,7 +161,10 @@ class Night:
         return not has_failed
 
     def _make(self, name: str, arguments: Sequence[str], given: Mapping[str, str]) -> bool:
-        """Call `make` in the job's workspace, with what the workflow sets; return whether it succeeds."""
+        """Call `make` in the job's workspace, with what the workflow sets.
+
+        Return whether it succeeds.
+        """
         bin_folder = self.github.folder / "bin"
         workspace = self.github.folder / name.rpartition("-")[0]
         env = {key: value for key, value in os.environ.items() if not OURS.match(key)}
@@ -192,7 +196,7 @@ class Night:
 
 
 def keep_asv_environments(workspace: Path) -> None:
-    """Let asv find the environments of the last rehearsal: they are what takes minutes, and begin with their path."""
+    """Let asv find the environments of the last rehearsal, whose making takes minutes."""
     place = workspace / ".asv/env"
     if not place.is_symlink():
         ASV_ENVIRONMENTS.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The commands of a night on this machine: on a pretend device and smaller where they must be, else as they are."""
+"""The commands of a night on this machine: on a pretend device or smaller, or else as they are."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NO_WARNING = "-W ignore::pytest.PytestAssertRewriteWarning"
 
 @contextmanager
 def pretend_device(kernels: str) -> Iterator[None]:
-    """Compute on a pretend GPU that has CUDA's events, with torch's kernels or with Triton's interpreter."""
+    """Compute on a pretend GPU with CUDA's events, by torch's kernels or Triton's interpreter."""
     import torch
 
     from hybrid_kv.kernels.common.interpreter import start_interpreter
@@ -72,7 +72,10 @@ def two_contests() -> None:
 
 
 def write_questions() -> None:
-    """Write ten questions and the shots before them, as the files of GSM8K that an offline machine gives."""
+    """Write ten questions and the shots before them as the files of GSM8K.
+
+    They are for a machine that is offline.
+    """
     from hybrid_kv.check.guard_model import problems
 
     made = problems.dataset(0, QUESTIONS, shots=5)
@@ -114,13 +117,15 @@ class Smaller:
 SMALLER = (
     Smaller(
         "-m pytest -m gpu",
-        "of the GPU tests all but tests/cache/test_offload.py and tests/kernels/gated_norm: kernels are interpreted",
+        "of the GPU tests all but tests/cache/test_offload.py and tests/kernels/gated_norm: "
+        "kernels are interpreted",
         kernels="triton",
         add=f"{NO_WARNING} tests/cache/test_offload.py tests/kernels/gated_norm",
     ),
     Smaller(
         "guard --device cuda",
-        "of the guard all but the guard model in one engine: the other sections need no device, and ran in ci.yml",
+        "of the guard all but the guard model in one engine: the other sections need no device, "
+        "and ran in ci.yml",
         kernels="torch",
         add="--quick --jobs 1 --only 'guard model'",
         prepare=one_logit_cell,
@@ -134,7 +139,8 @@ SMALLER = (
     ),
     Smaller(
         "compare --tier gpu",
-        "the GPU's cells of the comparison, which launch thousands of times: memory/plan is counted",
+        "the GPU's cells of the comparison, which launch thousands of times: memory/plan is "
+        "counted",
         swap={"gpu": "count"},
         add="-k memory/plan",
     ),
@@ -146,14 +152,16 @@ SMALLER = (
     ),
     Smaller(
         "accuracy --model",
-        f"GSM8K's own questions and the models of NIGHTLY_MODELS, from the hub: {QUESTIONS} made ones, the guard model",
+        f"GSM8K's own questions and the models of NIGHTLY_MODELS, from the hub: {QUESTIONS} made "
+        "ones, the guard model",
         kernels="torch",
         swap={"--limit=1319": f"--limit={QUESTIONS}"},
         prepare=write_questions,
     ),
     Smaller(
         "accuracy divergence",
-        "cached log-probabilities on a device: 8 tokens behind each of 12 prompts are scored on the CPU",
+        "cached log-probabilities on a device: 8 tokens after each of 12 prompts are scored on the "
+        "CPU",
         add="--limit 12 --max-tokens 8",
     ),
 )
@@ -162,7 +170,8 @@ UNREHEARSED = (
     "CUDA graphs, and Triton's compiler: kernels are torch's or interpreted",
     *(smaller.unrehearsed for smaller in SMALLER),
     "commits before HEAD in asv: the night measures one",
-    "GitHub itself: runners, rights, time limits, Pages, and the first night, which finds no branch `results`",
+    "GitHub itself: runners, rights, time limits, Pages, and the first night, which finds no "
+    "branch `results`",
 )
 
 
@@ -205,7 +214,10 @@ def run_smaller(smaller: Smaller, name: str, arguments: list[str]) -> None:
 
 
 def stand_in(fault: str, line: str) -> None:
-    """Do what stands for a command in a night with a fault, and exit; return if the real one is to run."""
+    """Do what stands for a command in a night with a fault, and exit.
+
+    Return if the real command is to run.
+    """
     needs_gpu = re.search("-m gpu|device cuda|bench.gpu", line)
     is_full = fault == "disk" and "bench.gpu" in line
     if "results --check" in line or is_full or (fault == "no-gpu" and needs_gpu):
