@@ -1,13 +1,14 @@
-"""llama-server goes on from another prompt's state. python llamacpp_stale_checkpoint.py SERVER MODEL.gguf [OPTIONS]
+"""Show that llama-server goes on from another prompt's state.
+
+    python llamacpp_stale_checkpoint.py SERVER MODEL.gguf [OPTIONS]
 
 Any model with recurrent layers and a vocabulary of 100 tokens or more; options are the server's.
-One client sends one request at a time. For prompts P of several lengths, each with a server of its
-own:
+One client sends one request at a time. For prompts P of several lengths, each with its own server:
 
-  P + 4 tokens          the server keeps the state behind P
-  P + [x] + 4 tokens    and the state behind P + [x]
-  P + [y] + 600 tokens  goes on behind P; the state behind P + [x] stays, though x is not there any
-  more P + [y] + 2 of these + 1   is continued from the state behind P + [x]
+  P + 4 tokens             the server keeps the state after P
+  P + [x] + 4 tokens       and the state after P + [x]
+  P + [y] + 600 tokens     goes on after P; the state after P + [x] stays, though x is gone
+  P + [y] + 2 of these + 1 is continued from the state after P + [x]
 """
 
 import json
@@ -68,7 +69,8 @@ def is_wrong(length):
     first, other = (one["completion_probabilities"][0]["logprob"] for one in (cold, warm))
     wrong = cold["tokens"] != warm["tokens"] or abs(first - other) > 0.01
     print(
-        f"P of {length}: {'WRONG' if wrong else 'right'}; {warm['timings']['cache_n']} tokens from the cache",
+        f"P of {length}: {'WRONG' if wrong else 'right'}; "
+        f"{warm['timings']['cache_n']} tokens from the cache",
         flush=True,
     )
     print(

@@ -1,4 +1,7 @@
-"""mlx-lm: an answer depends on longer prompts beside it. python mlx_batch.py FOLDER (jamba, nemotron_h …)"""
+"""Show that an answer of mlx-lm depends on longer prompts in its batch.
+
+python mlx_batch.py FOLDER (jamba, nemotron_h …)
+"""
 
 import sys
 from pathlib import Path

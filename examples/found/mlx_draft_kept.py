@@ -1,6 +1,10 @@
-"""mlx-lm: with a draft model, a cache lacks the last token that was given out, so the next turn starts one position
-too early; mlx_lm.server stores it under a key with that token. python mlx_draft_kept.py FOLDER
-(llama)"""
+"""Show that a cache of mlx-lm lacks the last token that was given out with a draft model.
+
+    python mlx_draft_kept.py FOLDER (llama)
+
+The next turn starts one position too early; mlx_lm.server stores the cache under a key with that
+token.
+"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""mlx-lm drops key_multiplier of Falcon-H1: any value gives the same logits. python mlx_falcon_h1.py FOLDER"""
+"""Show that mlx-lm drops key_multiplier of Falcon-H1: any value gives the same logits.
+
+python mlx_falcon_h1.py FOLDER
+"""
 
 import sys
 from pathlib import Path

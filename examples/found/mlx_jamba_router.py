@@ -1,5 +1,10 @@
-"""mlx-lm's Jamba makes the chosen experts' weights sum to one; the model takes them from a softmax over all experts
-(transformers' JambaSparseMoeBlock, which does not normalise). python mlx_jamba_router.py FOLDER"""
+"""Show that mlx-lm's Jamba makes the chosen experts' weights sum to one.
+
+    python mlx_jamba_router.py FOLDER
+
+The model takes them from a softmax over all experts (transformers' JambaSparseMoeBlock, which does
+not normalise).
+"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""mlx_lm.server: a prompt that is a cached one ends its only generation thread. python mlx_server_dies.py FOLDER"""
+"""Show that a prompt equal to a cached one ends the only generation thread of mlx_lm.server.
+
+python mlx_server_dies.py FOLDER
+"""
 
 import json
 import subprocess

@@ -1,4 +1,6 @@
-"""transformers: what a kept cache of a Mamba-2 or Falcon-Mamba holds is computed again, behind itself.
+"""Show that transformers computes again, after itself, what a kept cache of a Mamba-2 holds.
+
+The same holds for Falcon-Mamba.
 
 python transformers_kept_mamba.py FOLDER
 """

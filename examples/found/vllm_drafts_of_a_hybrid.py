@@ -5,7 +5,6 @@ Exit code 1 while it does.
 hybrid-kv checkpoint granitemoehybrid made --size small && python vllm_drafts_of_a_hybrid.py made
 """
 
-# ruff: noqa: E402
 import os
 import sys
 

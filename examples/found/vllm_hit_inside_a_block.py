@@ -5,7 +5,6 @@ Exit code 1 while it does.
 hybrid-kv checkpoint FAMILY made --size small && python vllm_hit_inside_a_block.py made
 """
 
-# ruff: noqa: E402
 import os
 import sys
 

@@ -5,7 +5,6 @@ Exit code 1 while it does.
 hybrid-kv checkpoint lfm2 made --size small && python vllm_lfm2_batch.py made
 """
 
-# ruff: noqa: E402
 import os
 import sys
 

@@ -5,7 +5,6 @@ Exit code 1 while so.
 hybrid-kv checkpoint lfm2 made --size small && python vllm_no_drafts.py made
 """
 
-# ruff: noqa: E402
 import os
 import sys
 

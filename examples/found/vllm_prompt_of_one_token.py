@@ -3,7 +3,6 @@
 hybrid-kv checkpoint qwen3_5_text made --size small && python vllm_prompt_of_one_token.py made
 """
 
-# ruff: noqa: E402
 import os
 import sys
 

@@ -5,7 +5,6 @@ Exit code 1 while that is so.
 hybrid-kv checkpoint granitemoehybrid made --size small && python vllm_second_start.py made
 """
 
-# ruff: noqa: E402
 import os
 import sys
 

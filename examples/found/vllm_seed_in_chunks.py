@@ -5,7 +5,6 @@ Exit code 1 while it does.
 Any model; hybrid-kv checkpoint mamba2 made --size small && python vllm_seed_in_chunks.py made
 """
 
-# ruff: noqa: E402
 import os
 import sys
 

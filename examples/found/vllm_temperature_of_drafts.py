@@ -5,7 +5,6 @@ Exit code 1 while it is.
 Any attention model (a Mamba2 one is wrong by itself); python vllm_temperature_of_drafts.py FOLDER
 """
 
-# ruff: noqa: E402
 import os
 import sys
 

@@ -5,7 +5,6 @@ Exit code 1 while they do.
 Any attention model (a Mamba2 one is wrong by itself); python vllm_top_k_without_drafts.py FOLDER
 """
 
-# ruff: noqa: E402
 import os
 import sys
 
