@@ -1,1 +1,4 @@
-"""Known bugs of other engines as changes of this one, a YAML file each, and what runs them: `hybrid-kv mutants`."""
+"""Known bugs of other engines as changes of this one, a YAML file each, and their runner.
+
+`hybrid-kv mutants` runs them.
+"""

@@ -1,1 +1,1 @@
-"""Injects known bugs and generated mutants into a copy of the package, and says what catches them first."""
+"""The runner of mutants: it injects each into a copy of the package and says what catches it."""

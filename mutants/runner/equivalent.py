@@ -34,8 +34,8 @@ def read_equivalent(file: Path = FILE) -> set[tuple[str, str]]:
     for entry in entries:
         if not entry["proof"] or not is_there(entry["file"], entry["change"]):
             raise ConfigError(
-                f"{file}: {entry['file']} has no more {entry['change']!r}, or the entry has no proof; "
-                "hybrid-kv mutants --prune-equivalent takes out what has gone"
+                f"{file}: {entry['file']} has no more {entry['change']!r}, or the entry has no "
+                "proof; hybrid-kv mutants --prune-equivalent takes out what has gone"
             )
     return {(entry["file"], entry["change"]) for entry in entries}
 
@@ -74,7 +74,7 @@ def _read(file: Path, text: str) -> list[dict[str, str]]:
 
 
 def is_there(path: str, change: str) -> bool:
-    """Whether a file of the package still has the lines that a mutant changes."""
+    """Return whether a file of the package still has the lines that a mutant changes."""
     function, _, lines = change.partition(": ")
     old, arrow, _ = lines.partition(ARROW)
     try:

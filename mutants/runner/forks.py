@@ -1,7 +1,9 @@
-"""Processes that begin with everything imported but the engine: run as a script, which imports nothing of the project.
+"""Processes that begin with everything imported but the engine.
+
+It is run as a script, which imports nothing of the project.
 
 A line of standard input names the folder of a copy, a module of `mutants.runner` and one of its
-functions; what the function makes of the task in that folder is written beside it. The line of
+functions; what the function makes of the task in that folder is written next to it. The line of
 output that answers is the exit code of the process, or minus the signal that ended it.
 """
 
@@ -21,9 +23,20 @@ from pathlib import Path
 # What the quick guard imports, 7 CPU seconds. One that is not installed is not needed, or what
 # needs it reports that.
 PACKAGES = (
-    "torch", "numpy", "numba", "pandas", "tqdm.auto", "scipy.stats", "yaml", "safetensors.torch", "tokenizers",
-    "transformers", "lm_eval", "lm_eval.evaluator", "datasets",
-)  # fmt: skip
+    "torch",
+    "numpy",
+    "numba",
+    "pandas",
+    "tqdm.auto",
+    "scipy.stats",
+    "yaml",
+    "safetensors.torch",
+    "tokenizers",
+    "transformers",
+    "lm_eval",
+    "lm_eval.evaluator",
+    "datasets",
+)
 TASK, ANSWER, CASE, OUTPUT = "task.json", "answer.json", "case.json", "output"  # files of a folder
 
 

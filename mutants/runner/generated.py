@@ -1,4 +1,4 @@
-"""Mutants that cosmic-ray makes: each is one operator of it applied to one place of a file of the engine.
+"""Mutants that cosmic-ray makes: each applies one of its operators to one place of an engine file.
 
 A place is named by its file, its line, the operator, and which of that operator's mutations on that
 line it is. Text is no place: no string, no type, no error that is raised, nothing that is logged;
@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -24,45 +24,76 @@ from mutants.runner.units import BY_TESTS, is_unit, tests_of
 
 # Whose mutants are generated: the cache, its scheduler and runner, and the kernels.
 GLOBS = (
-    "cache/*.py", "spec_decode/*.py", "attention/*.py", "engine/scheduler.py", "engine/runner.py",
-    "engine/step_inputs.py", "kernels/**/*.py",
-)  # fmt: skip
+    "cache/*.py",
+    "spec_decode/*.py",
+    "attention/*.py",
+    "engine/scheduler.py",
+    "engine/runner.py",
+    "engine/step_inputs.py",
+    "kernels/**/*.py",
+)
 # Each operation turns into its nearest neighbours: of all eleven others most fail at once, and say
-# nothing. RemoveDecorator is left out (a dataclass without its decorator is none), and so are the
+# nothing.
+BINARY = {
+    "Add": ("Sub", "Mul"),
+    "Sub": ("Add", "Mod"),
+    "Mul": ("Add", "FloorDiv"),
+    "Div": ("Mul",),
+    "FloorDiv": ("Mul", "Mod"),
+    "Mod": ("FloorDiv", "Add"),
+    "Pow": ("Mul",),
+    "RShift": ("LShift",),
+    "LShift": ("RShift",),
+    "BitOr": ("BitAnd",),
+    "BitAnd": ("BitOr",),
+    "BitXor": ("BitOr",),
+}
+COMPARISONS = {
+    "Eq": ("NotEq", "LtE", "GtE"),
+    "NotEq": ("Eq", "Lt", "Gt"),
+    "Lt": ("LtE", "NotEq", "GtE"),
+    "LtE": ("Lt", "Eq", "Gt"),
+    "Gt": ("GtE", "NotEq", "LtE"),
+    "GtE": ("Gt", "Eq", "Lt"),
+    "Is": ("IsNot",),
+    "IsNot": ("Is",),
+}
+
+
+def _pairs(neighbours: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
+    """Yield each operation with each of its neighbours."""
+    for old, every in neighbours.items():
+        for new in every:
+            yield old, new
+
+
+# RemoveDecorator is left out (a dataclass without its decorator is none), and so are the
 # operators for variables, which draw a number anew at each use.
 OPERATORS = (
     *("NumberReplacer", "AddNot", "ZeroIterationForLoop", "ExceptionReplacer"),
     *("ReplaceTrueWithFalse", "ReplaceFalseWithTrue", "ReplaceAndWithOr", "ReplaceOrWithAnd"),
     *("ReplaceBreakWithContinue", "ReplaceContinueWithBreak"),
-    *("ReplaceUnaryOperator_Delete_Not", "ReplaceUnaryOperator_Delete_USub", "ReplaceUnaryOperator_Delete_Invert"),
-    *(
-        f"ReplaceBinaryOperator_{pair}"
-        for pair in (
-            "Add_Sub", "Add_Mul", "Sub_Add", "Sub_Mod", "Mul_Add", "Mul_FloorDiv", "Div_Mul", "FloorDiv_Mul",
-            "FloorDiv_Mod", "Mod_FloorDiv", "Mod_Add", "Pow_Mul", "RShift_LShift", "LShift_RShift", "BitOr_BitAnd",
-            "BitAnd_BitOr", "BitXor_BitOr",
-        )
-    ),
-    *(
-        f"ReplaceComparisonOperator_{pair}"
-        for pair in (
-            "Eq_NotEq", "Eq_LtE", "Eq_GtE", "NotEq_Eq", "NotEq_Lt", "NotEq_Gt", "Lt_LtE", "Lt_NotEq", "Lt_GtE",
-            "LtE_Lt", "LtE_Eq", "LtE_Gt", "Gt_GtE", "Gt_NotEq", "Gt_LtE", "GtE_Gt", "GtE_Eq", "GtE_Lt",
-            "Is_IsNot", "IsNot_Is",
-        )
-    ),
-)  # fmt: skip
+    *(f"ReplaceUnaryOperator_Delete_{name}" for name in ("Not", "USub", "Invert")),
+    *(f"ReplaceBinaryOperator_{old}_{new}" for old, new in _pairs(BINARY)),
+    *(f"ReplaceComparisonOperator_{old}_{new}" for old, new in _pairs(COMPARISONS)),
+)
 OPTIONS = ("num_warps", "num_stages")  # of a launch: they change how fast it is, no result
 LEFT_OUT = (
-    "__repr__", "__str__", "check_integrity", "warp_size", "register_limit", "_options",
-)  # fmt: skip
+    "__repr__",
+    "__str__",
+    "check_integrity",
+    "warp_size",
+    "register_limit",
+    "_options",
+)
 ARROW = " => "  # stands in no line of Python
 Position = tuple[int, int]  # line from 1, column from 0, in characters
 
 
 @dataclass(frozen=True)
 class Generated(Mutant):
-    """
+    """A mutant made by an operator of cosmic-ray.
+
     Attributes:
         file: its path in the package.
         text: of the changed file.
@@ -90,7 +121,7 @@ class Generated(Mutant):
 
 @dataclass(frozen=True)
 class Place:
-    """Where an operator changes a file.
+    """A place in a file where an operator changes it.
 
     `number`: among its mutations on that line; `occurrence`: in that file.
     """
@@ -138,7 +169,10 @@ class Source:
         return found
 
     def mutant(self, place: Place) -> tuple[Generated, Any] | None:
-        """What comes of a place, and the code that Python compiles it to; None if that is none, or the same."""
+        """Return the mutant of a place, and the code that Python compiles it to.
+
+        None if it does not compile, or compiles to the same code as before.
+        """
         from cosmic_ray.mutating import mutate_code
 
         text = mutate_code(self.text, _operators()[place.operator], place.occurrence)
@@ -157,7 +191,7 @@ class Source:
         return Generated(place.id, self.file, text, change, digest), code
 
     def has(self, function: str, old: str) -> bool:
-        """Whether these lines, without their indentation, are still in a function or class."""
+        """Return whether these lines, without their indentation, are in a function or class."""
         names = function.split(".") if function != "module" else []
         body: ast.AST = self.tree
         for name in names:
@@ -169,7 +203,10 @@ class Source:
         return _joined(old.split("\n")) in _joined(text.split("\n"))
 
     def _span(self, node: ast.AST) -> tuple[Position, Position]:
-        """Where a node begins and ends. Python counts bytes, parso characters."""
+        """Return where a node begins and ends.
+
+        Python counts bytes, parso characters.
+        """
 
         def position(line: int, column: int) -> Position:
             return line, len(self._lines[line - 1].encode()[:column].decode())
@@ -181,7 +218,10 @@ class Source:
         )
 
     def _around(self, at: Position) -> tuple[str, range]:
-        """The function or class around a place, and the lines of the function, or of the statement outside of one."""
+        """Return the name of the function or class around a place, and the lines of the function.
+
+        Outside of a function they are those of the statement.
+        """
         names, lines, function = [], range(at[0], at[0] + 1), None
         for node in ast.walk(self.tree):  # from the outside in
             if isinstance(node, ast.stmt) and self._span(node)[0] <= at < self._span(node)[1]:
@@ -201,11 +241,11 @@ def _operators() -> dict[str, Any]:
 
 
 def _text_nodes(tree: ast.Module) -> Iterator[ast.AST]:
-    """What people and type checkers alone read; decorators; the code's own checks, `strict` of zip among them; and
-    what a launch of a kernel says of its warps.
+    """Yield the nodes whose mutants would break nothing by themselves.
 
-    A check that is weaker than it was breaks nothing by itself, and warps make no difference to
-    what comes out.
+    They are what people and type checkers alone read; decorators; the code's own checks, `strict`
+    of zip among them, since a check that is weaker than it was breaks nothing; and what a launch of
+    a kernel says of its warps, which make no difference to what comes out.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise | ast.JoinedStr | ast.Assert):
@@ -245,7 +285,7 @@ def _code(code: CodeType) -> tuple[Any, ...]:
 
 
 def _shown(new: list[str], old: list[str]) -> str:
-    """The lines that differ, as `old => new`."""
+    """Return the lines that differ, as `old => new`."""
     begin = next(i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b)
     end = next(
         i for i, (a, b) in enumerate(zip(reversed(old), reversed(new), strict=False)) if a != b
@@ -258,6 +298,9 @@ def _joined(lines: Sequence[str]) -> str:
 
 
 def files(by: str | None = None) -> list[str]:
-    """Those whose mutants are generated, by their paths in the package: by `tests` or the guard, or both."""
+    """Return the files whose mutants are generated, by their paths in the package.
+
+    They are those killed by `tests`, by the guard, or both.
+    """
     found = {path.relative_to(PACKAGE).as_posix() for glob in GLOBS for path in PACKAGE.glob(glob)}
     return sorted(file for file in found if by is None or is_unit(file) == (by == BY_TESTS))

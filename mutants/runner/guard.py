@@ -1,7 +1,8 @@
-"""What of the guard catches a bug first, and the case that does, reduced and run again: each function that is given a
-task is run by a fresh process that imports the changed copy of the package.
+"""The guard's way of catching a bug first, and the case that does, reduced and run again.
 
-The task names the ways; the answer is written beside it, and the case, where there is one.
+Each function that is given a task is run by a fresh process that imports the changed copy of the
+package. The task names the ways; the answer is written next to it, and the case, where there is
+one.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ SCENARIO_LIMIT, SECTION_LIMIT = 20.0, 60.0
 
 
 class LoopError(BaseException):
-    """Raised in the middle of a loop: no `except Exception` of the engine takes it for an error of its own."""
+    """An error in the middle of a loop, which no `except Exception` of the engine catches."""
 
 
 @dataclass
 class Catch:
-    """What was found first: nothing if `section` is empty.
+    """The first catch; nothing was caught if `section` is empty.
 
     `cell`: of a server, its model and setting.
     """
@@ -65,9 +66,9 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 class Scenarios:
-    """The exact model's scenarios one after the other; the one that is wrong is written into `case`."""
+    """The exact model's scenarios, one after the other; a wrong one is written into `case`."""
 
-    def __init__(self, sanitize: bool, case: Path) -> None:
+    def __init__(self, case: Path, *, sanitize: bool) -> None:
         from hybrid_kv.check.guard.play import Differences
 
         self._section, self._sanitize, self._case = SANITIZER if sanitize else EXACT, sanitize, case
@@ -103,8 +104,10 @@ class Scenarios:
 
 
 def compile_loops() -> None:
-    """Have numba compile what the guard uses, or load it: copies of the package find it, too, instead of each taking
-    ten seconds."""
+    """Have numba compile what the guard uses, or load it.
+
+    Copies of the package find it, too, instead of each taking ten seconds.
+    """
     import torch
 
     from hybrid_kv.kernels.block_tables import HostTables, TableLayout
@@ -136,7 +139,7 @@ def _section(name: str, amount: int, case: Path) -> Catch:
 
 
 def _sections(size: Size, case: Path) -> Steps:
-    """The guard's sections but the exact model: those that take less than a second, then the others.
+    """Yield the guard's sections but the exact model, those that take less than a second first.
 
     Block ids are left out: they are compared with a clock, which says nothing of a bug.
     """
@@ -153,9 +156,11 @@ def _sections(size: Size, case: Path) -> Steps:
 
 
 def steps_of(ways: Sequence[str], case: Path) -> Steps:
-    """The parts of some ways by name, those first that find most in a second: some requests of the exact model, its
-    sections, the exact model's other requests. The sanitizer runs those last ones, if it is one of
-    the ways."""
+    """Return the steps of some ways by name, those first that find most in a second.
+
+    These are some requests of the exact model, its sections, and the exact model's other requests.
+    The sanitizer runs those last ones, if it is one of the ways.
+    """
     from hybrid_kv.check.guard.registry import load_checks
     from hybrid_kv.measure import guard_checks  # noqa: F401  (registers them)
 
@@ -165,10 +170,10 @@ def steps_of(ways: Sequence[str], case: Path) -> Steps:
         if way == ACCURACY:
             steps[way] = partial(_section, way, amounts[way]["full"], case)
         elif way == SANITIZER:
-            steps[way] = partial(Scenarios(True, case).end, REQUESTS)
+            steps[way] = partial(Scenarios(case, sanitize=True).end, REQUESTS)
         else:
             size = cast("Size", way)
-            exact = Scenarios(False, case)
+            exact = Scenarios(case, sanitize=False)
             steps["first"] = partial(exact.play, FIRST)
             steps |= _sections(size, case)
             if SANITIZER not in ways:
@@ -177,7 +182,7 @@ def steps_of(ways: Sequence[str], case: Path) -> Steps:
 
 
 def _first(steps: Steps) -> Catch:
-    """What the first step finds that finds something."""
+    """Return what the first step that catches anything has caught."""
     requests = 0
     for step in steps.values():
         catch = step()
@@ -188,7 +193,10 @@ def _first(steps: Steps) -> Catch:
 
 
 def run(task: Mapping[str, Any], case: Path) -> dict[str, Any]:
-    """Carry out a task and write the case that fails; an engine that fails by itself has been caught, too."""
+    """Carry out a task and write the case that fails.
+
+    An engine that fails by itself has been caught, too.
+    """
     import torch
 
     torch.set_num_threads(1)

@@ -52,7 +52,7 @@ class Change:
                 raise TypeError(f"{name} of a change is {value!r}, not a text")
 
     def apply(self, text: str, name: str) -> str:
-        """The changed text.
+        """Return the changed text.
 
         Raises:
             ConfigError: `old` does not occur exactly once.
@@ -67,8 +67,8 @@ class Change:
                 found.append((match.start(), old, self.new.replace("\n", indent)))
         if len(found) != 1:
             raise ConfigError(
-                f"{name}: {first!r} occurs {len(found)} times in {self.file}, not once: the code has moved; write the "
-                "mutant anew"
+                f"{name}: {first!r} occurs {len(found)} times in {self.file}, not once: the code "
+                "has moved; write the mutant anew"
             )
         ((start, old, new),) = found
         return text[:start] + new + text[start + len(old) :]
@@ -82,7 +82,7 @@ class Mutant(ABC):
 
     @abstractmethod
     def changed(self) -> Changed:
-        """The changed files.
+        """Return the changed files.
 
         Raises:
             ConfigError: the code has moved, or a file is not one of the engine's.
@@ -90,16 +90,23 @@ class Mutant(ABC):
 
     @abstractmethod
     def ways(self, by: str) -> tuple[str, ...]:
-        """What is to catch it, in this order, if `by` was chosen: ways of `guard.steps_of`, `http` or `tests`."""
+        """Return what is to catch it, in this order, if `by` was chosen.
+
+        They are ways of `guard.steps_of`, `http` or `tests`.
+        """
 
     def labels(self) -> dict[str, str]:
-        """What its row says beside what became of it."""
+        """Return what its row says with what became of it."""
         return {}
 
 
 @dataclass(frozen=True)
 class KnownBug(Mutant):
-    """One bug. `settings`: the model and levels of the factors of `targets.ours` in which it acts; no run uses them."""
+    """A bug of another engine.
+
+    `settings` are the model and levels of the factors of `targets.ours` in which it acts; no run
+    uses them.
+    """
 
     references: tuple[str, ...]
     mechanism: str
@@ -125,7 +132,8 @@ class KnownBug(Mutant):
                 or not path.is_file()
             ):
                 raise ConfigError(
-                    f"{self.id}: {change.file} is not a file of the engine; write it as in cache/manager.py"
+                    f"{self.id}: {change.file} is not a file of the engine; "
+                    "write it as in cache/manager.py"
                 )
             text = found.get(change.file) or path.read_text(encoding="utf-8")
             found[change.file] = change.apply(text, self.id)
@@ -133,7 +141,9 @@ class KnownBug(Mutant):
 
 
 def inject(root: Path, texts: Mapping[str, str], package: Path = PACKAGE) -> None:
-    """Make a package in `root` of links to this one's files, or another's, but for some with a text of their own.
+    """Link the files of a package into `root`, but for some with their own text.
+
+    The package is this one unless another is given.
 
     What Python and numba have compiled is linked, too: they know a file by its time and size.
     """
@@ -148,7 +158,9 @@ def inject(root: Path, texts: Mapping[str, str], package: Path = PACKAGE) -> Non
 
 
 def read_mutants(folder: Path = FOLDER, ids: Sequence[str] = ()) -> list[KnownBug]:
-    """The mutants of a folder in the order of their ids, or those of `ids`; `UNCHANGED` is one only if it is named.
+    """Return the mutants of a folder in the order of their ids, or those of `ids`.
+
+    `UNCHANGED` is one only if it is named.
 
     Raises:
         ConfigError: there is no such folder or id, or a file does not hold a mutant.
@@ -180,6 +192,7 @@ def _read(file: Path) -> KnownBug:
         raise ConfigError(f"{file} is not a mutant: {type(error).__name__}: {error}") from None
     if not ID.fullmatch(mutant.id) or not changes or parts:
         raise ConfigError(
-            f"{file} is not a mutant: its id is invalid, it changes nothing, or {list(parts)} is unknown"
+            f"{file} is not a mutant: its id is invalid, it changes nothing, "
+            f"or {list(parts)} is unknown"
         )
     return mutant

@@ -1,4 +1,4 @@
-"""Injects mutants one by one, each into a copy in a process of its own, and reports what catches them."""
+"""Inject mutants, each into a copy in a process of its own, and report what catches them."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ class Reduced(Reproducer):
 
     @property
     def is_right(self) -> bool:
-        """It fails each time with the bug, and never without."""
+        """Return whether it fails each time with the bug, and never without."""
         return self.fails == 1 and self.passes is True
 
 
 @dataclass(frozen=True)
 class Row:
-    """What became of a mutant.
+    """The outcome of a mutant.
 
     Attributes:
         section, rule: what caught it first; empty if nothing did.
@@ -96,7 +96,7 @@ class Row:
         return "" if self.reduced is None or self.reduced.is_right else "the reduced case is wrong"
 
     def records(self, by: str) -> list[Record]:
-        """As rows of the results file.
+        """Yield the rows of the results file.
 
         Seconds have no unit of time: they are of an engine that is wrong.
         """
@@ -137,15 +137,22 @@ class Forks:
 
     def __init__(self) -> None:
         environment = {
-            **os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
-        }  # fmt: skip
+            **os.environ,
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         self._process = subprocess.Popen(
-            [sys.executable, forks.__file__], env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, forks.__file__],
+            env=environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             start_new_session=True,
-        )  # fmt: skip
+        )
 
     def call(self, root: Path, function: str, task: Mapping[str, Any], limit: float) -> Any:
-        """What a function such as `guard.run` returns in a process of its own that imports the copy in `root`.
+        """Return what a function such as `guard.run` returns, run with the copy in `root`.
 
         Raises:
             FailedError: it took longer than the limit, in seconds of one core, or died.
@@ -171,7 +178,7 @@ class Forks:
 
 @dataclass(frozen=True)
 class MutationRun:
-    """What is done with each mutant.
+    """A run of mutants: what is done with each.
 
     Attributes:
         limit: seconds of one core for one, but by `http`.
@@ -186,7 +193,9 @@ class MutationRun:
     sound: set[str] = field(default_factory=set)
 
     def judge(self, mutant: Mutant, ways: Sequence[str], forked: Forks) -> Row:
-        """Inject one mutant and see what catches it: the guard's ways, in one process, and unit tests, in their order.
+        """Inject one mutant and see what catches it.
+
+        The guard's ways come first, in one process, then unit tests, in their order.
 
         Raises:
             ConfigError: the code has moved.
@@ -236,7 +245,7 @@ class MutationRun:
         return found
 
     def record(self, folder: Path, forked: Forks) -> None:
-        """Write exact checkpoints into a folder, and the right answers to what is asked of each mutant."""
+        """Write exact checkpoints into a folder, and the right answers to all questions."""
         write_checkpoints(folder)
         with tempfile.TemporaryDirectory() as copy:
             inject(Path(copy), {})
@@ -285,7 +294,7 @@ Judge = Callable[[Mutant], Row]
 
 @contextmanager
 def _forking(by: str, run: MutationRun, jobs: int) -> Iterator[tuple[Executor, Judge]]:
-    """A pool of threads, and what they do with a mutant: each has a process of its own."""
+    """Yield a pool of threads and their judge: each mutant has a process of its own."""
     compile_loops()
     every, own = list[Forks](), local()
 
@@ -307,7 +316,7 @@ def _forking(by: str, run: MutationRun, jobs: int) -> Iterator[tuple[Executor, J
 
 @contextmanager
 def _probing(jobs: int) -> Iterator[tuple[Executor, Judge]]:
-    """A pool of processes, each with oracles of its own, and what they do with a mutant."""
+    """Yield a pool of processes, each with its own oracles, and their judge."""
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         try:
             yield pool, _probe
@@ -316,7 +325,7 @@ def _probing(jobs: int) -> Iterator[tuple[Executor, Judge]]:
 
 
 def run_all(mutants: Sequence[Mutant], by: str, run: MutationRun, jobs: int) -> Iterator[Row]:
-    """A row for each mutant, as they come.
+    """Yield a row for each mutant, as they come.
 
     Args:
         by: what is to catch them, see `Mutant.ways`.
@@ -338,7 +347,7 @@ def run_all(mutants: Sequence[Mutant], by: str, run: MutationRun, jobs: int) -> 
 
 @contextmanager
 def _recorded(run: MutationRun) -> Iterator[MutationRun]:
-    """The run with exact checkpoints, as long as the context lasts."""
+    """Yield the run with exact checkpoints, which last as long as the context."""
     with tempfile.TemporaryDirectory() as folder, closing(Forks()) as forked:
         run.record(Path(folder), forked)
         yield replace(run, weights=Path(folder))

@@ -1,4 +1,7 @@
-"""Which generated mutants are run: a sample, or those with an id; what is proven equivalent or known is left out."""
+"""The choice of generated mutants to run: a sample, or those with an id.
+
+What is proven equivalent or known is left out.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,9 @@ def choose(
     csv: Path,
     again: bool = False,
 ) -> tuple[list[Generated], list[Row]]:
-    """The mutants to run, and the rows of those that were run before: the same function, killed in the same ways.
+    """Return the mutants to run, and the rows of those that were run before.
+
+    Run before means: the same function, killed in the same ways.
 
     Args:
         by: see `generated.files`.
@@ -57,7 +62,7 @@ def choose(
 
 
 def read_known(csv: Path) -> dict[tuple[str, str], Row]:
-    """The newest rows of generated mutants, by digest and ways."""
+    """Return the newest rows of generated mutants, by digest and ways."""
     rows = read_beside(csv)
     rows = rows[(rows["suite"] == "mutants") & (rows["metric"] == "caught")]
     found: dict[tuple[str, str], Row] = {}
@@ -72,7 +77,9 @@ def read_known(csv: Path) -> dict[tuple[str, str], Row]:
 def draw(
     by: str | None, amount: int, seed: int, changed: Mapping[str, Set[int]] | None = None
 ) -> list[Generated]:
-    """A sample of the mutants, stratified by file: at least one of each, and in proportion to how many it has.
+    """Draw a sample of the mutants, stratified by file.
+
+    It has at least one of each file, and is in proportion to how many each has.
 
     A larger sample of the same seed begins with the smaller one.
 
@@ -110,7 +117,8 @@ def draw(
 
 
 def by_id(name: str) -> Generated:
-    """
+    """Return the mutant with this name.
+
     Raises:
         ConfigError: there is no such mutant.
     """
@@ -127,7 +135,7 @@ def by_id(name: str) -> Generated:
 
 
 def changed_lines(since: str) -> dict[str, set[int]]:
-    """The lines of the engine that differ from a revision's, by file.
+    """Return the lines of the engine that differ from a revision's, by file.
 
     Raises:
         ConfigError: git knows no such revision, or this is no checkout.
@@ -146,7 +154,8 @@ def changed_lines(since: str) -> dict[str, set[int]]:
     done = subprocess.run(command, cwd=PACKAGE, capture_output=True, text=True)
     if since.startswith("-") or done.returncode:
         raise ConfigError(
-            f"--changed-since {since}: git knows no such revision here; give a commit, tag or branch"
+            f"--changed-since {since}: git knows no such revision here; "
+            "give a commit, tag or branch"
         )
     found: dict[str, set[int]] = {}
     file = ""

@@ -1,4 +1,4 @@
-"""What finds an injected bug through a server: probes of a changed copy of the engine behind `hybrid-kv serve`.
+"""Probes that find an injected bug through a server: a changed copy behind `hybrid-kv serve`.
 
 They know nothing of the bug: every one is probed in the same settings. Most are of the embedded
 trained models, whose drafts are accepted now and then. Their states forget within a hundred tokens;
@@ -56,7 +56,10 @@ def _made(model: str) -> tempfile.TemporaryDirectory[str]:
 
 
 def _folder(model: str) -> str:
-    """Of an embedded model, or of a family with random weights, which lives as long as this process."""
+    """Return the folder of an embedded model, or of a family with random weights.
+
+    The latter lives as long as this process.
+    """
     return str(FOLDERS[model]) if model in FOLDERS else _made(model).name
 
 
@@ -65,7 +68,10 @@ _oracle = cache(Oracle)  # No mutant changes what it says: one for all of them.
 
 @cache
 def _sound(model: str, levels: tuple[tuple[str, str], ...]) -> tuple[Judge, int]:
-    """What the server without a bug says of rounding and of the size of a block, in this setting."""
+    """Return the judge and the block size of the server without a bug, in this setting.
+
+    The judge knows its rounding.
+    """
     folder, settings = _folder(model), dict(levels)
     judge = Judge(_oracle(folder, settings.get("dtype", "float32")))
     session = Session(serve, folder, settings, judge, References(serve, folder))
@@ -77,7 +83,9 @@ def _sound(model: str, levels: tuple[tuple[str, str], ...]) -> tuple[Judge, int]
 
 
 def probe(root: Path) -> tuple[Catch, float]:
-    """The probes in each setting, in their order, to the first wrong answer; and the seconds until then.
+    """Run the probes in each setting, in their order, to the first wrong answer.
+
+    Return it, and the seconds until then.
 
     Args:
         root: the folder of a copy with a bug.

@@ -1,11 +1,11 @@
-"""Which tests kill the mutants of a file, and running them: by a fresh process in the folder of a copy.
+"""Tests that kill the mutants of a file, run by a fresh process in the folder of a copy.
 
 Of units a table names the tests, since they are to kill every mutant. Tests of all other files
 follow from what imports what: first those by the file's own name, then those that import it or what
 stands above it in its folder.
 
 Tests of Triton's kernels start Triton's interpreter themselves, in a process of its own. The tests
-are the checkout's, linked beside the copy, so that they import the copy.
+are the checkout's, linked next to the copy, so that they import the copy.
 """
 
 from __future__ import annotations
@@ -35,16 +35,30 @@ ENGINE = ("attention", "cache", "engine", "kernels", "models", "spec_decode", "c
 MOST = 10  # derived tests of a file
 # By pattern of a file, the first that matches: its tests, with `{folder}` and `{name}` of its path.
 TESTS: dict[str, tuple[str, ...]] = {
-    "kernels/common/compiled.py": ("tests/kernels/common", "tests/kernels/block_tables/test_host.py"),
-    "kernels/common/spans.py": ("tests/kernels/common/test_spans.py", "tests/kernels/ssd/test_prefill.py"),
+    "kernels/common/compiled.py": (
+        "tests/kernels/common",
+        "tests/kernels/block_tables/test_host.py",
+    ),
+    "kernels/common/spans.py": (
+        "tests/kernels/common/test_spans.py",
+        "tests/kernels/ssd/test_prefill.py",
+    ),
     "kernels/common/*": (
-        "tests/kernels/common", "tests/kernels/gated_norm", "tests/kernels/causal_conv1d",
+        "tests/kernels/common",
+        "tests/kernels/gated_norm",
+        "tests/kernels/causal_conv1d",
         "tests/kernels/test_recurrences.py",
     ),
     "kernels/ssd/*": ("tests/kernels/ssd", "tests/kernels/test_recurrences.py"),
     "kernels/gated_delta/*": ("tests/kernels/gated_delta", "tests/kernels/test_recurrences.py"),
-    "kernels/paged_attention/reference.py": ("tests/attention/test_paged.py", "tests/kernels/paged_attention"),
-    "kernels/recompute/r*.py": ("tests/kernels/recompute", "tests/kernels/gated_delta/test_recompute.py"),
+    "kernels/paged_attention/reference.py": (
+        "tests/attention/test_paged.py",
+        "tests/kernels/paged_attention",
+    ),
+    "kernels/recompute/r*.py": (
+        "tests/kernels/recompute",
+        "tests/kernels/gated_delta/test_recompute.py",
+    ),
     "kernels/*/*": ("tests/kernels/{folder}",),
     "kernels/selective_scan.py": ("tests/kernels/test_recurrences.py",),
     "kernels/[!_]*": ("tests/kernels/test_{name}.py",),
@@ -52,30 +66,53 @@ TESTS: dict[str, tuple[str, ...]] = {
     "cache/capacity.py": ("tests/cache/test_capacity.py", "tests/cache/test_plan.py"),
     "cache/spec.py": ("tests/cache/test_spec.py", "tests/cache/test_plan.py"),
     "cache/ranks.py": ("tests/cache/test_ranks.py", "tests/cache/test_plan.py"),
-    "cache/backend.py": ("tests/cache/test_backend.py", "tests/cache/test_plan.py", "tests/attention/test_paged.py"),
+    "cache/backend.py": (
+        "tests/cache/test_backend.py",
+        "tests/cache/test_plan.py",
+        "tests/attention/test_paged.py",
+    ),
     "cache/offload.py": ("tests/cache/test_offload.py", "tests/engine/test_folder.py"),
     "cache/folder_tier.py": ("tests/cache/test_folder_tier.py", "tests/cache/test_offload.py"),
     "cache/block_hash.py": ("tests/cache/test_block_hash.py", "tests/cache/test_block_pool.py"),
     "cache/layout.py": ("tests/cache/test_layout.py",),
     "attention/rollback.py": (
-        "tests/attention", "tests/engine/test_runner.py", "tests/cache/test_spec.py", "tests/cache/test_layout.py",
+        "tests/attention",
+        "tests/engine/test_runner.py",
+        "tests/cache/test_spec.py",
+        "tests/cache/test_layout.py",
         "tests/engine/test_limits.py",
     ),
     "attention/*": ("tests/attention", "tests/engine/test_runner.py"),
     "models/*": ("tests/models/test_layers.py", "tests/models/test_families.py"),
     "spec_decode/*": ("tests/spec_decode",),
     "config.py": ("tests/test_config.py", "tests/engine/test_limits.py"),
-}  # fmt: skip
+}
 # What an engine does with these the guard sees, and soonest: their tests come behind it.
 GUARD_FIRST = (
-    "attention/*", "engine/*", "models/*", "spec_decode/*", "*.py", "cache/block_*.py", "cache/manager.py",
-    "cache/modes.py", "cache/observe.py", "cache/prefix.py", "cache/request_blocks.py", "cache/spec.py",
-)  # fmt: skip
+    "attention/*",
+    "engine/*",
+    "models/*",
+    "spec_decode/*",
+    "*.py",
+    "cache/block_*.py",
+    "cache/manager.py",
+    "cache/modes.py",
+    "cache/observe.py",
+    "cache/prefix.py",
+    "cache/request_blocks.py",
+    "cache/spec.py",
+)
 # Without those that compile, which say nothing of a result, and of other packages.
 OPTIONS = (
-    "-x", "-q", "-p", "no:cacheprovider", "--assert=plain", "--hypothesis-profile=mutants",
-    "-k", "not compiles and not imports",
-)  # fmt: skip
+    "-x",
+    "-q",
+    "-p",
+    "no:cacheprovider",
+    "--assert=plain",
+    "--hypothesis-profile=mutants",
+    "-k",
+    "not compiles and not imports",
+)
 # CPU seconds after which the tests of one file loop; the slowest take 60, of most files 25
 LIMIT = 150.0
 FAILED, BROKEN = (
@@ -85,7 +122,10 @@ FAILED, BROKEN = (
 
 
 def tests_of(file: str) -> list[str]:
-    """The tests of a file of the package, the nearest first; empty: the guard alone is to kill its mutants."""
+    """Return the tests of a file of the package, the nearest first.
+
+    Empty: the guard alone is to kill its mutants.
+    """
     path = Path(file)
     rows = (tests for pattern, tests in TESTS.items() if fnmatch(file, pattern))
     named = [test.format(folder=path.parent.name, name=path.stem) for test in next(rows, ())]
@@ -100,7 +140,10 @@ def tests_of(file: str) -> list[str]:
 
 
 def derived_tests(file: str) -> list[str]:
-    """Tests that import a file, or one of its folder that needs it: by its name, of its folder, the narrowest."""
+    """Return the tests that import a file, or a file of its folder that needs it.
+
+    First come those by its name, then those of its folder, the narrowest first.
+    """
     path = Path(file)
     above = {file, *_users(file)}
     found: list[tuple[bool, bool, int, str]] = []
@@ -153,7 +196,7 @@ def _package_files(file: Path) -> frozenset[str]:
 
 @cache
 def _imports(file: Path) -> frozenset[tuple[str, str]]:
-    """Module and name of all that a file imports."""
+    """Return module and name of all that a file imports."""
     found = set[tuple[str, str]]()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -164,7 +207,10 @@ def _imports(file: Path) -> frozenset[tuple[str, str]]:
 
 
 def _defined_in(module: str, name: str) -> Path | None:
-    """The file of the checkout that an imported name comes from, behind packages that hand it on; None: no such."""
+    """Return the file of the checkout that an imported name comes from; None: no such.
+
+    Packages that hand the name on are passed through.
+    """
     for dotted in (f"{module}.{name}", module):
         path = ROOT.joinpath(*dotted.split("."))
         file = next(
@@ -182,19 +228,19 @@ def _defined_in(module: str, name: str) -> Path | None:
 
 
 def is_seen_by_guard(file: str) -> bool:
-    """Whether the guard sees what an engine does with a file, sooner than its tests."""
+    """Return whether the guard sees what an engine does with a file, sooner than its tests."""
     return any(
         fnmatch(file, pattern) and (pattern != "*.py" or "/" not in file) for pattern in GUARD_FIRST
     )
 
 
 def is_unit(file: str) -> bool:
-    """Whether generated mutants of a file are run by its tests alone."""
+    """Return whether generated mutants of a file are run by its tests alone."""
     return bool(tests_of(file)) and not is_seen_by_guard(file)
 
 
 def tests_of_all(files: Iterable[str]) -> list[str]:
-    """The tests of some files; empty if one of them has none."""
+    """Return the tests of some files; empty if one of them has none."""
     found = [tests_of(file) for file in files]
     return sorted({test for tests in found for test in tests}) if all(found) else []
 

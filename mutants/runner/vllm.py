@@ -74,24 +74,24 @@ class Found:
 
 
 def patches_of(name: str) -> list[Path]:
-    """What a run with a patch applies."""
+    """Return the patches that a run with a patch applies."""
     return [FOLDER / f"{one}.patch" for one in dict.fromkeys((HEALTHY, name))]
 
 
 def head(patch: Path) -> tuple[str, str, list[str]]:
-    """The id of a patch, what goes wrong, and the cells that should show it."""
+    """Return the id of a patch, what goes wrong, and the cells that should show it."""
     first, second = patch.read_text().splitlines()[:2]
     name, _, what = first.removeprefix("# ").partition(": ")
     return name, what, [cell.strip() for cell in second.removeprefix("# settings: ").split(";")]
 
 
 def files_of(patch: Path) -> set[str]:
-    """The files that a patch changes, by their paths in the package."""
+    """Return the files that a patch changes, by their paths in the package."""
     return set(re.findall(r"(?m)^\+\+\+ b/vllm/(\S+)", patch.read_text()))
 
 
 def cell_of(text: str) -> tuple[str, str]:
-    """The exact model of a cell, and its settings."""
+    """Return the exact model of a cell, and its settings."""
     model = "".join(re.findall(r"model=(\S+)", text)) or "mixed"
     return model, re.sub(r"model=\S+|plain", "", text).strip()
 
@@ -110,12 +110,14 @@ def overlay(package: Path, patches: Sequence[Path], folder: Path) -> None:
         )
 
 
-class _Wrong(Exception):
-    """Ends the probes of a cell."""
+class _WrongError(Exception):
+    """A wrong outcome, which ends the probes of a cell."""
 
 
 def search(python: str, name: str, weights: str, models: Callable[[str], Guarded]) -> Found:
-    """Run the probes on vLLM with a patch, in each of its cells, until an outcome is not as it should be.
+    """Run the probes on vLLM with a patch, in each of its cells.
+
+    It ends with the first outcome that is not as it should be.
 
     Args:
         models: a model of that name inside vLLM; its judge knows answers from the searches before.
@@ -137,7 +139,7 @@ def search(python: str, name: str, weights: str, models: Callable[[str], Guarded
             return
         elif outcome.verdict not in FINE or outcome.probe == "start":
             found.probe, found.detail = outcome.probe, f"{outcome.verdict}: {outcome.detail}"
-            raise _Wrong(outcome)
+            raise _WrongError(outcome)
 
     with tempfile.TemporaryDirectory() as folder:
         package = subprocess.run(
@@ -170,7 +172,7 @@ def search(python: str, name: str, weights: str, models: Callable[[str], Guarded
             ran.append(cell)
             try:
                 ask(guarded, cell, (), report)
-            except _Wrong as end:
+            except _WrongError as end:
                 found.wrong_read = _wrong_read(guarded, end.args[0])
                 break
         remote.end_loaders()
@@ -178,7 +180,7 @@ def search(python: str, name: str, weights: str, models: Callable[[str], Guarded
 
 
 def _possible(cell: Mapping[str, str], kind: Kind) -> Settings:
-    """The factors that an engine has, each with its next level if it lacks this one."""
+    """Return the factors that an engine has, each with its next level if it lacks this one."""
     levels = kind.factors
     return {
         name: level if level in levels[name] else levels[name][1]
@@ -199,7 +201,10 @@ def _wrong_read(guarded: Guarded, outcome: Outcome) -> str:
 
 
 def tables(rows: Sequence[Mapping[str, str]]) -> str:
-    """What was found, fastest first, and what was not, from the last row of each patch and kind of weights."""
+    """Return the patches that were found as a table, fastest first, and those that were not.
+
+    The last row of each patch and kind of weights counts.
+    """
     exact = {
         row["name"]: row for row in rows if row["weights"] == "exact" and row["name"] != HEALTHY
     }
@@ -210,9 +215,10 @@ def tables(rows: Sequence[Mapping[str, str]]) -> str:
     )
     seconds = [float(row["seconds"]) for row in found]
     lines = [
-        f"**{len(found)} of {len(exact)} are found**, in a median of {median(seconds):.1f} s of probes, at most "
-        f"{max(seconds):.0f} s.\n",
-        "| patch | id | what goes wrong | found by | setting | s | random weights | exact weights | first wrong read |",
+        f"**{len(found)} of {len(exact)} are found**, in a median of {median(seconds):.1f} s of "
+        f"probes, at most {max(seconds):.0f} s.\n",
+        "| patch | id | what goes wrong | found by | setting | s | random weights | exact weights "
+        "| first wrong read |",
         "|---|---|---|---|---|--:|---|---|---|",
     ]
     for row in found:
@@ -242,7 +248,7 @@ def tables(rows: Sequence[Mapping[str, str]]) -> str:
 
 
 def _by_checkpoint(rows: Sequence[Mapping[str, str]], weights: str) -> dict[str, str]:
-    """What found each patch with a checkpoint of these weights."""
+    """Return what found each patch with a checkpoint of these weights."""
     return {
         row["name"]: row["probe"] or row["detail"].partition(":")[0] or "no"
         for row in rows
@@ -260,7 +266,10 @@ def _rewrite() -> None:
 
 
 def main() -> None:
-    """Write a row for each patch as it comes; the exit code is 1 if the healthy engine is not right."""
+    """Write a row for each patch as it comes.
+
+    The exit code is 1 if the healthy engine is not right.
+    """
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--table", action="store_true", help="only rewrite the README's tables")
     parser.add_argument("--python", help="of an environment with vLLM")

@@ -325,7 +325,7 @@ def test_what_never_happens_is_found_at_the_end(
     monkeypatch.setattr(
         "hybrid_kv.check.guard.play.run_scenario", lambda _: Differences(num_requests=2)
     )
-    scenarios = guard.Scenarios(False, tmp_path)
+    scenarios = guard.Scenarios(tmp_path, sanitize=False)
     assert scenarios.play(3) == guard.Catch(requests=4)
     found = scenarios.end(5)
     assert (found.section, found.rule, found.requests) == (guard.EXACT, "void", 6)
