@@ -18,10 +18,8 @@ torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 # Nor should each of them compile the package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-for name in (
-    "GITHUB_ACTIONS",
-    "GITHUB_STEP_SUMMARY",
-):  # what commands print is the same where CI runs the tests
+# what commands print is the same where CI runs the tests
+for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"):
     os.environ.pop(name, None)
 
 # Derandomised, so that a change and its parent see the same examples; no deadline, because CI

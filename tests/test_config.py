@@ -22,36 +22,109 @@ from hybrid_kv.config import (
 CACHED: dict[str, Any] = {"enable_prefix_caching": True}
 DRAFTS: dict[str, Any] = {"speculative_method": "ngram", "num_speculative_tokens": 2}
 COUNTS = (
-    "block_size", "mamba_block_size", "num_blocks", "memory_bytes", "recompute_ring_len", "max_num_seqs",
-    "max_model_len", "max_num_batched_tokens", "prompt_lookup_min", "prompt_lookup_max",
-)  # fmt: skip
+    "block_size",
+    "mamba_block_size",
+    "num_blocks",
+    "memory_bytes",
+    "recompute_ring_len",
+    "max_num_seqs",
+    "max_model_len",
+    "max_num_batched_tokens",
+    "prompt_lookup_min",
+    "prompt_lookup_max",
+)
 # Options that are allowed, options one step beyond, and the error's message.
 LIMITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    *(({n: 1}, {n: wrong}, f"{n}={wrong!r} must be an integer >= 1") for n in COUNTS for wrong in (0, True, "8")),
-    *(({name: True}, {name: "false"}, f"{name}='false' must be True or False") for name in (*CACHED, "sanitize")),
-    ({"async_scheduling": True}, {"async_scheduling": 1}, "async_scheduling=1 must be True or False"),
-    ({"mamba_cache_mode": "all"}, {"mamba_cache_mode": "sparse"}, "'sparse'; use one of none, align, all"),
-    ({"mamba_cache_mode": "align"}, {"mamba_cache_mode": "align", "enable_prefix_caching": False}, "use mode none"),
-    ({**CACHED, "kv_offload_bytes": 9}, {"kv_offload_bytes": 9}, "kv_offload_bytes=9 keeps blocks of the prefix cache"),
-    ({**CACHED, "kv_offload_folder": "f"}, {"kv_offload_folder": "f"}, "kv_offload_folder='f' keeps blocks of"),
-    ({"kv_offload_bytes": 0}, {"kv_offload_bytes": -1}, "kv_offload_bytes=-1 must be an integer >= 0"),
-    ({**CACHED, "kv_offload_folder": Path("f")}, {**CACHED, "kv_offload_folder": b"f"}, "must be the path of a folder"),
-    ({**CACHED, "kv_offload_folder": "f"}, {**CACHED, "kv_offload_folder": ""}, "must be the path of a folder"),
-    ({**CACHED, "kv_offload_folder": "f"}, {**CACHED, "kv_offload_folder": "f\0"}, "must be the path of a folder"),
+    *(
+        ({n: 1}, {n: wrong}, f"{n}={wrong!r} must be an integer >= 1")
+        for n in COUNTS
+        for wrong in (0, True, "8")
+    ),
+    *(
+        ({name: True}, {name: "false"}, f"{name}='false' must be True or False")
+        for name in (*CACHED, "sanitize")
+    ),
     (
-        {**CACHED, "kv_offload_folder": "f", "kv_offload_folder_bytes": 1}, {**CACHED, "kv_offload_folder_bytes": 1},
+        {"async_scheduling": True},
+        {"async_scheduling": 1},
+        "async_scheduling=1 must be True or False",
+    ),
+    (
+        {"mamba_cache_mode": "all"},
+        {"mamba_cache_mode": "sparse"},
+        "'sparse'; use one of none, align, all",
+    ),
+    (
+        {"mamba_cache_mode": "align"},
+        {"mamba_cache_mode": "align", "enable_prefix_caching": False},
+        "use mode none",
+    ),
+    (
+        {**CACHED, "kv_offload_bytes": 9},
+        {"kv_offload_bytes": 9},
+        "kv_offload_bytes=9 keeps blocks of the prefix cache",
+    ),
+    (
+        {**CACHED, "kv_offload_folder": "f"},
+        {"kv_offload_folder": "f"},
+        "kv_offload_folder='f' keeps blocks of",
+    ),
+    (
+        {"kv_offload_bytes": 0},
+        {"kv_offload_bytes": -1},
+        "kv_offload_bytes=-1 must be an integer >= 0",
+    ),
+    (
+        {**CACHED, "kv_offload_folder": Path("f")},
+        {**CACHED, "kv_offload_folder": b"f"},
+        "must be the path of a folder",
+    ),
+    (
+        {**CACHED, "kv_offload_folder": "f"},
+        {**CACHED, "kv_offload_folder": ""},
+        "must be the path of a folder",
+    ),
+    (
+        {**CACHED, "kv_offload_folder": "f"},
+        {**CACHED, "kv_offload_folder": "f\0"},
+        "must be the path of a folder",
+    ),
+    (
+        {**CACHED, "kv_offload_folder": "f", "kv_offload_folder_bytes": 1},
+        {**CACHED, "kv_offload_folder_bytes": 1},
         "kv_offload_folder_bytes=1 limits a folder that is not set",
     ),
     ({"state_scheme": "slots"}, {"state_scheme": 1}, "state_scheme=1 must be a name"),
     ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "int4"}, "kv_cache_dtype='int4' is not a dtype"),
-    ({"mamba_ssm_cache_dtype": "float32"}, {"mamba_ssm_cache_dtype": "f"}, "mamba_ssm_cache_dtype='f' is not a dtype"),
-    ({"max_num_seqs": 9, "max_num_batched_tokens": 9}, {"max_num_seqs": 9, "max_num_batched_tokens": 8}, "is below"),
-    (DRAFTS, {**DRAFTS, "speculative_method": "eagle"}, "'eagle'; use ngram or mtp"),
-    ({**DRAFTS, "num_speculative_tokens": 1}, {"speculative_method": "mtp"}, "needs num_speculative_tokens >= 1"),
-    ({"num_speculative_tokens": 16}, {"num_speculative_tokens": 17}, r"num_speculative_tokens=17 must be in [0, 16]"),
-    ({"num_speculative_tokens": 0}, {"num_speculative_tokens": -1}, r"num_speculative_tokens=-1 must be in [0, 16]"),
     (
-        {"prompt_lookup_min": 3, "prompt_lookup_max": 3}, {"prompt_lookup_min": 4, "prompt_lookup_max": 3},
+        {"mamba_ssm_cache_dtype": "float32"},
+        {"mamba_ssm_cache_dtype": "f"},
+        "mamba_ssm_cache_dtype='f' is not a dtype",
+    ),
+    (
+        {"max_num_seqs": 9, "max_num_batched_tokens": 9},
+        {"max_num_seqs": 9, "max_num_batched_tokens": 8},
+        "is below",
+    ),
+    (DRAFTS, {**DRAFTS, "speculative_method": "eagle"}, "'eagle'; use ngram or mtp"),
+    (
+        {**DRAFTS, "num_speculative_tokens": 1},
+        {"speculative_method": "mtp"},
+        "needs num_speculative_tokens >= 1",
+    ),
+    (
+        {"num_speculative_tokens": 16},
+        {"num_speculative_tokens": 17},
+        r"num_speculative_tokens=17 must be in [0, 16]",
+    ),
+    (
+        {"num_speculative_tokens": 0},
+        {"num_speculative_tokens": -1},
+        r"num_speculative_tokens=-1 must be in [0, 16]",
+    ),
+    (
+        {"prompt_lookup_min": 3, "prompt_lookup_max": 3},
+        {"prompt_lookup_min": 4, "prompt_lookup_max": 3},
         "prompt_lookup_min=4 is above prompt_lookup_max=3",
     ),
     ({"seed": 2**42 - 1}, {"seed": 2**42}, "at most 42 bits"),
@@ -64,9 +137,13 @@ LIMITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"captured_batch_sizes": (2, 4)}, {"captured_batch_sizes": (4, 2)}, "must rise strictly"),
     ({"captured_batch_sizes": ()}, {"captured_batch_sizes": (2, 2)}, "must rise strictly"),
     ({"captured_batch_sizes": (1,)}, {"captured_batch_sizes": (0, 1)}, "must be >= 1"),
-    ({"num_blocks": 9}, {"num_blokcs": 9}, "EngineConfig does not know num_blokcs; it takes async_scheduling, "),
+    (
+        {"num_blocks": 9},
+        {"num_blokcs": 9},
+        "EngineConfig does not know num_blokcs; it takes async_scheduling, ",
+    ),
     ({}, {"cache": {}}, "give the options of cache by their own names"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,8 @@ from tests.cli import run as cli
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-GENERATED = re.compile(
-    r"<!-- figures:[\w-]+ -->.*?<!-- /figures -->", re.DOTALL
-)  # tests/measure/dashboard holds these
+# tests/measure/dashboard holds these
+GENERATED = re.compile(r"<!-- figures:[\w-]+ -->.*?<!-- /figures -->", re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
 
 
@@ -69,9 +68,8 @@ def test_a_console_block_is_what_its_command_prints(
         command = command[:-1] + more
     assert command.startswith("$ hybrid-kv "), "a block without its output is `sh`"
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(
-        "hybrid_kv.check.guard.workers.MOST_WORKERS", 1
-    )  # Another process would import for seconds.
+    # Another process would import for seconds.
+    monkeypatch.setattr("hybrid_kv.check.guard.workers.MOST_WORKERS", 1)
     words = shlex.split(command.split("  #")[0].removeprefix("$ hybrid-kv "))
     code, out, err = cli.run(capsys, *words)
     assert code == 0, err
@@ -164,9 +162,8 @@ def test_the_pages_fetch_nothing_and_have_the_references(site: Path) -> None:
         "--mamba-cache-mode" in pages["reference-cli.html"]
         and "SamplingParams" in pages["reference-python.html"]
     )
-    assert (
-        len(pages) == len([*(ROOT / "docs").rglob("*.md")]) + 3
-    )  # both references, and one of what is not found
+    # both references, and one of what is not found
+    assert len(pages) == len([*(ROOT / "docs").rglob("*.md")]) + 3
 
 
 def test_the_search_finds_a_section_in_pages_that_are_opened_from_a_disk(site: Path) -> None:

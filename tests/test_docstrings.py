@@ -49,8 +49,11 @@ def members(node: ast.ClassDef) -> set[str]:
             targets = part.targets if isinstance(part, ast.Assign) else [part.target]
             for target in targets:
                 leaves = target.elts if isinstance(target, ast.Tuple) else [target]
-                names |= {leaf.attr if isinstance(leaf, ast.Attribute) else leaf.id for leaf in leaves
-                          if isinstance(leaf, ast.Attribute | ast.Name)}  # fmt: skip
+                names |= {
+                    leaf.attr if isinstance(leaf, ast.Attribute) else leaf.id
+                    for leaf in leaves
+                    if isinstance(leaf, ast.Attribute | ast.Name)
+                }
     return names
 
 

@@ -65,11 +65,17 @@ def test_a_bug_is_not_dressed_up_as_a_users_error(monkeypatch: pytest.MonkeyPatc
             ModuleNotFoundError(
                 "No module named 'prometheus_client'", name="prometheus_client.core"
             ),
-            "prometheus_client.core is not installed; run: pip install 'hybrid_kv[serve]', in a checkout -e '.[serve]'",
+            (
+                "prometheus_client.core is not installed; run: pip install "
+                "'hybrid_kv[serve]', in a checkout -e '.[serve]'"
+            ),
         ),
         (
             ModuleNotFoundError("it went"),
-            "a package is not installed: it went; run: pip install 'hybrid_kv[all]', in a checkout -e '.[all]'",
+            (
+                "a package is not installed: it went; run: pip install 'hybrid_kv[all]', in a "
+                "checkout -e '.[all]'"
+            ),
         ),
     ],
 )
@@ -139,7 +145,10 @@ def test_every_command_names_the_extra_that_it_lacks_before_it_works(
     ):
         monkeypatch.setattr(work, raising(AssertionError("it worked before it looked")))
     arguments = [argument.format(folder=tmp_path / "new") for argument in command]
-    said = f"error: {package} is not installed; run: pip install 'hybrid_kv[{extra}]', in a checkout -e '.[{extra}]'\n"
+    said = (
+        f"error: {package} is not installed; run: pip install 'hybrid_kv[{extra}]', in "
+        f"a checkout -e '.[{extra}]'\n"
+    )
     assert run(capsys, *arguments) == (2, "", said)
     assert not [file for file in tmp_path.rglob("*") if file.is_file()]
 
@@ -161,17 +170,32 @@ def test_what_reads_files_alone_needs_no_torch(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[1]
     commands = [
         "plan --help",
-        f"plan {root}/examples/qwen3-next/config.json --dtype float32 --kv-cache-dtype fp8 --tensor-parallel-size 2",
-        f"plan {root}/examples/nemotron-3-nano/config.json --num-blocks 9000 --state-scheme recompute",
-        f"predict {root}/examples/nemotron-3-nano/config.json --gpu b200 --state-scheme recompute --weights 60GB",
+        (
+            f"plan {root}/examples/qwen3-next/config.json --dtype float32 --kv-cache-dtype "
+            "fp8 --tensor-parallel-size 2"
+        ),
+        (
+            f"plan {root}/examples/nemotron-3-nano/config.json --num-blocks 9000 "
+            "--state-scheme recompute"
+        ),
+        (
+            f"predict {root}/examples/nemotron-3-nano/config.json --gpu b200 --state-scheme "
+            "recompute --weights 60GB"
+        ),
         "families",
         f"results {root}/results/guard.csv",
         f"report --results {tmp_path} --out {tmp_path / 'site'}",
     ]
     for name in ("guard.csv", "accuracy.csv"):
         (tmp_path / name).symlink_to(root / "results" / name)
-    code = "import sys; sys.modules |= dict.fromkeys(('torch', 'numba', 'transformers', 'tokenizers', 'safetensors'))\n"
-    code += "from hybrid_kv.cli import main\nfor command in sys.argv[1:]:\n    try:\n        main(command.split())\n"
+    code = (
+        "import sys; sys.modules |= dict.fromkeys(('torch', 'numba', 'transformers', "
+        "'tokenizers', 'safetensors'))\n"
+    )
+    code += (
+        "from hybrid_kv.cli import main\nfor command in sys.argv[1:]:\n    try:\n     "
+        "   main(command.split())\n"
+    )
     code += "    except SystemExit as left:\n        print('code', left.code, command)\n"
     done = subprocess.run(
         [sys.executable, "-c", code, *commands], capture_output=True, text=True, check=False
@@ -216,7 +240,10 @@ def test_closed_streams_are_one_line_and_no_file_takes_their_place(tmp_path: Pat
     assert python(VERSION, preexec_fn=lambda: os.close(2), stderr=None).returncode == 0
     # The descriptor of the first file that is opened would be 2: what a library writes there would
     # be in the file.
-    code = "from hybrid_kv.errors import run_command\nrun_command(lambda: print(open('file', 'w').fileno()))"
+    code = (
+        "from hybrid_kv.errors import run_command\nrun_command(lambda: "
+        "print(open('file', 'w').fileno()))"
+    )
     done = python(code, preexec_fn=lambda: os.close(2), stderr=None, cwd=tmp_path)
     assert int(done.stdout) > 2
 
@@ -233,7 +260,10 @@ def test_a_terminal_that_knows_only_ascii_gets_all_of_it() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUTF8"}
     code = "from hybrid_kv.errors import run_command\ntry:\n"
     code += "    run_command(lambda: print('2 \\u00d7 \\udcff \\u03bc'))\n"
-    code += "except SystemExit as left:\n    assert left.code == 0\nmain(['results', '--since', '\\u00d7'])"
+    code += (
+        "except SystemExit as left:\n    assert left.code == 0\nmain(['results', "
+        "'--since', '\\u00d7'])"
+    )
     done = python(code, env={**environment, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
     assert (done.returncode, done.stderr.count("\n"), done.stdout[:2]) == (2, 1, "2 ")
 
@@ -269,7 +299,10 @@ def test_a_process_that_is_ended_leaves_no_part_of_a_file(
 ) -> None:
     code = f"import os, signal\nsignal.signal(signal.{name}, signal.{handler})\n"
     code += "from hybrid_kv.errors import run_command\nfrom hybrid_kv.files import new_folder\n"
-    code += f"def work():\n    with new_folder('made'):\n        os.kill(os.getpid(), signal.{name})\nrun_command(work)"
+    code += (
+        "def work():\n    with new_folder('made'):\n        os.kill(os.getpid(), "
+        f"signal.{name})\nrun_command(work)"
+    )
     done = python(code, cwd=tmp_path)
     ended = (128 + signal.Signals[name], "error: interrupted\n", [])
     expected = ended if handler == "SIG_DFL" else (0, "", ["made"])

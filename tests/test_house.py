@@ -40,7 +40,8 @@ def ran(main, *arguments):
 if __name__ == "__main__":
     from bench.__main__ import main as bench
     runs = json.load(open("runs.json"))
-    json.dump({name: ran(*(globals()[main], *rest)) for name, (main, *rest) in runs.items()}, open("ran.json", "w"))
+    results = {name: ran(*(globals()[main], *rest)) for name, (main, *rest) in runs.items()}
+    json.dump(results, open("ran.json", "w"))
 """
 GUARD = ("guard", "guard", "--quick", "--json", "--jobs")
 BENCH = ("bench", "--quick", "--suite")
@@ -108,7 +109,8 @@ SCHEME = """
         @staticmethod
         def memory(cache, num_speculative_tokens, is_async, specs):
             longest = 1 + num_speculative_tokens
-            return EagerSpec(num_speculative_tokens, shortest_ring_len(longest), longest if is_async else 0)
+            late = longest if is_async else 0
+            return EagerSpec(num_speculative_tokens, shortest_ring_len(longest), late)
 
 
     SCHEMES["eager"], RULES["eager"] = Eager, RecomputeRules
@@ -157,7 +159,8 @@ WRITER = """
                 seen = F.pad(conv_in, (0, 0, mixer.kernel - 1, 0)).unfold(0, mixer.kernel, 1)
                 conv_out = F.silu((seen * mixer.conv_weight).sum(-1) + mixer.conv_bias)
                 heads, B, C = mixer._parts(conv_out, conv_out.dtype)
-                B, C = (part.repeat_interleave(mixer.num_heads // mixer.groups, 1).unsqueeze(2) for part in (B, C))
+                per_group = mixer.num_heads // mixer.groups
+                B, C = (part.repeat_interleave(per_group, 1).unsqueeze(2) for part in (B, C))
                 dt = F.softplus(dt + mixer.dt_bias).unsqueeze(-1)
                 decay, state, outputs = (-dt * mixer.A_log.exp()[:, None]).exp(), 0, []
                 for t in range(len(x)):
@@ -188,9 +191,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     benchmark = example("adding-a-benchmark.md")
     toys = {
-        "mode": example("adding-a-mode.md"), "scheme": dedent(SCHEME), "layout": dedent(LAYOUT),
-        "family": family + dedent(WRITER), "check": example("adding-a-check.md"),
-    }  # fmt: skip
+        "mode": example("adding-a-mode.md"),
+        "scheme": dedent(SCHEME),
+        "layout": dedent(LAYOUT),
+        "family": family + dedent(WRITER),
+        "check": example("adding-a-check.md"),
+    }
     lines = [
         "import bench as package; package.__path__.append('.')",
         *(f"import toy_{name}" for name in toys),

@@ -37,9 +37,15 @@ def engine(**options: Any) -> LLM:
         "num_blocks": 60,
     } | options
     return LLM(
-        ExactModel(ExactConfig(pattern="M*")), attention_backend="TORCH", block_size=8, max_num_seqs=2,
-        max_num_batched_tokens=32, max_model_len=64, device="cpu", **options,
-    )  # fmt: skip
+        ExactModel(ExactConfig(pattern="M*")),
+        attention_backend="TORCH",
+        block_size=8,
+        max_num_seqs=2,
+        max_num_batched_tokens=32,
+        max_model_len=64,
+        device="cpu",
+        **options,
+    )
 
 
 def test_a_request_is_reported_from_its_first_block_to_its_last() -> None:
@@ -51,8 +57,16 @@ def test_a_request_is_reported_from_its_first_block_to_its_last() -> None:
     # one, in a block of K/V and a state of its own; the first answered one, before which the state
     # at the boundary is freed.
     assert recorder.names() == [
-        "on_allocate", *step, "on_publish", "on_publish", "on_allocate", *step, "on_free", *step, "on_free"
-    ]  # fmt: skip
+        "on_allocate",
+        *step,
+        "on_publish",
+        "on_publish",
+        "on_allocate",
+        *step,
+        "on_free",
+        *step,
+        "on_free",
+    ]
     request_id, blocks, ended = recorder.calls[-1][1]
     assert request_id == "0" and len(blocks) == 3 and ended
 

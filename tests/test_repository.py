@@ -44,7 +44,10 @@ def test_no_file_names_a_package_registry():
 
 
 def test_what_moves_a_number_is_pinned():
-    names = "torch triton numpy scipy pandas datasets transformers tokenizers safetensors huggingface_hub lm-eval asv"
+    names = (
+        "torch triton numpy scipy pandas datasets transformers tokenizers safetensors "
+        "huggingface_hub lm-eval asv"
+    )
     assert {*names.split(), "asv_runner", "pytest", "ruff", "mypy"} <= PINS.keys()
 
 

@@ -36,7 +36,8 @@ for command in (
         main(command)
     except SystemExit as left:
         codes.append(left.code)
-files = [module.__file__ for module in list(sys.modules.values()) if getattr(module, "__file__", None)]
+files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+files = [file for file in files if file]
 Path("found.json").write_text(json.dumps({"codes": codes, "files": files}))
 """
 

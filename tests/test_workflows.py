@@ -112,10 +112,8 @@ def test_two_scripts_write_what_later_steps_read_as_lines():
         for path in SCRIPTS
         if re.search("GITHUB_(OUTPUT|ENV|PATH|STATE)", path.read_text())
     }
-    assert writers - {"rehearse"} == {
-        "gpu-compare",
-        "may-bench",
-    }  # it plays GitHub's part and reads them
+    # it plays GitHub's part and reads them
+    assert writers - {"rehearse"} == {"gpu-compare", "may-bench"}
     for path in WORKFLOWS:
         assert "GITHUB_" not in path.read_text()  # a step runs a make target and nothing else
 
@@ -168,7 +166,8 @@ def test_ci_runs_what_a_developer_runs():
 # what it is given.
 FAKE = """#!/bin/sh
 echo "$@" >>"$CALLS"
-case "$*" in *body*) cat "$(echo "$*" | sed 's/.*body\\(=@\\|-file \\)\\([^ ]*\\).*/\\2/')" >>"$CALLS";; esac
+body='s/.*body\\(=@\\|-file \\)\\([^ ]*\\).*/\\2/'
+case "$*" in *body*) cat "$(echo "$*" | sed "$body")" >>"$CALLS";; esac
 case "$*" in *slow*) exit 1;; *collaborators*) echo "$PERMISSION";; *pulls*) echo "$HEAD";;
 *compare*) echo "$BASE";; *--jq*) echo "$OPEN";; esac
 """
@@ -293,8 +292,10 @@ def test_a_day_without_a_changed_line_takes_a_sample_or_is_void(script, tmp_path
 def test_rows_are_appended_to_their_branch(script, tmp_path):
     header, *rows = (ROOT / "results/accuracy.csv").read_text().splitlines(keepends=True)
     for folder, text in (
-        ("results", header + rows[0]), ("nightly", header + rows[1] + "1,torn"), ("baseline/results", header + rows[2])
-    ):  # fmt: skip
+        ("results", header + rows[0]),
+        ("nightly", header + rows[1] + "1,torn"),
+        ("baseline/results", header + rows[2]),
+    ):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "accuracy.csv").write_text(text)
     assert script("merge-results", "hybrid-kv") == "results --check out/branch/results\n"
@@ -423,7 +424,8 @@ def test_the_action_runs_all_gates_of_accuracy(script, tmp_path):
         "action", **given, MIN_ACCEPTANCE_LENGTH="2.6", MAX_KL="0.0025"
     ).splitlines()
     assert first.startswith(
-        "accuracy --target=http://x --model=m --results out --task=gsm8k --min-acceptance-length=2.6 "
+        "accuracy --target=http://x --model=m --results out --task=gsm8k "
+        "--min-acceptance-length=2.6 "
     )
     assert second.startswith(
         "accuracy divergence --target=http://x --model=m --results out --max-kl=0.0025 "

@@ -143,8 +143,11 @@ class Torch(Attention):
 
     reference = staticmethod(partial(attend, paged.TORCH))
     share = {  # noqa: RUF012
-        torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10,
-    }  # fmt: skip
+        torch.float64: 1e-12,
+        torch.float32: 5e-6,
+        torch.bfloat16: 2.0**-7,
+        torch.float16: 2.0**-10,
+    }
 
 
 ONE = MIXED.but(rows=((1, 5, False),), gap=0, stale=0)
@@ -166,10 +169,18 @@ ROW = st.tuples(
 )
 DECODES = st.lists(st.tuples(st.just(1), st.integers(0, 20), st.booleans()), min_size=1, max_size=3)
 CASES = shapes(
-    MIXED, rows=(st.lists(ROW, min_size=1, max_size=3) | DECODES).map(tuple), kv_heads=[1, 2, 3], per_kv=[1, 2, 3, 5],
-    head_size=[1, 3, 16, 20], block_size=[1, 2, 5, 16], gap=GAPS, is_swapped=[False, True], dtype=[*Torch.share],
-    grid=[0, 0, 1, 3, 8], window=[0, 0, 1, 2, 6, 19],
-)  # fmt: skip
+    MIXED,
+    rows=(st.lists(ROW, min_size=1, max_size=3) | DECODES).map(tuple),
+    kv_heads=[1, 2, 3],
+    per_kv=[1, 2, 3, 5],
+    head_size=[1, 3, 16, 20],
+    block_size=[1, 2, 5, 16],
+    gap=GAPS,
+    is_swapped=[False, True],
+    dtype=[*Torch.share],
+    grid=[0, 0, 1, 3, 8],
+    window=[0, 0, 1, 2, 6, 19],
+)
 _, test_torch_equals_the_definition = equality(Torch, CASES, *STEPS.values())
 
 

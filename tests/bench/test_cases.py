@@ -38,9 +38,8 @@ def named(words, cells=ALL):
 
 
 def test_every_suite_has_cells():
-    missing = (
-        {"device"} if torch.version.cuda else set()
-    )  # the pretend device needs a build for the CPU
+    # the pretend device needs a build for the CPU
+    missing = {"device"} if torch.version.cuda else set()
     assert set(registry.unavailable()) == missing
     wanted = [suite for suite in registry.suites() if suite not in missing]
     assert list(dict.fromkeys(cell.suite for cell in ALL)) == wanted
@@ -220,9 +219,8 @@ def held_blocks(mode, K):
 @pytest.mark.parametrize("K", [0, 3])
 def test_held_blocks_follow_the_formulas(K):
     """1,000 tokens of prompt, then 128 or more; blocks of 16, four Mamba groups, attention."""
-    end = 1000 + 128 // (1 + K) * (
-        1 + K
-    )  # cached before the last step's tokens; that step runs 1 + K
+    # cached before the last step's tokens; that step runs 1 + K
+    end = 1000 + 128 // (1 + K) * (1 + K)
     columns = -(-(end + (1 + K if 128 % (1 + K) else 0)) // 16)
     none, everything = held_blocks("none", K), held_blocks("all", K)
     assert none["prompt"] == 63 + 4 * (1 + K)

@@ -38,7 +38,8 @@ assert importlib.util.find_spec("kernels") is None
 __version__ = "9.9"
 class LLM:
     def __init__(self, folder, **options):
-        print("chatter", options["dtype"], options["enforce_eager"], options["enable_prefix_caching"])
+        cached = options["enable_prefix_caching"]
+        print("chatter", options["dtype"], options["enforce_eager"], cached)
         if "broken" in folder:
             raise ValueError("first\\n\\n  second\\nthird")
     def generate(self, prompts, params, use_tqdm):

@@ -144,7 +144,8 @@ def test_known_bugs_by_what_caught_each_first(tmp_path: Path) -> None:
     )
     lines = (figures.mutants_table(results(tmp_path, *made)) or "").splitlines()
     assert lines[0] == (
-        "3 of 4 are caught, 2 of them by the quick guard or unit tests, 1 in 30 s of one core at most; the median "
+        "3 of 4 are caught, 2 of them by the quick guard or unit tests, 1 in 30 s of one "
+        "core at most; the median "
         "takes 22.0 s. First by plan 2, sanitizer 1. Not caught: B01."
     )
     shown = {line[2]: line.split(" | ")[2:] for line in lines[4:]}

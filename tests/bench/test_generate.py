@@ -70,11 +70,8 @@ def test_a_cached_run_starts_with_an_empty_cache(two):
     case.reset()
     texts, params = generate._questions(3)[0], generate.SamplingParams(max_tokens=1)
     outputs = llm.generate(texts, params, progress=False)
-    assert [output.cached_tokens for output in outputs] == [
-        0,
-        256,
-        256,
-    ]  # the others wait for the first
+    # the others wait for the first
+    assert [output.cached_tokens for output in outputs] == [0, 256, 256]
 
 
 @pytest.mark.parametrize("wrong", [[[1, 2]], [[1]], [[1, 2, 3], [4]]])

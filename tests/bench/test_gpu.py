@@ -318,9 +318,8 @@ def test_an_end_to_end_contest_is_compared_by_the_wall_with_the_hosts_part():
     assert {metric for name, metric in found if name == "a"} == metrics
     assert {metric for name, metric in found if name == COPY} == {"gpu_time", "bandwidth"}
     wholes = {one.name: [whole.wall for whole in one.whole] for one in results if one.name != COPY}
-    assert sorted(wholes["a"] + wholes["b"]) == [
-        n * 1e-6 for n in range(1, 7)
-    ]  # one of each rival in each round
+    # one of each rival in each round
+    assert sorted(wholes["a"] + wholes["b"]) == [n * 1e-6 for n in range(1, 7)]
     for name, walls in wholes.items():
         assert found[name, "end_to_end_time"].value == pytest.approx(1e9 * sorted(walls)[1])
         assert found[name, "host_time"].value == pytest.approx(1e9 * sorted(walls)[1] / 2)
@@ -455,9 +454,8 @@ def test_what_passes_through_the_cache_is_larger_than_it(monkeypatch):
     assert all(part.nbytes >= 4 * 4096 for part in ring)
     ring[0].fill_(7)
     device._evict()
-    assert (
-        bool((ring[1] == 7).all()) and int(device._sum) == ring[2].numel()
-    )  # written, then another one is read
+    # written, then another one is read
+    assert bool((ring[1] == 7).all()) and int(device._sum) == ring[2].numel()
     entry = device.copy()
     assert entry.num_bytes == 2 * ring[0].nbytes
     case = entry.make()

@@ -65,9 +65,11 @@ def test_a_comparison_that_is_interrupted_says_one_line_and_ends_its_workers(tmp
     (toy / "bench" / "stuck.py").write_text(STUCK)
     (tmp_path / "torch.py").write_text(TORCH)  # of the workers
     code = (
-        "import os; from pathlib import Path; from bench.harness import compare; from hybrid_kv.cli import main\n"
+        "import os; from pathlib import Path; from bench.harness import compare; from "
+        "hybrid_kv.cli import main\n"
         f"compare.ROOT = Path({str(toy)!r}); os.environ['PYTHONPATH'] = {str(tmp_path)!r}\n"
-        f"main(['compare', 'HEAD', 'HEAD', '-k', 'stuck', '--results', {str(tmp_path / 'results')!r}])"
+        "main(['compare', 'HEAD', 'HEAD', '-k', 'stuck', '--results', "
+        f"{str(tmp_path / 'results')!r}])"
     )
     temporary = tmp_path / "temporary"
     temporary.mkdir()

@@ -56,9 +56,8 @@ def test_uploads_and_launches_are_counted(subject: str, num_ids: int, bpk: int) 
     }
     on_host = subject in ("list", "numpy")
     assert (found["uploads"], found["launches"]) == (1, int(not on_host))
-    ids_of_engine = 16 * -(
-        -4 * num_ids // 16
-    )  # and six more arrays, none of them longer than 16 bytes
+    # and six more arrays, none of them longer than 16 bytes
+    ids_of_engine = 16 * -(-4 * num_ids // 16)
     wanted = {"engine": ids_of_engine + 6 * 16}.get(subject, 4 * num_ids * (bpk if on_host else 1))
     assert found["upload_bytes"] == wanted
 

@@ -16,7 +16,8 @@ from hybrid_kv.config import ConfigError
 FILES = {
     "vllm/__init__.py": "raise ImportError('the package itself is never run')\n",
     "vllm/worker/table.py": (
-        "from vllm.platforms import LIMIT, anything\nfrom vllm.maths import twice\nWIDTH = twice(LIMIT)\n"
+        "from vllm.platforms import LIMIT, anything\nfrom vllm.maths import twice\nWIDTH "
+        "= twice(LIMIT)\n"
     ),
     "vllm/maths.py": "def twice(value):\n    return 2 * value\n",
 }

@@ -76,9 +76,8 @@ def test_an_interval_holds_nine_of_ten_rows_that_it_has_not_seen(
         synthetic("h200", replace(PLANTED, reached=0.7), 0.1, 9), "h200", PLANTED
     )
     assert 0.85 < unseen["holds"].mean() < 0.97
-    assert (
-        unseen[unseen["bound"] == "memory"]["holds"].mean() > 0.85
-    )  # 14 % slower than predicted, in the mean
+    # 14 % slower than predicted, in the mean
+    assert unseen[unseen["bound"] == "memory"]["holds"].mean() > 0.85
 
 
 def test_a_row_moves_the_states_that_it_reads_and_writes() -> None:

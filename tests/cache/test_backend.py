@@ -46,11 +46,15 @@ ATTENTION = FullAttentionSpec(64, num_kv_heads=2, head_size=8, dtype=torch.float
 @pytest.mark.parametrize(
     ("name", "platform", "default", "preferred"),
     [
-        ("FLASH_ATTN", "cuda", 16, 16), ("FLASH_ATTN", "xpu", 16, 64), ("FLASH_ATTN", "xpu", 128, 128),
-        ("CPU_ATTN", "cpu", 16, 128), ("CPU_ATTN", "cpu", 256, 256), ("FLASHINFER", "cuda", 24, 16),
+        ("FLASH_ATTN", "cuda", 16, 16),
+        ("FLASH_ATTN", "xpu", 16, 64),
+        ("FLASH_ATTN", "xpu", 128, 128),
+        ("CPU_ATTN", "cpu", 16, 128),
+        ("CPU_ATTN", "cpu", 256, 256),
+        ("FLASHINFER", "cuda", 24, 16),
         ("TORCH", "cpu", 24, 24),
     ],
-)  # fmt: skip
+)
 def test_preferred_block_sizes(name: str, platform: str, default: int, preferred: int) -> None:
     assert (
         get_backend(name, platform).get_preferred_block_size(

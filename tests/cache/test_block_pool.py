@@ -32,9 +32,8 @@ class Pool(RuleBasedStateMachine):
     def start(self, num_blocks: int) -> None:
         self.device, self.lost = Device(), list[BlockKey]()
         self.pool = BlockPool(num_blocks, self.lost.extend)
-        self.plain = list(
-            range(1, num_blocks)
-        )  # free and not published, in the order of their release
+        # free and not published, in the order of their release
+        self.plain = list(range(1, num_blocks))
         self.idle: list[int] = []  # free and published, least recently used first
         self.held: Counter[int] = Counter()
         self.shared: set[int] = set()  # published since they were handed out

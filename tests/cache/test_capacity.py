@@ -58,9 +58,8 @@ class Served:
         self.prompt, self.last = prompt, prompt + output - 1
         self.computed = 0
         self.held: list[int] = []  # after each step that gave a token
-        self.num_seen: Callable[[int], int] = lambda computed: (
-            computed
-        )  # by the state that the next step reads
+        # by the state that the next step reads
+        self.num_seen: Callable[[int], int] = lambda computed: computed
 
     def step(self) -> bool:
         """The next chunk or decode; False if the pool is too full for it."""

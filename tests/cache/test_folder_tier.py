@@ -37,30 +37,18 @@ from hybrid_kv.cache.block_pool import BlockKey
 from hybrid_kv.cache.folder_tier import FolderTier, OffloadStats
 from hybrid_kv.config import ConfigError
 
-FRAME, SAME_MODEL = (
-    72,
-    28,
-)  # bytes: of header and checksum; of format, version and model in the header
+# bytes: of header and checksum; of format, version and model in the header
+FRAME, SAME_MODEL = (72, 28)
 PAYLOADS = (40, 64)  # bytes of a block, by group
 KEYS: list[BlockKey] = [(group, bytes([number]) * 16) for group in (0, 1) for number in range(5)]
 MODELS = OWN, OTHER = b"own." * 4, b"else" * 4
-LIMITS = (
-    None,
-    111,
-    112,
-    112 + 136,
-    2 * 112 + 136,
-    2 * 112 + 2 * 136,
-    5 * 112,
-)  # a file has 112 or 136 bytes
+# a file has 112 or 136 bytes
+LIMITS = (None, 111, 112, 112 + 136, 2 * 112 + 136, 2 * 112 + 2 * 136, 5 * 112)
 LOOK, SCAN, DAY = 1.0, 30.0, 24 * 3600.0  # seconds
-DEAD, FOREIGN = (
-    2**22 + 1,
-    2**22 + 2,
-)  # process ids that Linux never assigns; the second stands for another user's
-AHEAD = (
-    10**6
-)  # seconds that the machine's clock is ahead of the real one: what a tier has just touched looks old
+# process ids that Linux never assigns; the second stands for another user's
+DEAD, FOREIGN = (2**22 + 1, 2**22 + 2)
+# seconds that the machine's clock is ahead: what a tier has just touched looks old
+AHEAD = 10**6
 
 KEY, MODEL = st.sampled_from(KEYS), st.sampled_from(MODELS)
 SOME = st.lists(KEY, min_size=1, max_size=3, unique=True)
@@ -327,9 +315,8 @@ class Folder(RuleBasedStateMachine):
         elif how == 1:
             del data[at % len(data) :]
         elif how == 2:
-            data[:] = file_content(
-                OWN, (0, bytes([7]) * 16), bytes(len(data) - FRAME)
-            )  # of another block
+            # of another block
+            data[:] = file_content(OWN, (0, bytes([7]) * 16), bytes(len(data) - FRAME))
         else:
             ends = (0, SAME_MODEL) if how == 3 else (SAME_MODEL, len(data))
             data[ends[0] + at % (ends[1] - ends[0])] ^= 1 << at % 8
@@ -478,12 +465,17 @@ class Folder(RuleBasedStateMachine):
         folder.mkdir(parents=True, exist_ok=True)
         old, young = self.clock.now - DAY - 1, self.clock.now - DAY + 1
         stays = {
-            f"{host}.{DEAD}.cd.tmp": (young, False), f"{host}.{10**30}.ab.tmp": (young, False),
-            f"{host}.{alive}.ab.tmp": (young, True), f"{host}.{alive}.cd.tmp": (old, False),
-            f"{host}.{FOREIGN}.ab.tmp": (young, True), f"{host}.{alive}.ef.tmp": (old + 1, True),
-            f"!{host}.{DEAD}.ab.tmp": (young, True), f"~{host}.{DEAD}.ab.tmp": (young, True),
-            f"~{host}.{alive}.ab.tmp": (old, False), f"{host}.tmp": (old, True),
-        }  # fmt: skip
+            f"{host}.{DEAD}.cd.tmp": (young, False),
+            f"{host}.{10**30}.ab.tmp": (young, False),
+            f"{host}.{alive}.ab.tmp": (young, True),
+            f"{host}.{alive}.cd.tmp": (old, False),
+            f"{host}.{FOREIGN}.ab.tmp": (young, True),
+            f"{host}.{alive}.ef.tmp": (old + 1, True),
+            f"!{host}.{DEAD}.ab.tmp": (young, True),
+            f"~{host}.{DEAD}.ab.tmp": (young, True),
+            f"~{host}.{alive}.ab.tmp": (old, False),
+            f"{host}.tmp": (old, True),
+        }
         for name, (used, _) in stays.items():
             (folder / name).touch()
             os.utime(folder / name, (used, used))

@@ -607,9 +607,8 @@ def test_of_one_that_was_begun_elsewhere_no_state_before_the_last_is_published()
     request = Owner(subject, "a", TEXT[:24])
     subject.adopt("a", 24)
     request.publish(24)
-    assert (
-        not request.look().num_tokens
-    )  # the last token is never taken, and at 16 there is no state
+    # the last token is never taken, and at 16 there is no state
+    assert not request.look().num_tokens
     longer = Owner(subject, "b", TEXT[:25])
     assert longer.look().num_tokens == 24
     assert not Owner(subject, "c", TEXT[:17]).look().num_tokens

@@ -133,16 +133,10 @@ def test_vllm_37467_a_state_space_backend_is_never_queried_for_a_block_size(
 
 TOKEN_BYTES = 2 * 4 * 2  # of K and V of a layer: one head of 4 elements in bf16
 WAY_OUT = re.compile(r": give it at least (\d+) (blocks|B of memory)$")
-MULTIPLES = {
-    "TORCH": 1,
-    "CPU_ATTN": 16,
-    "FLASH_ATTN": 16,
-}  # kernels that take any multiple of so many tokens
-FIXED = (
-    64,
-    32,
-    16,
-)  # of FlashInfer, and of FlashAttention beside float32 states (flash-attention#1974)
+# kernels that take any multiple of so many tokens
+MULTIPLES = {"TORCH": 1, "CPU_ATTN": 16, "FLASH_ATTN": 16}
+# of FlashInfer, and of FlashAttention beside float32 states (flash-attention#1974)
+FIXED = (64, 32, 16)
 
 
 def cdiv(a: Any, b: int) -> Any:
@@ -393,13 +387,21 @@ class Drawn:
         if unused := due["unused_layer_slots"]:
             yield f"{unused} of {unused + len(self.layers)} layer slots are unused, "
         if (longest := due["longest_request"]) < self.limit:
-            yield f"no request longer than {longest} tokens fits; lower --max-model-len {self.limit} "
+            yield (
+                f"no request longer than {longest} tokens fits; lower --max-model-len {self.limit} "
+            )
         if state and policy.keeps_states and (page := due["page_size_bytes"]) > 2 * state:
             percent = f"{100 * (page / state - 1):.0f} %"
-            note = f"mode {self.mode} pads each Mamba state of {state} B by {percent}, to the {page} B of {size} tokens"
+            note = (
+                f"mode {self.mode} pads each Mamba state of {state} B by {percent}, to "
+                f"the {page} B of {size} tokens"
+            )
             note += " in attention"
             if (best := self.aligned("align", None) * TOKEN_BYTES) < page:
-                note += f"; --mamba-cache-mode align caches prefixes too and pads by {100 * (best / state - 1):.0f} %"
+                note += (
+                    "; --mamba-cache-mode align caches prefixes too and pads by "
+                    f"{100 * (best / state - 1):.0f} %"
+                )
             yield note + (" (vLLM 0.22 falls back to mode align for" if self.is_delta else "|")
 
 
@@ -410,7 +412,10 @@ def test_a_plan_says_what_follows_from_layers_flags_and_memory(drawn: Drawn) -> 
         allowed = (
             f"multiples of {MULTIPLES[drawn.backend]}" if drawn.takes_multiples else "16, 32, 64"
         )
-        message = f"block size {drawn.unit} does not fit {drawn.backend}, whose kernel blocks are {allowed}"
+        message = (
+            f"block size {drawn.unit} does not fit {drawn.backend}, whose kernel "
+            f"blocks are {allowed}"
+        )
         assert rejected(drawn, num_blocks=10**6) == message
         return
     size = drawn.aligned(drawn.mode, drawn.given_states)
@@ -479,10 +484,16 @@ def sizes_of(
 @pytest.mark.parametrize(
     ("mode", "given", "chunk", "due"),
     [
-        ("none", None, None, 1000), ("none", 24, 16, 24), ("align", None, 16, 16), ("align", 96, None, 96),
-        ("all", None, 16, 16), ("all", 24, 16, 24), ("all", None, None, None), ("align", None, None, None),
+        ("none", None, None, 1000),
+        ("none", 24, 16, 24),
+        ("align", None, 16, 16),
+        ("align", 96, None, 96),
+        ("all", None, 16, 16),
+        ("all", 24, 16, 24),
+        ("all", None, None, None),
+        ("align", None, None, None),
     ],
-)  # fmt: skip
+)
 def test_a_lone_state_fills_its_page(
     mode: str, given: int | None, chunk: int | None, due: int | None
 ) -> None:

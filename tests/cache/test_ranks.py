@@ -26,9 +26,16 @@ def plan_of(
     context = BackendContext.for_layers("cuda", layers)
     attention, stages = get_backend("auto", "cuda"), shape.stages(ranks)
     return plan_cache(
-        layers, cache, attention, context, 131072, shape.mamba_chunk_size, rows, stages,
+        layers,
+        cache,
+        attention,
+        context,
+        131072,
+        shape.mamba_chunk_size,
+        rows,
+        stages,
         ranks.decode_context_parallel_size,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,9 +116,14 @@ def test_the_stage_with_most_layers_decides_and_pays_for_its_own_rings() -> None
     rings, page = 10 * 12 * 115_456, 2128 * 1024
     memory = rings + 100 * 3 * page
     plan = plan_of(
-        Ranks(pipeline_parallel_size=2), k=3, rows=10, state_scheme="recompute", recompute_ring_len=11,
-        num_blocks=None, memory_bytes=memory,
-    )  # fmt: skip
+        Ranks(pipeline_parallel_size=2),
+        k=3,
+        rows=10,
+        state_scheme="recompute",
+        recompute_ring_len=11,
+        num_blocks=None,
+        memory_bytes=memory,
+    )
     assert [stage.bytes_per_row for stage in plan.stages] == [12 * 115_456, 11 * 115_456]
     assert plan.config.page_size_bytes == page
     assert plan.config.num_blocks == 100

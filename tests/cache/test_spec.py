@@ -135,7 +135,10 @@ def test_a_part_of_a_state_is_aligned_to_its_dtype_in_every_page(
     *starts, whole = accumulate((part.nbytes for part in parts), initial=0)
     padded = None if more is None else whole + more
     wrong = [
-        f"a {dtype} state part at byte {start} of a {padded or whole} B page is not aligned to {dtype.itemsize} B"
+        (
+            f"a {dtype} state part at byte {start} of a {padded or whole} B page is not "
+            f"aligned to {dtype.itemsize} B"
+        )
         for start, (_, dtype) in zip(starts, drawn, strict=True)
         if start % dtype.itemsize or (padded or 0) % dtype.itemsize
     ]

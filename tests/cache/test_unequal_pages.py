@@ -25,9 +25,18 @@ PROMPTS = [*DRAWN, DRAWN[1][:24] + DRAWN[0]]
 
 def engine(backend: str, **options: Any) -> LLM:
     llm = LLM(
-        BOOK.model, attention_backend=backend, block_size=8, num_blocks=80, max_num_seqs=3, max_num_batched_tokens=20,
-        max_model_len=80, device="cpu", enable_prefix_caching=True, sanitize=True, **options,
-    )  # fmt: skip
+        BOOK.model,
+        attention_backend=backend,
+        block_size=8,
+        num_blocks=80,
+        max_num_seqs=3,
+        max_num_batched_tokens=20,
+        max_model_len=80,
+        device="cpu",
+        enable_prefix_caching=True,
+        sanitize=True,
+        **options,
+    )
     poison(llm)
     return llm
 

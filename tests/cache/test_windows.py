@@ -178,11 +178,18 @@ def test_null_blocks_are_never_stored_or_published() -> None:
 
 def specs_of(pattern: str) -> dict[str, Any]:
     llm = LLM(
-        answer_book(pattern).model, block_size=8, num_blocks=90, max_model_len=80, device="cpu",
+        answer_book(pattern).model,
+        block_size=8,
+        num_blocks=90,
+        max_model_len=80,
+        device="cpu",
         mamba_cache_mode="align",
-    )  # fmt: skip
-    return {name: spec for group in llm.plan.config.groups for name, spec in
-            zip(group.layer_names, group.layer_specs, strict=True)}  # fmt: skip
+    )
+    return {
+        name: spec
+        for group in llm.plan.config.groups
+        for name, spec in zip(group.layer_names, group.layer_specs, strict=True)
+    }
 
 
 def test_vllm_55600_a_drafters_window_changes_no_other_block_size() -> None:
@@ -199,9 +206,17 @@ def test_a_window_with_smaller_blocks_beside_states_gives_the_right_tokens(
 ) -> None:
     book = answer_book("M-*")
     llm = LLM(
-        book.model, block_size=8, num_blocks=90, max_num_seqs=3, max_num_batched_tokens=20, max_model_len=80,
-        device="cpu", mamba_cache_mode="align", sanitize=True, **options,
-    )  # fmt: skip
+        book.model,
+        block_size=8,
+        num_blocks=90,
+        max_num_seqs=3,
+        max_num_batched_tokens=20,
+        max_model_len=80,
+        device="cpu",
+        mamba_cache_mode="align",
+        sanitize=True,
+        **options,
+    )
     drawn = np.random.default_rng(5).integers(0, 97, 50).tolist()
     params = SamplingParams(max_tokens=9)
     for again in range(2):

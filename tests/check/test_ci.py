@@ -44,7 +44,10 @@ def test_junit_has_a_case_for_each_verdict() -> None:
 
 def test_a_value_of_a_workflow_command_ends_no_command() -> None:
     assert workflow_commands("guard", VERDICTS) == [
-        "::error title=guard%3A layout%2C <pages> failed::page 1: 3%25, not 4%0Amore \ufffd[2J of it\ufffd",
+        (
+            "::error title=guard%3A layout%2C <pages> failed::page 1: 3%25, not 4%0Amore "
+            "\ufffd[2J of it\ufffd"
+        ),
         "::error title=guard%3A cost | hits void::nothing%0Dhappened",
     ]
 

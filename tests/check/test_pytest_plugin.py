@@ -80,6 +80,9 @@ def test_a_python_that_is_none_is_wrong_usage(pytester: pytest.Pytester) -> None
 
 
 def test_without_the_option_pytest_starts_as_fast_as_ever() -> None:
-    code = "import sys, pytest; n = len(sys.modules); import hybrid_kv.check.pytest_plugin; print(len(sys.modules) - n)"
+    code = (
+        "import sys, pytest; n = len(sys.modules); import "
+        "hybrid_kv.check.pytest_plugin; print(len(sys.modules) - n)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "3\n"

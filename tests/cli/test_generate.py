@@ -58,13 +58,15 @@ def test_what_a_checkpoint_takes_is_printed_before_it_is_loaded(
     code, out, err = run(capsys, *options)
     assert code == 0 and out.startswith("w5 w6")
     assert re.search(
-        rf"^loading qwen3_5_text in {dtype}: [\d,]+ B of weights on disk; a request of 4,096 tokens takes",
+        (
+            rf"^loading qwen3_5_text in {dtype}: [\d,]+ B of weights on disk; a request of "
+            rf"4,096 tokens takes"
+        ),
         err,
         re.M,
     )
-    monkeypatch.setattr(
-        "hybrid_kv.engine.build.load_model", None
-    )  # printed although nothing could be loaded
+    # printed although nothing could be loaded
+    monkeypatch.setattr("hybrid_kv.engine.build.load_model", None)
     with pytest.raises(TypeError):
         run(capsys, *options)
     assert "B of weights on disk" in capsys.readouterr().err

@@ -18,7 +18,10 @@ from hybrid_kv.errors import ConfigError
         ("b.csv", "when,output_tokens,prompt_tokens\nx,20,100\ny,3,7\n"),
         (
             "c.jsonl",
-            '{"prompt_tokens": 100, "output_tokens": 20}\n\n{"output_tokens": 3, "prompt_tokens": 7, "x": 1}\n',
+            (
+                '{"prompt_tokens": 100, "output_tokens": 20}\n\n{"output_tokens": 3, '
+                '"prompt_tokens": 7, "x": 1}\n'
+            ),
         ),
     ],
 )

@@ -89,9 +89,9 @@ def test_a_mode_that_vllm_lacks_for_gated_delta_nets_is_noted(
     assert plan["mamba_padding_percent"] > 280
     aligned = plan_json(capsys, str(path), "--num-blocks", "500", "--mamba-cache-mode", "align")
     assert (
-        f"--mamba-cache-mode align caches prefixes too and pads by {aligned['mamba_padding_percent']:.0f} %"
-        in note
-    )
+        "--mamba-cache-mode align caches prefixes too and pads by "
+        f"{aligned['mamba_padding_percent']:.0f} %"
+    ) in note
     assert "vLLM 0.22 falls back to mode align" in note
     assert not any("pads each" in note for note in aligned["notes"])
 
@@ -173,12 +173,14 @@ def test_a_model_of_the_hub_is_planned_from_its_config_alone(
     [
         (
             "plan owner/name",
-            "model owner/name: not a folder, the hub does not answer within 5 s, and no earlier download has it; give "
+            "model owner/name: not a folder, the hub does not answer within 5 s, and no "
+            "earlier download has it; give "
             "a folder, or try again with a network",
         ),
         (
             "accuracy --task gsm8k --limit 2",
-            "openai/gsm8k cannot be loaded, the hub does not answer within 5 s; give --gsm8k-dir, or set "
+            "openai/gsm8k cannot be loaded, the hub does not answer within 5 s; give "
+            "--gsm8k-dir, or set "
             "HF_HUB_OFFLINE=1 to use an earlier download",
         ),
     ],

@@ -30,12 +30,22 @@ def test_options_reach_the_engine_and_the_front(
     template = tmp_path / "chat.jinja"
     template.write_text("{{ messages }}")
     options: dict[str, Any] = {
-        "max_num_seqs": 3, "max_num_batched_tokens": 40, "max_model_len": 300, "num_blocks": 50, "block_size": 16,
-        "mamba_cache_mode": "align", "state_scheme": "recompute", "speculative_method": "mtp",
-        "num_speculative_tokens": 2, "async_scheduling": True, "dtype": "float64",
-        "mamba_ssm_cache_dtype": "float64", "device": "cpu", "attention_backend": "FLASH_ATTN",
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 40,
+        "max_model_len": 300,
+        "num_blocks": 50,
+        "block_size": 16,
+        "mamba_cache_mode": "align",
+        "state_scheme": "recompute",
+        "speculative_method": "mtp",
+        "num_speculative_tokens": 2,
+        "async_scheduling": True,
+        "dtype": "float64",
+        "mamba_ssm_cache_dtype": "float64",
+        "device": "cpu",
+        "attention_backend": "FLASH_ATTN",
         "kv_offload_bytes": 2**20,
-    }  # fmt: skip
+    }
     words = [
         f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
         for name, value in options.items()

@@ -49,9 +49,9 @@ def test_a_sound_engine_ends_with_0_and_writes_nothing(capsys, tmp_path):
     code, out, _ = run(capsys, *QUICK, "--target", "toy")
     first, *_, last = out.splitlines()
     assert (code, first) == (0, "plain: 2 right")
-    assert (
-        last
-        == "toy 1.0, qwen3_5_text: 64 answers, 1,958 tokens with their prompts; 64 judged right or wrong"
+    assert last == (
+        "toy 1.0, qwen3_5_text: 64 answers, 1,958 tokens with their prompts; 64 judged "
+        "right or wrong"
     )
     assert not (tmp_path / "repro").exists()
 
@@ -292,9 +292,8 @@ def test_a_page_has_a_column_for_each_runner_of_a_release(tmp_path):
         EngineRun("toy", "1.0", "exact", 0, "v2"),
         [Outcome("alone", one) for one in settings],
     )
-    publish(
-        tmp_path, EngineRun("toy", "1.0", "exact", 0), [Outcome("alone", {}, "void")]
-    )  # rows without a runner
+    # rows without a runner
+    publish(tmp_path, EngineRun("toy", "1.0", "exact", 0), [Outcome("alone", {}, "void")])
     page = (tmp_path / "toy.md").read_text()
     assert "| setting | 1.0 v2 | 1.0 v1 | 1.0 |" in page and "its runner for CPUs" in page
     assert (

@@ -26,9 +26,8 @@ def test_it_runs_again_after_a_change_and_after_an_error(
     def run() -> int:
         nonlocal runs
         runs += 1
-        os.utime(
-            file, ns=(runs, runs)
-        )  # it changes before the run ends, so that nothing is waited for
+        # it changes before the run ends, so that nothing is waited for
+        os.utime(file, ns=(runs, runs))
         if runs == 2:
             raise ConfigError("invalid syntax (block_pool.py, line 3)")
         if runs == 3:

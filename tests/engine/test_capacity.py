@@ -16,9 +16,15 @@ from hybrid_kv.sampling import SamplingParams
 def test_as_many_as_fit_run_without_preemption_and_one_more_does_not(mode: str) -> None:
     """Requests of one length that start in one step need the most in one step."""
     llm = LLM(
-        ExactModel(), device="cpu", block_size=4, num_blocks=100, max_num_seqs=32, max_num_batched_tokens=512,
-        max_model_len=40, mamba_cache_mode=mode,
-    )  # fmt: skip
+        ExactModel(),
+        device="cpu",
+        block_size=4,
+        num_blocks=100,
+        max_num_seqs=32,
+        max_num_batched_tokens=512,
+        max_model_len=40,
+        mamba_cache_mode=mode,
+    )
     lengths = np.array([10]), np.array([11])
     count = capacity(llm.plan.counted, *lengths, 40, 0).num_fit
     assert 2 < count < 32
@@ -60,9 +66,15 @@ def test_the_default_pool_has_the_blocks_that_requests_of_full_length_hold_and_n
         else None
     )
     llm = LLM(
-        model, device="cpu", block_size=8, max_num_seqs=3, max_model_len=64, mamba_cache_mode=mode,
-        num_speculative_tokens=num_drafts, proposer=proposer,
-    )  # fmt: skip
+        model,
+        device="cpu",
+        block_size=8,
+        max_num_seqs=3,
+        max_model_len=64,
+        mamba_cache_mode=mode,
+        num_speculative_tokens=num_drafts,
+        proposer=proposer,
+    )
     assert llm.plan.config.num_blocks == 1 + 3 * (8 + states)
     outputs = llm.generate(prompts, params, progress=False)
     assert [output.token_ids for output in outputs] == oracle

@@ -51,9 +51,8 @@ def drafts_of(prompts, num_tokens, disturb=None, **options):
     return [found[i] for i in range(len(prompts))], [output.token_ids for output in outputs]
 
 
-@pytest.mark.parametrize(
-    "mode", ["none", "align", "all"]
-)  # it says which keys the head may not see
+# it says which keys the head may not see
+@pytest.mark.parametrize("mode", ["none", "align", "all"])
 def test_a_request_gets_the_drafts_that_it_gets_alone(mode):
     """Some prompts wait, some run in chunks beside verify steps, rows change owners."""
     each = [

@@ -38,9 +38,15 @@ class BlocksOfTwo(SmallBlocksFirst):
 
 
 BASE: dict[str, Any] = {
-    "attention_backend": SmallBlocksFirst.name, "block_size": 8, "mamba_cache_mode": "all", "state_scheme": "slots",
-    "layers": "M*", "weights": 0, "num_blocks": 400, "max_num_seqs": 4,
-}  # fmt: skip
+    "attention_backend": SmallBlocksFirst.name,
+    "block_size": 8,
+    "mamba_cache_mode": "all",
+    "state_scheme": "slots",
+    "layers": "M*",
+    "weights": 0,
+    "num_blocks": 400,
+    "max_num_seqs": 4,
+}
 
 
 def engine(folder: Path, **changes: Any) -> tuple[LLM, ExactOracle]:
@@ -82,9 +88,8 @@ def test_engines_that_differ_in_one_setting_share_no_block(
     assert not any(loaded[:2]) and all(loaded[2:])
 
 
-@pytest.mark.parametrize(
-    ("mode", "num_blocks"), [("align", 14), ("all", 18)]
-)  # one request, and some of another
+# one request, and some of another
+@pytest.mark.parametrize(("mode", "num_blocks"), [("align", 14), ("all", 18)])
 def test_blocks_of_damaged_files_are_computed_again(
     mode: str, num_blocks: int, tmp_path: Path
 ) -> None:

@@ -136,14 +136,24 @@ def test_a_mamba2_layer_of_another_family(tmp_path, norm_before_gate):
 # States so small that blocks of attention keep their 4 tokens.
 DELTA_NETS = {
     "qwen3_5_text": {
-        "num_hidden_layers": 2, "full_attention_interval": 2, "num_key_value_heads": 4, "head_dim": 32,
-        "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 6, "linear_value_head_dim": 10,
+        "num_hidden_layers": 2,
+        "full_attention_interval": 2,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 10,
     },
     "kimi_linear": {
-        "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
-        "mlp_layer_types": ["dense", "dense"], "linear_num_heads": 2, "linear_head_dim": 5, "kv_lora_rank": 64,
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "dense"],
+        "linear_num_heads": 2,
+        "linear_head_dim": 5,
+        "kv_lora_rank": 64,
     },
-}  # fmt: skip
+}
 
 
 # Each two of family (decays of a head, and of a key channel), mode, drafts and scheme meet in one
@@ -151,11 +161,14 @@ DELTA_NETS = {
 @pytest.mark.parametrize(
     ("family", "mode", "k", "scheme"),
     [
-        ("qwen3_5_text", "none", 0, "slots"), ("kimi_linear", "none", 2, "recompute"),
-        ("qwen3_5_text", "align", 0, "recompute"), ("kimi_linear", "align", 2, "slots"),
-        ("qwen3_5_text", "all", 2, "recompute"), ("kimi_linear", "all", 0, "slots"),
+        ("qwen3_5_text", "none", 0, "slots"),
+        ("kimi_linear", "none", 2, "recompute"),
+        ("qwen3_5_text", "align", 0, "recompute"),
+        ("kimi_linear", "align", 2, "slots"),
+        ("qwen3_5_text", "all", 2, "recompute"),
+        ("kimi_linear", "all", 0, "slots"),
     ],
-)  # fmt: skip
+)
 def test_delta_nets_answer_as_in_torch(tmp_path, family, mode, k, scheme):
     write_checkpoint(family, tmp_path, keys=DELTA_NETS[family])
     error = interpreted(check_engine, str(tmp_path), mode, k, scheme)

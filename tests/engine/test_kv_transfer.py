@@ -22,9 +22,15 @@ GUARD_MODEL = Path(__file__).parents[2] / "hybrid_kv" / "check" / "guard_model"
 
 def engine(model=MODEL, **options):
     defaults = {
-        "device": "cpu", "num_blocks": 60, "max_num_seqs": 3, "max_model_len": 96, "block_size": 8,
-        "attention_backend": SmallBlocksFirst.name, "mamba_cache_mode": "align", "sanitize": True,
-    }  # fmt: skip
+        "device": "cpu",
+        "num_blocks": 60,
+        "max_num_seqs": 3,
+        "max_model_len": 96,
+        "block_size": 8,
+        "attention_backend": SmallBlocksFirst.name,
+        "mamba_cache_mode": "align",
+        "sanitize": True,
+    }
     llm = LLM(model, **defaults | options)
     poison(llm)
     return llm
@@ -182,9 +188,14 @@ def test_one_that_the_step_in_flight_ends_stays_and_a_step_says_so():
 
 def trained(**options):
     defaults = {
-        "device": "cpu", "dtype": "float64", "block_size": 48, "max_model_len": 112, "mamba_cache_mode": "align",
-        "num_blocks": 40, "max_num_seqs": 1,
-    }  # fmt: skip
+        "device": "cpu",
+        "dtype": "float64",
+        "block_size": 48,
+        "max_model_len": 112,
+        "mamba_cache_mode": "align",
+        "num_blocks": 40,
+        "max_num_seqs": 1,
+    }
     llm = LLM(GUARD_MODEL, tokenizer=Characters(), **defaults | options)
     poison(llm)
     return llm

@@ -36,24 +36,25 @@ def limits() -> list[Limit]:
     for mode, layers, late in ((*both, False) for both in product(("align", "all"), ("M*", "*M"))):
         own = {**DRAFTS, "mamba_cache_mode": mode, "layers": layers, "async_scheduling": late}
         found.append((own, BLOCK))
-    found.append(
-        ({**DRAFTS, "mamba_cache_mode": "align", "async_scheduling": True}, BLOCK // 2)
-    )  # two steps' drafts
+    # two steps' drafts
+    found.append(({**DRAFTS, "mamba_cache_mode": "align", "async_scheduling": True}, BLOCK // 2))
     result = [
         Limit(
-            {**own, "num_speculative_tokens": most - 1}, {**own, "num_speculative_tokens": most},
+            {**own, "num_speculative_tokens": most - 1},
+            {**own, "num_speculative_tokens": most},
             f"needs Mamba blocks of at least {BLOCK + 1} tokens, not {BLOCK}",
         )
         for own, most in found
-    ]  # fmt: skip
+    ]
     for k in (1, 3, 6):
         ring, least = {**RECOMPUTE, **DRAFTS, "num_speculative_tokens": k}, shortest_ring_len(1 + k)
         result.append(
             Limit(
-                {**ring, "recompute_ring_len": least}, {**ring, "recompute_ring_len": least - 1},
+                {**ring, "recompute_ring_len": least},
+                {**ring, "recompute_ring_len": least - 1},
                 f"is too short for num_speculative_tokens={k}, which needs {least}",
             )
-        )  # fmt: skip
+        )
     own = {**RECOMPUTE, "kind": "mamba1"}
     reason = 'state_scheme="recompute" is not for mamba1 layers; use slots'
     result.append(Limit({**own, "layers": "W*"}, {**own, "layers": "M*"}, reason))
@@ -72,10 +73,17 @@ def limits() -> list[Limit]:
     result += [
         Limit(RECOMPUTE, {**RECOMPUTE, "layers": "**"}, "the model has no Mamba layer"),
         Limit(RECOMPUTE, {"state_scheme": "ring"}, "state_scheme='ring'; use slots or recompute"),
-        Limit({**RECOMPUTE, "recompute_ring_len": 32}, {"recompute_ring_len": 32}, "_ring_len=32 sizes the ring"),
+        Limit(
+            {**RECOMPUTE, "recompute_ring_len": 32},
+            {"recompute_ring_len": 32},
+            "_ring_len=32 sizes the ring",
+        ),
         Limit({}, {}, "the prompt is empty", (1, 0)),
-        *(Limit({}, {}, f"the prompt has {n} tokens, max_model_len is 64", (63, n)) for n in (64, 65, 90)),
-    ]  # fmt: skip
+        *(
+            Limit({}, {}, f"the prompt has {n} tokens, max_model_len is 64", (63, n))
+            for n in (64, 65, 90)
+        ),
+    ]
     for length in (11, 19, 20):
         logical_blocks = -(-(length + NUM_NEW - 1) // BLOCK)  # the last token is never cached
         for mode, states in (
@@ -86,10 +94,12 @@ def limits() -> list[Limit]:
             own = {"mamba_cache_mode": mode}
             result.append(
                 Limit(
-                    {**own, "num_blocks": 1 + states + logical_blocks}, {**own, "num_blocks": states + logical_blocks},
-                    f"tokens never fit in {states + logical_blocks - 1} cache blocks", (length, length),
+                    {**own, "num_blocks": 1 + states + logical_blocks},
+                    {**own, "num_blocks": states + logical_blocks},
+                    f"tokens never fit in {states + logical_blocks - 1} cache blocks",
+                    (length, length),
                 )
-            )  # fmt: skip
+            )
     return result
 
 
@@ -106,9 +116,16 @@ def without_inputs(model: ExactModel, kind: str) -> ExactModel:
 def error_of(setting: dict[str, Any], prompt: int) -> str:
     """What an engine, or its answer to a prompt of this length, says is wrong; empty if it runs."""
     options = {
-        "device": "cpu", "attention_backend": SmallBlocksFirst.name, "block_size": BLOCK, "num_blocks": 200,
-        "max_num_seqs": 2, "max_model_len": 64, "layers": "M*", "kind": None, **setting,
-    }  # fmt: skip
+        "device": "cpu",
+        "attention_backend": SmallBlocksFirst.name,
+        "block_size": BLOCK,
+        "num_blocks": 200,
+        "max_num_seqs": 2,
+        "max_model_len": 64,
+        "layers": "M*",
+        "kind": None,
+        **setting,
+    }
     book, kind = answer_book(options.pop("layers")), options.pop("kind")
     model = without_inputs(book.model, kind) if kind else book.model
     params = SamplingParams(max_tokens=NUM_NEW)

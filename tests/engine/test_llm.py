@@ -247,7 +247,8 @@ def test_half_a_surrogate_pair_is_an_error_of_its_prompt_alone():
     )
     assert [output.finish_reason for output in outputs] == ["length", "error", "length"]
     assert outputs[1].error == (
-        "character 1 of the prompt is '\\ud800', half of a surrogate pair; decode the input with errors='replace'"
+        "character 1 of the prompt is '\\ud800', half of a surrogate pair; decode the "
+        "input with errors='replace'"
     )
     assert outputs[0].token_ids == outputs[2].token_ids == oracle([97 % 97, 98 % 97], 3)
 
@@ -432,9 +433,14 @@ class Bare:
 
 
 OFFLOAD = {
-    "device": "cpu", "max_num_seqs": 3, "max_model_len": 40, "block_size": 4, "mamba_cache_mode": "all",
-    "num_blocks": 200, "max_num_batched_tokens": 40,
-}  # fmt: skip
+    "device": "cpu",
+    "max_num_seqs": 3,
+    "max_model_len": 40,
+    "block_size": 4,
+    "mamba_cache_mode": "all",
+    "num_blocks": 200,
+    "max_num_batched_tokens": 40,
+}
 
 
 def test_a_model_that_nothing_tells_from_another_gets_no_folder(tmp_path):
@@ -491,7 +497,10 @@ def test_what_has_no_effect_is_said_once(caplog):
     llm = caching(kv_offload_bytes=10)
     largest = max(llm.manager.offload.block_bytes)
     assert said() == [
-        f"kv_offload_bytes=10 is less than one block of {largest} B: host memory will restore nothing; raise it"
+        (
+            f"kv_offload_bytes=10 is less than one block of {largest} B: host memory will "
+            "restore nothing; raise it"
+        )
     ]
 
 

@@ -98,9 +98,9 @@ def test_tokens_behind_the_end_of_an_answer_have_none() -> None:
     options: dict[str, Any] = {"speculative_method": "ngram", "num_speculative_tokens": 3}
     llm = LLM(str(FOLDER), max_model_len=256, device="cpu", **options)
     prompt = (
-        "Question: Ann has 3 pens. Ann buys 4 more. How many pens does Ann have now?\nAnswer: 3+4=7\n#### 7\n\n"
-        * 2
-    )
+        "Question: Ann has 3 pens. Ann buys 4 more. How many pens does Ann have now?\n"
+        "Answer: 3+4=7\n#### 7\n\n"
+    ) * 2
     (whole,) = llm.generate([prompt], SamplingParams(12, ignore_eos=True), progress=False)
     assert whole.num_accepted_draft_tokens
     for stop in set(whole.token_ids):

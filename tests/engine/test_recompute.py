@@ -34,9 +34,14 @@ def engine(mode, k=0, script="right", prompts=(TEXT,), block_size=16, book=BOOK,
     }
     defaults["max_num_seqs"] = 4
     llm = LLM(
-        book.model, proposer=proposer, mamba_cache_mode=mode, num_speculative_tokens=k,
-        block_size=block_size, state_scheme="recompute", **defaults | options,
-    )  # fmt: skip
+        book.model,
+        proposer=proposer,
+        mamba_cache_mode=mode,
+        num_speculative_tokens=k,
+        block_size=block_size,
+        state_scheme="recompute",
+        **defaults | options,
+    )
     poison(llm)
     return llm
 

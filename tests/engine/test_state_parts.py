@@ -156,9 +156,19 @@ NGRAM = {"speculative_method": "ngram", "prompt_lookup_min": 1}
 def test_logits_are_those_alone(options: dict[str, Any]) -> None:
     model = FourPartsModel()
     llm = LLM(
-        model, device="cpu", block_size=4, max_model_len=64, max_num_seqs=2, sanitize=True,
-        **{"num_blocks": 400, "max_num_batched_tokens": 64, "attention_backend": "TORCH", **options},
-    )  # fmt: skip
+        model,
+        device="cpu",
+        block_size=4,
+        max_model_len=64,
+        max_num_seqs=2,
+        sanitize=True,
+        **{
+            "num_blocks": 400,
+            "max_num_batched_tokens": 64,
+            "attention_backend": "TORCH",
+            **options,
+        },
+    )
 
     def preempt(llm: LLM) -> None:
         if llm.num_steps % 7 == 6 and llm.scheduler.running:

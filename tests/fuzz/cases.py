@@ -55,13 +55,8 @@ CHECKPOINT = (
     "tokenizer.json",
     "tokenizer_config.json",
 )
-FILES = (
-    "samples",
-    "against",
-    "gsm8k_dir",
-    "rows",
-    "kv_offload_folder",
-)  # options of type str that name a file
+# options of type str that name a file
+FILES = ("samples", "against", "gsm8k_dir", "rows", "kv_offload_folder")
 
 
 # ---- arguments ----
@@ -309,12 +304,26 @@ def answers(rng: random.Random, folder: Path) -> list[str]:
             encoded[number] = values.odd_file(rng, lines[number])
         (folder / name).write_bytes(b"\n".join(encoded) + b"\n")
     (folder / "floors.yaml").write_bytes(values.odd_file(rng, yaml.safe_load(FLOORS.read_text())))
-    return rng.choice((
-        ["accuracy", "threshold", "--rows", "rows.csv", *options(rng, "accuracy", "threshold", most=2)],
-        ["accuracy", "--against", "a.jsonl", *options(rng, "accuracy", most=2)],
-        ["accuracy", "--check-floor", *options(rng, "accuracy", most=2)],
-        ["accuracy", "compare", "a.jsonl", "b.jsonl", *options(rng, "accuracy", "compare", most=2)],
-    ))  # fmt: skip
+    return rng.choice(
+        (
+            [
+                "accuracy",
+                "threshold",
+                "--rows",
+                "rows.csv",
+                *options(rng, "accuracy", "threshold", most=2),
+            ],
+            ["accuracy", "--against", "a.jsonl", *options(rng, "accuracy", most=2)],
+            ["accuracy", "--check-floor", *options(rng, "accuracy", most=2)],
+            [
+                "accuracy",
+                "compare",
+                "a.jsonl",
+                "b.jsonl",
+                *options(rng, "accuracy", "compare", most=2),
+            ],
+        )
+    )
 
 
 # ---- other engines, mutants ----
@@ -376,11 +385,24 @@ def study(rng: random.Random, folder: Path) -> list[str]:
 
 # Commands that read `x`.
 READERS = (
-    "plan x", "plan config.json --num-blocks 9 --requests x.jsonl", "generate --model .", "replay x", "study x",
-    "results x.csv", "results x.parquet", "report --results .", "red --results .", "accuracy compare x x",
-    "accuracy --against x.gz", "accuracy threshold --rows x.csv", "mutants --folder .", "serve --chat-template x",
-    "bisect HEAD --replay x", "results export x.parquet --to y.parquet", "results trim x.csv",
-)  # fmt: skip
+    "plan x",
+    "plan config.json --num-blocks 9 --requests x.jsonl",
+    "generate --model .",
+    "replay x",
+    "study x",
+    "results x.csv",
+    "results x.parquet",
+    "report --results .",
+    "red --results .",
+    "accuracy compare x x",
+    "accuracy --against x.gz",
+    "accuracy threshold --rows x.csv",
+    "mutants --folder .",
+    "serve --chat-template x",
+    "bisect HEAD --replay x",
+    "results export x.parquet --to y.parquet",
+    "results trim x.csv",
+)
 
 
 def no_file(rng: random.Random, folder: Path) -> list[str]:
@@ -416,9 +438,22 @@ def against(case: peer.Case, folder: Path, probe: str) -> list[str]:
 Make = Callable[[random.Random, Path], list[str]]
 # How often each kind is drawn.
 KINDS: dict[Make, int] = {
-    anything: 9, plan: 15, family: 10, results: 8, generate: 5, answers: 4, failure: 4, no_file: 4, target: 3,
-    kernels: 2, guard: 2, compare: 2, mutant: 2, study: 2, hostile: 6,
-}  # fmt: skip
+    anything: 9,
+    plan: 15,
+    family: 10,
+    results: 8,
+    generate: 5,
+    answers: 4,
+    failure: 4,
+    no_file: 4,
+    target: 3,
+    kernels: 2,
+    guard: 2,
+    compare: 2,
+    mutant: 2,
+    study: 2,
+    hostile: 6,
+}
 
 
 def stubs(folder: Path, passes: bool) -> ExitStack:

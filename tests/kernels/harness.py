@@ -337,9 +337,8 @@ def compiled(kernel, wanted=lambda case: True, load=128, store=128, least=lambda
         ]
         assert found
         for case in found:
-            with patch.object(
-                compile, "_disassemble", lambda _: None
-            ):  # which takes as long as all else
+            # which takes as long as all else
+            with patch.object(compile, "_disassemble", lambda _: None):
                 metrics = compile.read_metrics(case, target, compile.compile_case(case, target))
             assert metrics.spill_bytes == 0, (case, metrics)
             assert metrics.load_bits >= load and metrics.store_bits >= store, (case, metrics)

@@ -15,10 +15,8 @@ import torch
 class Launch:
     def __init__(self, name, tensors):
         self.name, self.programs = name, {}
-        self.accesses = {
-            True: [],
-            False: [],
-        }  # by whether it is a store: program, line, number, addresses
+        # by whether it is a store: program, line, number, addresses
+        self.accesses = {True: [], False: []}
         self.number = 0
         tensors = [tensor for tensor in tensors if tensor.numel()]
         last = [
@@ -56,10 +54,16 @@ class Launch:
         if len(at):
             i = np.minimum(np.searchsorted(at, read), len(at) - 1)  # the first store there
             again = (at[i] == read) & (program[i] == reader) & (time[i] < when)
-            said = f"{self.name}, lines {self._lines(where, line[i], again)}: a load of what its program has stored"
+            said = (
+                f"{self.name}, lines {self._lines(where, line[i], again)}: a load of "
+                "what its program has stored"
+            )
             assert not again.any(), said
             shared = (at[i] == read) & (program[i] != reader)
-            said = f"{self.name}, lines {self._lines(where, line[i], shared)}: a load of what another program stores"
+            said = (
+                f"{self.name}, lines {self._lines(where, line[i], shared)}: a load of "
+                "what another program stores"
+            )
             assert not shared.any(), said
 
     def _by_address(self, is_store):

@@ -65,10 +65,8 @@ def test_a_query_sees_what_lies_before_it_and_off_the_grid() -> None:
 
 
 def test_experts_of_the_best_groups_are_chosen_by_their_bias_and_weighed_without() -> None:
-    logits, bias = (
-        np.array([LN2, LN2, 0.0, 0.0]),
-        np.array([0.1, -0.1, 0.6, -0.4]),
-    )  # the choice: .77, .57 and 1.1, .1
+    # the choice: .77, .57 and 1.1, .1
+    logits, bias = (np.array([LN2, LN2, 0.0, 0.0]), np.array([0.1, -0.1, 0.6, -0.4]))
     weights = definitions.route_sigmoid(logits, bias, 2, 2, 1, True, 3.0, 0.0)
     assert weights == pytest.approx([1.5, 1.5, 0, 0])
     assert definitions.route_softmax(logits, 1, False).sum() == pytest.approx(1 / 3)
@@ -94,10 +92,8 @@ def test_a_step_flushes_up_to_a_boundary_or_a_full_ring(
 
 
 def test_chunks_are_as_near_to_the_size_as_equal_ones_can_be() -> None:
-    assert definitions.chunks(10, 4) == {
-        4,
-        5,
-    }  # 8 and 12 are as far from 10: three of 4, or two of 5
+    # 8 and 12 are as far from 10: three of 4, or two of 5
+    assert definitions.chunks(10, 4) == {4, 5}
     assert definitions.chunks(3, 16) == {3}
     assert definitions.chunks(33, 16) == {17}
 

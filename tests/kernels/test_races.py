@@ -42,9 +42,8 @@ def test_programs_of_their_own_elements_pass():
     ],
 )
 def test_a_planted_race_or_address_is_found(arguments, said):
-    with pytest.raises(
-        Exception, match=rf"_shift, line.*{said}"
-    ):  # Triton wraps what is raised inside a kernel
+    # Triton wraps what is raised inside a kernel
+    with pytest.raises(Exception, match=rf"_shift, line.*{said}"):
         interpreted(_launch, *arguments)
 
 

@@ -88,9 +88,8 @@ def test_the_engine_feels_damage_to_state_window_and_table():
 
     def swapped_blocks(runner, request):
         group = next(g for g in runner.groups if not g.backend.is_ssm())
-        row = runner.block_tables.input_tables[group.group_id][
-            0
-        ]  # what the steps read; a step rewrites what changed
+        # what the steps read; a step rewrites what changed
+        row = runner.block_tables.input_tables[group.group_id][0]
         row[:2] = row[:2].flip(0).clone()
 
     for change in (other_state, old_window, swapped_blocks):

@@ -258,10 +258,8 @@ VARIANTS = {
                 "num_experts_per_tok": 3,
                 "linear_num_value_heads": 2,
             },
-            **{
-                "num_attention_heads": 6,
-                "norm_topk_prob": False,
-            },  # the latter of Qwen3-Next; without effect here
+            # the latter of Qwen3-Next; without effect here
+            **{"num_attention_heads": 6, "norm_topk_prob": False},
         },
     },
     "qwen3_5_text": {
@@ -340,7 +338,10 @@ VARIANTS = {
 }
 OLD = pytest.mark.skipif(
     tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23),
-    reason="transformers before 5.23 norms all groups of this family as one; vLLM and the engine norm each",
+    reason=(
+        "transformers before 5.23 norms all groups of this family as one; vLLM and the "
+        "engine norm each"
+    ),
 )
 WITH_GROUPS = {"bamba-biased_and_tied", "granitemoehybrid-dense_rotated", "mamba2-short_window"}
 CASES = [
@@ -599,9 +600,11 @@ def test_every_multiplier_of_falcon_h1_counts(tiny, tmp_path):
     assert len(names) == 9
     for name in names:
         value = config[name]
-        changes = [value * 2] if isinstance(value, float) else [
-            [v * (1 + (i == j)) for i, v in enumerate(value)] for j in range(len(value))
-        ]  # fmt: skip
+        changes = (
+            [value * 2]
+            if isinstance(value, float)
+            else [[v * (1 + (i == j)) for i, v in enumerate(value)] for j in range(len(value))]
+        )
         for change in changes:
             (tmp_path / "config.json").write_text(json.dumps(config | {name: change}))
             with pytest.raises(AssertionError):

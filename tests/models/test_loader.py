@@ -204,9 +204,8 @@ def test_without_any_one_key_it_loads_or_one_line_names_the_key(tmp_path, monkey
             load_head(tmp_path, load_model(tmp_path, EngineConfig(), torch.device("cpu")))
         except ConfigError as error:
             needed.add(key)
-            assert key in str(error) or "shape" in str(
-                error
-            )  # a default that the weights contradict
+            # a default that the weights contradict
+            assert key in str(error) or "shape" in str(error)
             assert "\n" not in str(error)
     assert {"vocab_size", "hidden_size", "n_groups", "layers_block_type", "dtype"} <= needed
     assert not needed & {
@@ -241,7 +240,10 @@ def test_a_size_that_cannot_be_is_refused_without_taking_memory(folder, key, val
     edit_config(folder, **{key: value})
     refused(
         folder,
-        r"must be an integer >= 1|must be at most 2147483647|has shape|no model can have these sizes",
+        (
+            r"must be an integer >= 1|must be at most 2147483647|has shape|no model can "
+            r"have these sizes"
+        ),
     )
 
 
@@ -256,7 +258,10 @@ def test_weights_that_are_no_floats_are_refused(folder, dtype):
     name = str(dtype).removeprefix("torch.")
     refused(
         folder,
-        f"lm_head.weight is of type {name}: quantised weights can't be run; use a checkpoint in bfloat16",
+        (
+            f"lm_head.weight is of type {name}: quantised weights can't be run; use a "
+            "checkpoint in bfloat16"
+        ),
     )
 
 

@@ -67,9 +67,8 @@ def dense(reference, hidden, ids, grid):
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         seen = (places <= places[:, None]) & ((places + 1) % grid != 0)
         scores = torch.einsum("ihd,jhd->hij", query, key) * size**-0.5
-        weights = (
-            scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num()
-        )  # NaN: a query that sees no key
+        # NaN: a query that sees no key
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num()
         mixed = torch.einsum("hij,jhd->ihd", weights, value)
         return last.final_layernorm(last(x + attention.o_proj(mixed.flatten(1))))
 

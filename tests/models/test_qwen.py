@@ -28,13 +28,8 @@ from tests.models.qwen_head import DenseHead
         ("qwen3_5_moe_text", {}, modeling_qwen3_5_moe, "Qwen3_5Moe", 4),
         ("qwen3_5_moe_text", {}, modeling_qwen3_5_moe, "Qwen3_5Moe", 10**6),
         ("qwen3_next", {"decoder_sparse_step": 1}, modeling_qwen3_next, "Qwen3Next", 4),
-        (
-            "qwen3_next",
-            {"decoder_sparse_step": 2},
-            modeling_qwen3_next,
-            "Qwen3Next",
-            4,
-        ),  # the head has an MLP
+        # the head has an MLP
+        ("qwen3_next", {"decoder_sparse_step": 2}, modeling_qwen3_next, "Qwen3Next", 4),
     ],
 )
 def test_the_draft_head_equals_a_dense_one(

@@ -245,13 +245,8 @@ def test_negative_speculative_tokens_are_refused() -> None:
 OF_A_RANK = [
     (NEMOTRON_3_NANO, 4, 16 * 64 + 2 * 2 * 128, (16, 64, 128), 1),
     (NEMOTRON_3_NANO, 2, 32 * 64 + 2 * 4 * 128, (32, 64, 128), 1),
-    (
-        "ibm-granite/granite-4.0-h-small",
-        8,
-        16 * 64 + 2 * 128,
-        (16, 64, 128),
-        1,
-    ),  # its one group is on every rank
+    # its one group is on every rank
+    ("ibm-granite/granite-4.0-h-small", 8, 16 * 64 + 2 * 128, (16, 64, 128), 1),
     ("ibm-granite/granite-4.0-h-small", 2, 64 * 64 + 2 * 128, (64, 64, 128), 4),
     ("Qwen/Qwen3-Next-80B-A3B", 8, 2 * 2 * 128 + 4 * 128, (4, 128, 128), 1),
     ("Qwen/Qwen3-Next-80B-A3B", 2, 2 * 8 * 128 + 16 * 128, (16, 128, 128), 1),
@@ -336,10 +331,20 @@ def test_kv_heads_are_repeated_equally_often_or_not_at_all() -> None:
 
 
 ZAMBA2 = {
-    "model_type": "zamba2", "hidden_size": 64, "vocab_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "n_mamba_heads": 4, "mamba_d_state": 16, "mamba_ngroups": 1, "mamba_headdim": 32,
-    "mamba_d_conv": 4, "torch_dtype": "bfloat16", "max_position_embeddings": 512,
-}  # fmt: skip
+    "model_type": "zamba2",
+    "hidden_size": 64,
+    "vocab_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_mamba_heads": 4,
+    "mamba_d_state": 16,
+    "mamba_ngroups": 1,
+    "mamba_headdim": 32,
+    "mamba_d_conv": 4,
+    "torch_dtype": "bfloat16",
+    "max_position_embeddings": 512,
+}
 
 
 def test_zamba2_names_its_layers_one_by_one_or_by_the_numbers_of_the_hybrid_ones() -> None:

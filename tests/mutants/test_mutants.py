@@ -82,9 +82,8 @@ def test_a_bug_is_injected_or_has_a_reason_why_not() -> None:
     listed = re.findall(
         r"^(?:\*\*|\| )([A-L]\d\d)\b", catalog.read_text(encoding="utf-8"), re.MULTILINE
     )
-    assert injected | set(named) >= set(
-        listed
-    )  # more are injected: bugs of a kind that no reported one has
+    # more are injected: bugs of a kind that no reported one has
+    assert injected | set(named) >= set(listed)
 
 
 def test_text_that_has_moved_or_occurs_twice_is_refused() -> None:
@@ -221,9 +220,13 @@ def test_a_copy_without_a_bug_is_one_only_if_it_is_named() -> None:
     ],
 )
 def test_every_bug_must_be_caught_and_nothing_where_there_is_none(
-    rows: list[tuple[str, str]], code: int, said: str, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    rows: list[tuple[str, str]],
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     case = Reduced("case.json", "batch", 2, 40, 8.04, fails=0.95, passes=True)
     made = [
         Row(

@@ -47,9 +47,8 @@ def left_by(group: int) -> list[list[str]]:
 def test_the_first_test_that_fails_kills_a_mutant(
     file: str, old: str, new: str, rule: str, forked: Forks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(
-        units.TESTS, RANKS, ("tests/cache/test_ranks.py",)
-    )  # and not those of plans
+    # and not those of plans
+    monkeypatch.setitem(units.TESTS, RANKS, ("tests/cache/test_ranks.py",))
     one = mutant(file, old, new)
     found = MutationRun(300).judge(one, one.ways("quick"), forked)
     assert (found.section, found.rule.partition("[")[0], found.caught) == (

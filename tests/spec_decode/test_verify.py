@@ -15,9 +15,8 @@ from hybrid_kv.sampling import SamplingParams, apply_top_k_top_p
 from tests.draws import sampled, verified
 
 VOCAB, START, FIRST, NUM_SEEDS = 5, 2, 11, 8_000
-CHAIN = (
-    torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1)) * 0.8
-)  # [token before, token]
+# [token before, token]
+CHAIN = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1)) * 0.8
 RANDOM = SamplingParams(temperature=0.9)
 PARAMS = (
     RANDOM,

@@ -42,9 +42,13 @@ def test_the_commit_that_broke_a_rule_is_named_with_its_evidence(
         f"{commits[4][:9]} is the first bad commit (7 commits that change hybrid_kv/, "
     )
     for line in (
-        "author    t <t@example.com>", "title     toy: number 4", "hybrid_kv/ANSWER", "step 0: request 0",
-        "evidence  before: no rule is broken; with it: broken rule: tokens", "packages  -torch==3, +torch==4",
-    ):  # fmt: skip
+        "author    t <t@example.com>",
+        "title     toy: number 4",
+        "hybrid_kv/ANSWER",
+        "step 0: request 0",
+        "evidence  before: no rule is broken; with it: broken rule: tokens",
+        "packages  -torch==3, +torch==4",
+    ):
         assert line in out
     assert "ends: bad, broken rule: tokens" in err
     document = json.loads(Path("found.json").read_text())

@@ -99,10 +99,18 @@ def test_answers_are_those_of_the_commits_own_command(
     def run(trees: Trees, commit: str, *words: str) -> None:
         ran.append((commit, *words))
         lines = [
-            {"doc_id": number, "doc_hash": "d", "prompt_hash": "p", "target_hash": "t", "correct": number != 1,
-             "correct_flexible": True, "invalid": False, "output_sha": "o"}
+            {
+                "doc_id": number,
+                "doc_hash": "d",
+                "prompt_hash": "p",
+                "target_hash": "t",
+                "correct": number != 1,
+                "correct_flexible": True,
+                "invalid": False,
+                "output_sha": "o",
+            }
             for number in range(3)
-        ]  # fmt: skip
+        ]
         Path(words[words.index("--samples") + 1]).write_text(
             "".join(json.dumps(line) + "\n" for line in lines)
         )

@@ -144,7 +144,8 @@ def listed():
     code = (
         "import json, sys; from asv_runner.discovery import disc_benchmarks, update_sys_path\n"
         "update_sys_path('bench/asv_suite'); sys.path.remove('')\n"
-        "print(json.dumps([(one.name, one.params, one.unit) for one in disc_benchmarks('bench/asv_suite')]))"
+        "print(json.dumps([(one.name, one.params, one.unit) for one in "
+        "disc_benchmarks('bench/asv_suite')]))"
     )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(

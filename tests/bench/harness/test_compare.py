@@ -139,20 +139,60 @@ def test_a_launch_is_timed_by_the_device_and_what_became_slower_is_found(
 
 
 SIDES = [
-    ("base", "wrong", {STEP: ("wrong result", "HEAD: WrongResultError: before it was timed: no 42"),
-                       WRONG: ("wrong result", "HEAD: WrongResultError: after it was timed: not any more")}),
-    ("wrong", "base", {STEP: ("not comparable", "BASE: WrongResultError: before it was timed: no 42"),
-                       BIG: ("same", "")}),
-    ("old", "base", {NEW: ("not comparable", "BASE: AttributeError: module 'hybrid_kv' has no attribute 'newer'"),
-                     LATE: ("not comparable", "BASE: ImportError: cannot import name 'newer'"), BIG: ("same", "")}),
-    ("base", "old", {NEW: ("broken at HEAD", "has no attribute 'newer'"),
-                     LATE: ("broken at HEAD", "cannot import name 'newer'"), BIG: ("same", "")}),
-    ("base", "raising", {RAISING: ("broken at HEAD", "RuntimeError: no 9"),
-                         LISTED: ("not comparable", "BASE: it has no such benchmark"), BIG: ("same", "")}),
-    ("raising", "base", {LISTED: ("broken at HEAD", "it has no such benchmark"), BIG: ("same", "")}),
+    (
+        "base",
+        "wrong",
+        {
+            STEP: ("wrong result", "HEAD: WrongResultError: before it was timed: no 42"),
+            WRONG: ("wrong result", "HEAD: WrongResultError: after it was timed: not any more"),
+        },
+    ),
+    (
+        "wrong",
+        "base",
+        {
+            STEP: ("not comparable", "BASE: WrongResultError: before it was timed: no 42"),
+            BIG: ("same", ""),
+        },
+    ),
+    (
+        "old",
+        "base",
+        {
+            NEW: (
+                "not comparable",
+                "BASE: AttributeError: module 'hybrid_kv' has no attribute 'newer'",
+            ),
+            LATE: ("not comparable", "BASE: ImportError: cannot import name 'newer'"),
+            BIG: ("same", ""),
+        },
+    ),
+    (
+        "base",
+        "old",
+        {
+            NEW: ("broken at HEAD", "has no attribute 'newer'"),
+            LATE: ("broken at HEAD", "cannot import name 'newer'"),
+            BIG: ("same", ""),
+        },
+    ),
+    (
+        "base",
+        "raising",
+        {
+            RAISING: ("broken at HEAD", "RuntimeError: no 9"),
+            LISTED: ("not comparable", "BASE: it has no such benchmark"),
+            BIG: ("same", ""),
+        },
+    ),
+    (
+        "raising",
+        "base",
+        {LISTED: ("broken at HEAD", "it has no such benchmark"), BIG: ("same", "")},
+    ),
     ("raising", "raising", {RAISING: ("not comparable", "RuntimeError: no 9"), BIG: ("same", "")}),
     ("dying", "base", {DYING: ("not comparable", "the worker, in make, died"), BIG: ("same", "")}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("base", "head", "expected"), SIDES)
@@ -174,7 +214,8 @@ from bench import work
 from bench.cases import Case, Cell
 
 def cells():
-    return [Cell(name, {}, "cpu", lambda: Case(work.step, lambda: 0.5)) for name in ("newer", "dropped")]
+    names = ("newer", "dropped")
+    return [Cell(name, {}, "cpu", lambda: Case(work.step, lambda: 0.5)) for name in names]
 """
 OWN_CASES = """
 from collections import namedtuple
@@ -317,7 +358,10 @@ def test_order_is_random_and_even():
 
 
 def test_both_workers_of_a_pair_share_core_and_hash_seed(toy, tmp_path):
-    code = "import os; from hybrid_kv import *; ANSWER = (hash('a'), sorted(os.sched_getaffinity(0)), os.getppid())"
+    code = (
+        "import os; from hybrid_kv import *; ANSWER = (hash('a'), "
+        "sorted(os.sched_getaffinity(0)), os.getppid())"
+    )
     folders = [tmp_path / "0", tmp_path / "1"]
     for folder in folders:
         folder.mkdir()

@@ -106,10 +106,11 @@ TORCH = """
 import importlib.util, os, sys
 
 class Editable:
-    "As an editable install's: it knows a module of the checkout that no version has, for the import of any."
+    "As an editable install's: it knows a module of the checkout that no version has."
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        return importlib.util.spec_from_file_location(name, __file__) if name == "hybrid_kv.later" else None
+        if name == "hybrid_kv.later":
+            return importlib.util.spec_from_file_location(name, __file__)
 
 newer = print
 sys.meta_path.append(Editable)

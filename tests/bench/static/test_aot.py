@@ -368,9 +368,9 @@ def test_block_tables_pass_and_a_step_down_does_not(
     append_rows(file, [better])
     out = printed(capsys, *only[:3], "--targets", "sm_90", "--baseline", file, code=1)
     assert (
-        "update_block_tables (Nemotron-3-Nano, 256 rows, int32) on sm_90: 12 blocks per SM instead of 31"
-        in out
-    )
+        "update_block_tables (Nemotron-3-Nano, 256 rows, int32) on sm_90: 12 blocks per "
+        "SM instead of 31"
+    ) in out
     printed(capsys, *only[:3], "--targets", "sm_90", "--baseline", file, "--update")
     assert read_baseline(file, provenance().triton)[key]["blocks_per_sm"] == 12
 

@@ -32,14 +32,19 @@ from .helpers import twice
 logger = init_logger(__name__)
 assert HAS_TRITON
 # A kernel for CPUs would replace the one for GPUs.
-assert not current_platform.is_cpu() and not current_platform.is_xpu() and not current_platform.is_rocm()
-assert len({KVQuantMode.NONE, KVQuantMode.INT8_PER_TOKEN_HEAD, KVQuantMode.INT4_PER_TOKEN_HEAD}) == 3
+assert not current_platform.is_cpu() and not current_platform.is_xpu()
+assert not current_platform.is_rocm()
+MODES = (KVQuantMode.NONE, KVQuantMode.INT8_PER_TOKEN_HEAD, KVQuantMode.INT4_PER_TOKEN_HEAD)
+assert len(set(MODES)) == 3
+SIZES = [triton.Config({"BLOCK_N": size}, num_warps=size // 128) for size in (256, 512)]
 
 
-@triton.autotune([triton.Config({"BLOCK_N": 256}, num_warps=2), triton.Config({"BLOCK_N": 512}, num_warps=8)], key=[])
+@triton.autotune(SIZES, key=[])
 @triton.heuristics({"HAS_BIAS": lambda args: args["B"] is not None})
 @triton.jit(do_not_specialize=["rows"])
-def _norm_kernel(X, Y, B, rows, stride: tl.int64, odd, one, eps, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr):
+def _norm_kernel(
+    X, Y, B, rows, stride: tl.int64, odd, one, eps, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr
+):
     columns = tl.arange(0, BLOCK_N)
     x = tl.load(X + tl.program_id(0) * stride + columns).to(tl.float32)
     if HAS_BIAS:
@@ -120,19 +125,14 @@ def test_a_launch_is_recorded_as_triton_would_compile_it(monkeypatch: pytest.Mon
         "eps": "fp32",
     }
     assert case.signature == kinds | constants
-    assert {"stride"} == set(case.divisible) - {
-        "X",
-        "Y",
-    }  # Triton may not look at `rows`, and 7 is odd.
+    # Triton may not look at `rows`, and 7 is odd.
+    assert {"stride"} == set(case.divisible) - {"X", "Y"}
     assert (
         case.options == {"num_warps": 2, "num_stages": 3} and case.bytes_per_program == 3 * 256 * 2
     )
     metrics = read_metrics(case, "sm_90", compile_case(case, "sm_90"))
-    assert (metrics.load_bits, metrics.store_bits, metrics.spill_bytes) == (
-        64,
-        64,
-        0,
-    )  # 4 of 256 numbers a thread
+    # 4 of 256 numbers a thread
+    assert (metrics.load_bits, metrics.store_bits, metrics.spill_bytes) == (64, 64, 0)
     # The package is as before: only the tests know of it.
     assert {
         name: module for name, module in sys.modules.items() if name.partition(".")[0] == "vllm"
@@ -159,9 +159,9 @@ def test_the_command_shows_them_apart_and_gates_nothing(
         and "without a baseline" not in theirs
     )
     assert (
-        "vllm.selective_scan_update_kernel (Nemotron-3-Nano, K=0, float32) on sm_90: warning: does not"
-        in theirs
-    )
+        "vllm.selective_scan_update_kernel (Nemotron-3-Nano, K=0, float32) on sm_90: "
+        "warning: does not"
+    ) in theirs
     assert "FAILED" not in out and "ok\n" not in theirs
     assert "\nmamba_ssm is not installed\n" in theirs
     chunks = (
@@ -186,9 +186,9 @@ def test_without_any_it_is_one_line_and_exit_2(
     forget()
     err = refused(capsys, "kernels", "--peers", "--targets", "sm_90")
     assert (
-        "neither vllm nor mamba_ssm can be imported; run: pip install --no-deps vllm mamba-ssm einops"
-        in err
-    )
+        "neither vllm nor mamba_ssm can be imported; run: pip install --no-deps vllm "
+        "mamba-ssm einops"
+    ) in err
 
 
 @pytest.mark.parametrize("package", peers.PACKAGES)

@@ -39,9 +39,14 @@ PLAIN = LogitCase(
     [(ALONE, late_window, 1, 6), (WHOLE, next_expert, 1, 1), (PLAIN, no_states, 1, 1)],
 )
 def test_little_is_left_of_a_cell_that_is_wrong(
-    case: LogitCase, damage: Callable[..., None], requests: int, tokens: int, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    case: LogitCase,
+    damage: Callable[..., None],
+    requests: int,
+    tokens: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert play_logits(case) == ("", "")
     with monkeypatch.context() as patch:
         damage(patch)

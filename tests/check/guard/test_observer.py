@@ -90,8 +90,12 @@ def eager(schedule: Any) -> Any:
         for item in items:
             own, end = item.request, item.num_computed_tokens + item.num_tokens - item.num_drafts
             self.manager.cache_blocks(
-                own.request_id, own.block_hashes, own.token_ids, StateProgress(end, end), item.is_decode
-            )  # fmt: skip
+                own.request_id,
+                own.block_hashes,
+                own.token_ids,
+                StateProgress(end, end),
+                item.is_decode,
+            )
         return items
 
     return publish
@@ -186,38 +190,124 @@ SLEEP = replace(
         (RequestBlocks, "give_back", held_too_long, STATES, "are due"),
         (MambaSpec, "max_blocks_per_request", one_less, STATES, "are planned"),
         (BlockPool, "allocate", views, scenario("none"), "were handed out"),
-        (KVCacheManager, "find_longest_cache_hit", shorter, scenario("attention"), "from the cache, which has"),
+        (
+            KVCacheManager,
+            "find_longest_cache_hit",
+            shorter,
+            scenario("attention"),
+            "from the cache, which has",
+        ),
         (Scheduler, "schedule", eager, scenario("attention"), "which others may read"),
-        (KVCacheManager, "cache_blocks", late, scenario("attention", max_num_batched_tokens=8), "published-late"),
-        (KVCacheManager, "chunk_end", lambda _: lambda self, start, end, n: end, scenario("align"), "end on one"),
-        (runner, "gained", lambda f: lambda *given: [tokens[:1] for tokens in f(*given)],
-         scenario("none", 3, "right"), "are due"),
+        (
+            KVCacheManager,
+            "cache_blocks",
+            late,
+            scenario("attention", max_num_batched_tokens=8),
+            "published-late",
+        ),
+        (
+            KVCacheManager,
+            "chunk_end",
+            lambda _: lambda self, start, end, n: end,
+            scenario("align"),
+            "end on one",
+        ),
+        (
+            runner,
+            "gained",
+            lambda f: lambda *given: [tokens[:1] for tokens in f(*given)],
+            scenario("none", 3, "right"),
+            "are due",
+        ),
         (Scheduler, "schedule", starving, scenario("none"), "left out of a step"),
-        (Scheduler, "schedule", greedy, scenario("none", num_blocks=10, max_num_batched_tokens=64), "started-anyway"),
-        (Scheduler, "_admit", lambda f: lambda self, *given: None if self.running else f(self, *given),
-         scenario("none", max_num_batched_tokens=64), "left-waiting: request 1 waits with"),
-        (Scheduler, "_waits_for_prefix", lambda _: lambda *_: False, EQUAL, "did-not-wait: request 1 starts"),
+        (
+            Scheduler,
+            "schedule",
+            greedy,
+            scenario("none", num_blocks=10, max_num_batched_tokens=64),
+            "started-anyway",
+        ),
+        (
+            Scheduler,
+            "_admit",
+            lambda f: lambda self, *given: None if self.running else f(self, *given),
+            scenario("none", max_num_batched_tokens=64),
+            "left-waiting: request 1 waits with",
+        ),
+        (
+            Scheduler,
+            "_waits_for_prefix",
+            lambda _: lambda *_: False,
+            EQUAL,
+            "did-not-wait: request 1 starts",
+        ),
         (KVCacheManager, "find_longest_cache_hit", refreshing, FULL, "used-unseen: free blocks"),
-        (manager, "Refusal", lambda f: lambda name, room, keys: f(name, room, frozenset()),
-         FORCED["hit_attention, full_pool"](Draw(0)), "left-waiting: request 2 waits with"),
-        (Scheduler, "preempt_all", lambda _: lambda _: None, replace(RESET, params=RESET.params[:3]), "3 requests run"),
-        (ModelRunner, "free_memory", lambda f: lambda self: (KEPT.extend(self.raw_buffers), f(self)), SLEEP,
-         "sleepless: memory is kept"),
-        (LLM, "reset_prefix_cache", lambda _: lambda llm, reset_running_requests: llm.scheduler.preempt_all(), SLEEP,
-         "hit-length"),
-        (ModelRunner, "__init__", narrow, LATE, "known-tokens: a proposer is shown 64 tokens of request"),
-        *((Scheduler, "_room", roomy(by), late, "drafts-due: request") for by in (1, -1) for late in (LATE, ENDS)),
+        (
+            manager,
+            "Refusal",
+            lambda f: lambda name, room, keys: f(name, room, frozenset()),
+            FORCED["hit_attention, full_pool"](Draw(0)),
+            "left-waiting: request 2 waits with",
+        ),
+        (
+            Scheduler,
+            "preempt_all",
+            lambda _: lambda _: None,
+            replace(RESET, params=RESET.params[:3]),
+            "3 requests run",
+        ),
+        (
+            ModelRunner,
+            "free_memory",
+            lambda f: lambda self: (KEPT.extend(self.raw_buffers), f(self)),
+            SLEEP,
+            "sleepless: memory is kept",
+        ),
+        (
+            LLM,
+            "reset_prefix_cache",
+            lambda _: lambda llm, reset_running_requests: llm.scheduler.preempt_all(),
+            SLEEP,
+            "hit-length",
+        ),
+        (
+            ModelRunner,
+            "__init__",
+            narrow,
+            LATE,
+            "known-tokens: a proposer is shown 64 tokens of request",
+        ),
+        *(
+            (Scheduler, "_room", roomy(by), late, "drafts-due: request")
+            for by in (1, -1)
+            for late in (LATE, ENDS)
+        ),
         # The last token is never in flight.
-        (Scheduler, "_room", lambda f: lambda *given: max(2, f(*given)), FORCED["one_step_late"](Draw(0)),
-         "runs-again: request"),
+        (
+            Scheduler,
+            "_room",
+            lambda f: lambda *given: max(2, f(*given)),
+            FORCED["one_step_late"](Draw(0)),
+            "runs-again: request",
+        ),
         # The drafts of a request are a quarter of its share.
-        (Scheduler, "_next", lambda f: lambda *given: f(*given[:-1], given[-1] // 4),
-         FORCED["one_token_left, first_decode_beside_chunk"](Draw(0)), "drafts-due: request 0 is to run"),
+        (
+            Scheduler,
+            "_next",
+            lambda f: lambda *given: f(*given[:-1], given[-1] // 4),
+            FORCED["one_token_left, first_decode_beside_chunk"](Draw(0)),
+            "drafts-due: request 0 is to run",
+        ),
         # What is no token is verified, too.
-        (ModelRunner, "_usable", lambda _: lambda self, drafts: list(drafts), FORCED["strange_drafts"](Draw(0)),
-         "drafts-due: request"),
+        (
+            ModelRunner,
+            "_usable",
+            lambda _: lambda self, drafts: list(drafts),
+            FORCED["strange_drafts"](Draw(0)),
+            "drafts-due: request",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_rule(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, broken: Any, traffic: Any, said: str
 ) -> None:
@@ -244,9 +334,8 @@ def test_metrics_of_an_output_that_did_not_happen(monkeypatch: pytest.MonkeyPatc
     assert run_scenario(deeper()).wrong == []
     output = LLM.output
     for lie in (
-        lambda o: {
-            "cached_tokens": max((o.cached_tokens, *o.hit.group_tokens))
-        },  # of one group alone
+        # of one group alone
+        lambda o: {"cached_tokens": max((o.cached_tokens, *o.hit.group_tokens))},
         lambda o: {"num_draft_tokens": o.num_draft_tokens + 1},
         lambda o: {"num_accepted_draft_tokens": o.num_draft_tokens},
         lambda o: {"num_preemptions": o.num_preemptions + 1},
@@ -307,9 +396,14 @@ def test_a_prompt_refused_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_request_publishes_as_it_leaves_is_forgotten_too(events: list[str]) -> None:
     """Its ring's state after 8 tokens is written at preemption, just before all is forgotten."""
     options = {
-        "max_model_len": 32, "device": "cpu", "enable_prefix_caching": True, "async_scheduling": True,
-        "state_scheme": "recompute", "mamba_block_size": 4, "num_blocks": 400,
-    }  # fmt: skip
+        "max_model_len": 32,
+        "device": "cpu",
+        "enable_prefix_caching": True,
+        "async_scheduling": True,
+        "state_scheme": "recompute",
+        "mamba_block_size": 4,
+        "num_blocks": 400,
+    }
     leaving = Scenario(
         0,
         "M",

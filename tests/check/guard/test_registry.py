@@ -24,7 +24,8 @@ from hybrid_kv.check.guard.registry import CheckResult, Run, check
 def check_toy(run: Run) -> Iterator[CheckResult]:
     run.progress(run.amount)
     wrong = run.seed == 13
-    yield CheckResult("unlucky seeds", int(wrong), "settings", "0", run.amount, "it is 13" if wrong else "")
+    reason = "it is 13" if wrong else ""
+    yield CheckResult("unlucky seeds", int(wrong), "settings", "0", run.amount, reason)
 """
 
 

@@ -58,8 +58,13 @@ def test_two_at_a_time_say_what_one_after_another_says(tmp_path: Path) -> None:
 def test_a_wave_begins_when_the_last_one_is_done() -> None:
     waves = at_once._Waves(iter([[{"n": "1"}, {"n": "2"}], [], [{"n": "3"}]]))
     assert [waves.next(is_busy) for is_busy in (False, True, True, False, True, False)] == [
-        {"n": "1"}, {"n": "2"}, None, {"n": "3"}, None, None,
-    ]  # fmt: skip
+        {"n": "1"},
+        {"n": "2"},
+        None,
+        {"n": "3"},
+        None,
+        None,
+    ]
 
 
 def test_what_cannot_be_started_is_reported_too(folder: str) -> None:

@@ -18,9 +18,15 @@ def test_the_plainest_setting_of_each_dtype_is_plain(guarded):
     some = guarded()
     some.kind.factors["dtype"] = ("float32", "bfloat16")
     assert isinstance(some.kind, ToyKind)
-    assert [some.is_plain(one) for one in ({}, {"dtype": "bfloat16"}, {"prefix": "off"}, {"prefix": "on"})] == [
-        True, True, True, False,
-    ]  # fmt: skip
+    assert [
+        some.is_plain(one)
+        for one in ({}, {"dtype": "bfloat16"}, {"prefix": "off"}, {"prefix": "on"})
+    ] == [
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_an_engine_that_dies_of_one_thing_again_and_again_is_let_be(guarded, monkeypatch):

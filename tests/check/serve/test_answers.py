@@ -17,9 +17,13 @@ def test_a_question_gets_the_answer_of_the_engine_alone(server: Served, alone: L
         [QUESTION], SamplingParams(60, stop=("Question:",)), progress=False
     )
     found = server.client.completions.create(
-        model=MODEL, prompt=QUESTION, max_tokens=60, temperature=0, stop="Question:",
+        model=MODEL,
+        prompt=QUESTION,
+        max_tokens=60,
+        temperature=0,
+        stop="Question:",
         extra_body={"return_token_ids": True},
-    )  # fmt: skip
+    )
     (choice,) = found.choices
     assert "#### 7" in choice.text == expected.text
     assert (choice.finish_reason, choice.token_ids) == (expected.finish_reason, expected.token_ids)  # type: ignore[attr-defined]
@@ -79,9 +83,13 @@ def test_requests_at_once_get_what_each_gets_alone(server: Served, alone: LLM) -
 
     def send(i: int) -> list[int]:
         found = server.client.completions.create(
-            model=MODEL, prompt=prompts[i], max_tokens=24, temperature=params[i].temperature, seed=i,
+            model=MODEL,
+            prompt=prompts[i],
+            max_tokens=24,
+            temperature=params[i].temperature,
+            seed=i,
             extra_body={"return_token_ids": True},
-        )  # fmt: skip
+        )
         return found.choices[0].token_ids  # type: ignore[attr-defined]
 
     with ThreadPoolExecutor(16) as pool:
@@ -105,9 +113,11 @@ def test_logprobs_of_an_answer_are_those_of_the_engine(server: Served, alone: LL
     (expected,) = alone.generate([QUESTION], SamplingParams(8, logprobs=3), progress=False)
     sent = {"model": MODEL, "prompt": QUESTION, "max_tokens": 8, "temperature": 0, "logprobs": 3}
     found = server.client.completions.create(**sent).choices[0].logprobs
-    as_ids = server.client.completions.create(
-        **sent, extra_body={"return_tokens_as_token_ids": True}
-    ).choices[0].logprobs  # fmt: skip
+    as_ids = (
+        server.client.completions.create(**sent, extra_body={"return_tokens_as_token_ids": True})
+        .choices[0]
+        .logprobs
+    )
     assert expected.logprobs is not None and found is not None and as_ids is not None
     assert found.token_logprobs == pytest.approx(
         [one.logprob for one in expected.logprobs], abs=1e-4

@@ -189,10 +189,13 @@ def test_a_template_that_is_missing_or_refuses_is_one_line(
 def test_a_template_makes_the_text_that_transformers_makes(server: Served) -> None:
     tokenizer: Any = server.llm.tokenizer
     template = """
-    {%- if tools is not none or documents is not none %}{{ raise_exception('none were given') }}{% endif %}
+    {%- if tools is not none or documents is not none %}
+    {{- raise_exception('none were given') }}{% endif %}
     {% for message in messages %}{% if loop.index > 2 %}{% break %}{% endif %}
-    {% generation %}{{ message | tojson }} {{ message.content | tojson(indent=1) }}{% endgeneration %}
-    {% endfor %}{{ bos_token }}{{ strftime_now('%Y') }}{% if add_generation_prompt %}Answer:{% endif %}
+    {% generation %}{{ message | tojson }} {{ message.content | tojson(indent=1) -}}
+    {% endgeneration %}
+    {% endfor %}{{ bos_token }}{{ strftime_now('%Y') -}}
+    {% if add_generation_prompt %}Answer:{% endif %}
     """
     messages = [
         {"role": role, "content": f"<{role} 'é' & more>"}

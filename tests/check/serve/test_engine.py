@@ -45,9 +45,8 @@ def gate(server: Served) -> Iterator[Gate]:
     server.llm.observers.append(gate)
     yield gate
     gate.open()
-    server.http.post(
-        "/v1/completions", json={"prompt": "a", "max_tokens": 1}
-    )  # no step is in it any more
+    # no step is in it any more
+    server.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
     server.llm.observers.remove(gate)
 
 

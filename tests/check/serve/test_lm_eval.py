@@ -20,9 +20,14 @@ def remote(server: Served) -> Any:
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
     return LocalCompletionsAPI(
-        model="guard_model", base_url=f"{server.url}/v1/completions", tokenizer=str(FOLDER), max_length=512,
-        tokenizer_backend="huggingface", batch_size=3, max_retries=1,
-    )  # fmt: skip
+        model="guard_model",
+        base_url=f"{server.url}/v1/completions",
+        tokenizer=str(FOLDER),
+        max_length=512,
+        tokenizer_backend="huggingface",
+        batch_size=3,
+        max_retries=1,
+    )
 
 
 def instances(kind: str, arguments: list[tuple[Any, ...]]) -> list[Any]:

@@ -81,7 +81,10 @@ def test_slow_headers_end_a_connection() -> None:
 
 def test_half_an_upload_does_not_delay_the_end() -> None:
     with served(LLM(str(FOLDER), **OPTIONS), grace=1000) as one:
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n"
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: "
+            b"application/json\r\ncontent-length: 99\r\n"
+        )
         slow = socket.create_connection(one.server.servers[0].sockets[0].getsockname(), timeout=30)
         slow.sendall(head + b"expect: 100-continue\r\n\r\n")
         assert b"100 Continue" in slow.recv(999)  # the body is being read

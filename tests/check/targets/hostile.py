@@ -82,10 +82,15 @@ BODIES = {
     "deep objects": b'{"data":' * 10**5,
     "a long number": b'{"data": %b}' % (b"9" * 5000),
     "many of a wrong type": b'{"choices":[{"index":0,"token_ids":["",%b""]}]}' % (b'"",' * 10**6),
-    **{f"{body!r}": body for body in (b"", b"null", b"[]", b"[{}]", b"{", b"NaN", b"<html>", b'{"data": "\xff\xfe"}')},
-    **{f"counters are {odd:.5}": b'vllm:num_preemptions_total{a="b"} %b\n' % odd.encode()
-       for odd in ("nan", "-1", "1e999", "9" * 5000, "x")},
-}  # fmt: skip
+    **{
+        f"{body!r}": body
+        for body in (b"", b"null", b"[]", b"[{}]", b"{", b"NaN", b"<html>", b'{"data": "\xff\xfe"}')
+    },
+    **{
+        f"counters are {odd:.5}": b'vllm:num_preemptions_total{a="b"} %b\n' % odd.encode()
+        for odd in ("nan", "-1", "1e999", "9" * 5000, "x")
+    },
+}
 RAW: dict[str, tuple[bytes, bytes | None]] = {
     "closed": (b"", b""),
     "closed in the headers": (HEAD, b""),

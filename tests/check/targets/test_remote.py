@@ -50,7 +50,8 @@ class Engine({base}):
     def ask(self, requests, preempt_every):
         print("started", flush=True)
         {ask}
-        return [dict(token_ids=one["prompt"], cached_tokens=preempt_every, logprobs=[{{7: -0.5}}]) for one in requests]
+        same = dict(cached_tokens=preempt_every, logprobs=[{{7: -0.5}}])
+        return [dict(token_ids=request["prompt"], **same) for request in requests]
 
     def counters(self):
         return {{"hits": 3.0}}
@@ -111,7 +112,10 @@ def test_what_the_engine_fails_at_is_its_own(start: Start) -> None:
     assert target.counters() == {"hits": 3.0}  # it lives on
 
 
-BREAKS_OFF = "[os.write(fd, b'[') for fd in range(3, 20) if 'socket' in os.path.realpath(f'/proc/self/fd/{fd}')]"
+BREAKS_OFF = (
+    "[os.write(fd, b'[') for fd in range(3, 20) if 'socket' in "
+    "os.path.realpath(f'/proc/self/fd/{fd}')]"
+)
 DIES = "print('MemoryError: no room', file=sys.stderr); sys.stderr.flush(); os._exit(3)"
 
 

@@ -95,7 +95,10 @@ def test_a_request_that_is_refused_is_an_error_of_its_own(served):
 
 
 def test_an_error_in_the_middle_of_an_answer_is_one():
-    events = b'data: {"choices": [{"index": 0, "token_ids": [5, 6]}]}\n\ndata: {"error": "it has stopped"}\n\n'
+    events = (
+        b'data: {"choices": [{"index": 0, "token_ids": [5, 6]}]}\n\ndata: {"error": '
+        b'"it has stopped"}\n\n'
+    )
     attached = kind_of(hostile.serve(hostile.Case({"stream": hostile.says(events)}))).start("", {})
     (answer,) = attached.ask([Ask(PROMPT, abort_after=9)])
     assert (

@@ -169,8 +169,21 @@ def test_a_script_exits_with_what_the_answer_is(
     expected[-1] += wrong
     settings = {"runner": "cpu", "blocks": "tight", "kernel": "8"}
     case = ProbeCase(
-        "vllm", "0.32.0", "exact", settings, "p", "wrong", rounds, 1, tuple(expected), (), 0.0, None, None, 0.0
-    )  # fmt: skip
+        "vllm",
+        "0.32.0",
+        "exact",
+        settings,
+        "p",
+        "wrong",
+        rounds,
+        1,
+        tuple(expected),
+        (),
+        0.0,
+        None,
+        None,
+        0.0,
+    )
     *_, script = write_files(case, tmp_path, script_of(case))
     done = subprocess.run([installed(), script], capture_output=True, text=True, check=False)
     assert done.returncode == wrong, done.stderr

@@ -193,8 +193,21 @@ def test_a_script_pretends_too(wrong: int, folder: Path, tmp_path: Path) -> None
     expected[-1] += wrong
     settings = {"runner": "v2", "async": "on"}
     case = ProbeCase(
-        "vllm", "0.32.0", "exact", settings, "p", "wrong", rounds, 1, tuple(expected), (), 0.0, None, None, 0.0
-    )  # fmt: skip
+        "vllm",
+        "0.32.0",
+        "exact",
+        settings,
+        "p",
+        "wrong",
+        rounds,
+        1,
+        tuple(expected),
+        (),
+        0.0,
+        None,
+        None,
+        0.0,
+    )
     *_, script = write_files(case, tmp_path, script_of(case))
     done = subprocess.run([installed(), script], capture_output=True, text=True, check=False)
     assert done.returncode == wrong, done.stderr

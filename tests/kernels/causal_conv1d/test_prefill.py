@@ -60,13 +60,18 @@ class Prefill(Operation, Layer):
 # This seed reads and writes block 1, the first behind the null block.
 SHORT = BASE.but(
     rows=(Row(2, (1, 2), "first"), Row(0), Row(1, start="last"), Row(18, (17, 1, 2), "first")),
-    channels=7, more_rows=-2, seed=8,
-)  # fmt: skip
+    channels=7,
+    more_rows=-2,
+    seed=8,
+)
 NOTHING = SHORT.but(rows=(), kernel=17, bias=False)
 CASES = shapes(
-    SHORT, rows=st.lists(rows([0, 1, 2, 3, 15, 16, 17, 33]), max_size=4).map(tuple), kernel=[2, 3, 5, 17],
-    more_rows=[0, 1, 2], **LAYOUTS,
-)  # fmt: skip
+    SHORT,
+    rows=st.lists(rows([0, 1, 2, 3, 15, 16, 17, 33]), max_size=4).map(tuple),
+    kernel=[2, 3, 5, 17],
+    more_rows=[0, 1, 2],
+    **LAYOUTS,
+)
 test_equals_the_definition, test_the_reference_equals_the_definition = equality(
     Prefill, CASES, SHORT, NOTHING
 )

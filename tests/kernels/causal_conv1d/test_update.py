@@ -79,14 +79,32 @@ class Update(Operation, Layer):
 
 
 BASE = Shape(
-    rows=((2, 1, False, False), (1, 2, False, True)), columns=2, channels=5, kernel=4, bias=True, tap_major=True,
-    gap=3, scale=1.0, dtype=torch.float32, state_dtype=torch.float32, index_dtype=torch.int64, lanes=32, seed=0,
-)  # fmt: skip
+    rows=((2, 1, False, False), (1, 2, False, True)),
+    columns=2,
+    channels=5,
+    kernel=4,
+    bias=True,
+    tap_major=True,
+    gap=3,
+    scale=1.0,
+    dtype=torch.float32,
+    state_dtype=torch.float32,
+    index_dtype=torch.int64,
+    lanes=32,
+    seed=0,
+)
 LAYOUTS = {
-    "channels": [1, 7, 128, 150, 256, 300], "bias": [True, False], "tap_major": [True, False], "gap": GAPS,
+    "channels": [1, 7, 128, 150, 256, 300],
+    "bias": [True, False],
+    "tap_major": [True, False],
+    "gap": GAPS,
     # Large tokens overflow the exponential of SiLU.
-    "scale": [1.0, 100.0], "dtype": FLOATS, "state_dtype": FLOATS, "index_dtype": INTS, "lanes": [32, 64],
-}  # fmt: skip
+    "scale": [1.0, 100.0],
+    "dtype": FLOATS,
+    "state_dtype": FLOATS,
+    "index_dtype": INTS,
+    "lanes": [32, 64],
+}
 
 
 @st.composite

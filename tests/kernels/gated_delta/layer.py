@@ -46,9 +46,8 @@ class Layer:
             tokens + 2, gates[-1] * (heads if shape.per_channel else 1), shape.dtype, g
         )
         dt_bias = torch.rand(gates, generator=g).sub(0.5).to(shape.dtype)
-        A_log = (
-            2 * torch.randn(heads, generator=g) - 1
-        )  # of some heads the largest time steps leave something
+        # of some heads the largest time steps leave something
+        A_log = 2 * torch.randn(heads, generator=g) - 1
         pool = Pool(
             num_blocks, (heads, shape.value, shape.key), shape.gap, shape.state_dtype, device
         )

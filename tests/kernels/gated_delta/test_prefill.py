@@ -62,10 +62,27 @@ class Prefill(recurrent.Prefill, Layer):
 
 
 SEVERAL = Shape(
-    rows=(Row(2, (1, 2), "first"), Row(0), Row(40, (7, 40), "last", initial=False), Row(33, (32,), "last")),
-    chunk_size=32, key_heads=2, shared=2, value=17, key=16, per_channel=False, beta_scale=1.0, gap=3, initial=1.0,
-    tile_bytes=64, dtype=torch.float32, state_dtype=torch.float32, index_dtype=torch.int64, seed=0,
-)  # fmt: skip
+    rows=(
+        Row(2, (1, 2), "first"),
+        Row(0),
+        Row(40, (7, 40), "last", initial=False),
+        Row(33, (32,), "last"),
+    ),
+    chunk_size=32,
+    key_heads=2,
+    shared=2,
+    value=17,
+    key=16,
+    per_channel=False,
+    beta_scale=1.0,
+    gap=3,
+    initial=1.0,
+    tile_bytes=64,
+    dtype=torch.float32,
+    state_dtype=torch.float32,
+    index_dtype=torch.int64,
+    seed=0,
+)
 BY_CHANNEL = SEVERAL.but(per_channel=True, key=20, beta_scale=2.0)
 NARROW = SEVERAL.but(key_heads=1, dtype=torch.bfloat16)
 NOTHING, UNREAD = (
@@ -75,9 +92,14 @@ NOTHING, UNREAD = (
 CASES = shapes(
     SEVERAL,
     rows=st.lists(rows([0, 1, 2, 15, 16, 17, 33, 40]), max_size=3).map(tuple),
-    chunk_size=[16, 32, 64], key_heads=[1, 2], shared=[1, 2], value=[1, 3, 16, 20], key=[1, 3, 16, 33],
-    tile_bytes=[64, 128], **LAYOUTS,
-)  # fmt: skip
+    chunk_size=[16, 32, 64],
+    key_heads=[1, 2],
+    shared=[1, 2],
+    value=[1, 3, 16, 20],
+    key=[1, 3, 16, 33],
+    tile_bytes=[64, 128],
+    **LAYOUTS,
+)
 test_equals_the_rule, test_the_reference_equals_the_rule = equality(
     Prefill,
     CASES,
@@ -127,9 +149,16 @@ def test_offsets_pass_int32(checked, arguments):
 
 # The value heads of one key head of Qwen3-Next.
 PART = SEVERAL.but(
-    rows=(Row(100, (64,)),), chunk_size=64, key_heads=1, shared=2, value=128, key=128, gap=4096, dtype=torch.bfloat16,
+    rows=(Row(100, (64,)),),
+    chunk_size=64,
+    key_heads=1,
+    shared=2,
+    value=128,
+    key=128,
+    gap=4096,
+    dtype=torch.bfloat16,
     tile_bytes=module.TILE_BYTES,
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("per_channel", [False, True])

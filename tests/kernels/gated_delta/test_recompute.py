@@ -85,9 +85,8 @@ class Run(mamba2.Run):
         return q, k, v, dt, self.dt_bias, self.A_log, beta
 
     def update(self, run_update, step, tokens, cu_seqlens):
-        scale = (
-            () if self.case.beta_scale == 1.0 else (self.case.beta_scale,)
-        )  # the default is left out
+        # the default is left out
+        scale = () if self.case.beta_scale == 1.0 else (self.case.beta_scale,)
         return run_update(self.state, self.ring, step, *self.layer(*tokens), cu_seqlens, *scale)
 
     def wide(self, *tokens):

@@ -64,21 +64,45 @@ class Slots(VerifyStep, Layer):
 
 
 BASE = Shape(
-    rows=((1, False, -1), (3, False, 1)), columns=3, key_heads=2, shared=2, value=9, key=16, per_channel=False,
-    beta_scale=1.0, gap=3, initial=1.0, dtype=torch.float32, state_dtype=torch.float32, index_dtype=torch.int64,
-    lanes=32, tile=128, seed=0,
-)  # fmt: skip
+    rows=((1, False, -1), (3, False, 1)),
+    columns=3,
+    key_heads=2,
+    shared=2,
+    value=9,
+    key=16,
+    per_channel=False,
+    beta_scale=1.0,
+    gap=3,
+    initial=1.0,
+    dtype=torch.float32,
+    state_dtype=torch.float32,
+    index_dtype=torch.int64,
+    lanes=32,
+    tile=128,
+    seed=0,
+)
 BY_CHANNEL = BASE.but(per_channel=True, key=11)
 LAYOUTS = {
-    "per_channel": [False, True], "beta_scale": [1.0, 2.0], "gap": GAPS, "dtype": FLOATS, "state_dtype": FLOATS,
-    "index_dtype": INTS, "initial": [0.0, 1.0],
-}  # fmt: skip
+    "per_channel": [False, True],
+    "beta_scale": [1.0, 2.0],
+    "gap": GAPS,
+    "dtype": FLOATS,
+    "state_dtype": FLOATS,
+    "index_dtype": INTS,
+    "initial": [0.0, 1.0],
+}
 
 
 CASES = verify_steps(
-    BASE, key_heads=[1, 2, 3], shared=[1, 2], value=[1, 3, 7, 8, 11], key=[1, 3, 16, 33], lanes=[32, 64],
-    tile=[16, 128, 1024], **LAYOUTS,
-)  # fmt: skip
+    BASE,
+    key_heads=[1, 2, 3],
+    shared=[1, 2],
+    value=[1, 3, 7, 8, 11],
+    key=[1, 3, 16, 33],
+    lanes=[32, 64],
+    tile=[16, 128, 1024],
+    **LAYOUTS,
+)
 test_equals_the_rule, test_the_reference_equals_the_rule = equality(
     Slots, CASES, BASE, BY_CHANNEL, BASE.but(key=129, tile=16)
 )
@@ -108,9 +132,16 @@ def test_offsets_pass_int32(checked, arguments):
 
 # The value heads of two key heads of Qwen3-Next, an eighth of a layer.
 EIGHTH = BASE.but(
-    rows=((4, False, -1),), columns=4, key_heads=2, shared=2, value=128, key=128, gap=4096, dtype=torch.bfloat16,
+    rows=((4, False, -1),),
+    columns=4,
+    key_heads=2,
+    shared=2,
+    value=128,
+    key=128,
+    gap=4096,
+    dtype=torch.bfloat16,
     tile=module.TILE,
-)  # fmt: skip
+)
 INPUTS = ("q", "k", "v", "dt", "beta")
 SMALL = ("dt_bias", "A_log", "cu_seqlens", "source_indices", "state_indices")
 

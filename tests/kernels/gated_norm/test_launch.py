@@ -76,9 +76,16 @@ BASE = Shape(
     seed=0,
 )
 CASES = shapes(
-    BASE, tokens=[0, 1, 2, 3, 4], groups=[1, 2, 3, 4], size=[1, 2, 7, 16, 100, 512], eps=[1e-6, 1e-5, 1e-2],
-    scale=[1e-4, 1.0, 30.0], gap=GAPS, dtype=FLOATS, gate_dtype=FLOATS,
-)  # fmt: skip
+    BASE,
+    tokens=[0, 1, 2, 3, 4],
+    groups=[1, 2, 3, 4],
+    size=[1, 2, 7, 16, 100, 512],
+    eps=[1e-6, 1e-5, 1e-2],
+    scale=[1e-4, 1.0, 30.0],
+    gap=GAPS,
+    dtype=FLOATS,
+    gate_dtype=FLOATS,
+)
 test_equals_the_formula, test_the_reference_equals_the_formula = equality(
     GatedNorm, CASES, BASE.but(size=5, groups=3, tokens=4)
 )

@@ -198,19 +198,47 @@ class Attention(Operation):
 
 MIXED = Shape(
     rows=((1, 0, False), (4, 37, False), (1, 0, True), (0, 5, False), (23, 10, False)),
-    kv_heads=2, per_kv=3, head_size=16, block_size=5, gap=3, is_swapped=False, dtype=torch.float32,
-    index_dtype=torch.int32, grid=0, window=0, stale=1, max_rows=16, block_n=16, seed=0,
-)  # fmt: skip
+    kv_heads=2,
+    per_kv=3,
+    head_size=16,
+    block_size=5,
+    gap=3,
+    is_swapped=False,
+    dtype=torch.float32,
+    index_dtype=torch.int32,
+    grid=0,
+    window=0,
+    stale=1,
+    max_rows=16,
+    block_n=16,
+    seed=0,
+)
 ROW = st.tuples(st.integers(0, 6), st.integers(0, 20), st.sampled_from([False, False, True]))
 CASES = shapes(
-    MIXED, rows=st.lists(ROW, min_size=1, max_size=3).map(tuple), kv_heads=[1, 2, 3], per_kv=[1, 2, 3, 5],
-    head_size=[1, 3, 16, 20], block_size=[1, 2, 5, 16], gap=GAPS, is_swapped=[False, True], dtype=FLOATS,
-    index_dtype=INTS, grid=[0, 0, 1, 3, 8], window=[0, 0, 1, 2, 6, 19], stale=[0, 1, 2],
-)  # fmt: skip
+    MIXED,
+    rows=st.lists(ROW, min_size=1, max_size=3).map(tuple),
+    kv_heads=[1, 2, 3],
+    per_kv=[1, 2, 3, 5],
+    head_size=[1, 3, 16, 20],
+    block_size=[1, 2, 5, 16],
+    gap=GAPS,
+    is_swapped=[False, True],
+    dtype=FLOATS,
+    index_dtype=INTS,
+    grid=[0, 0, 1, 3, 8],
+    window=[0, 0, 1, 2, 6, 19],
+    stale=[0, 1, 2],
+)
 test_equals_the_definition, _ = equality(
-    Attention, CASES, MIXED, MIXED.but(grid=4, dtype=torch.float16), MIXED.but(window=7),
-    MIXED.but(per_kv=5, max_rows=32, dtype=torch.bfloat16, is_swapped=True, index_dtype=torch.int64),
-)  # fmt: skip
+    Attention,
+    CASES,
+    MIXED,
+    MIXED.but(grid=4, dtype=torch.float16),
+    MIXED.but(window=7),
+    MIXED.but(
+        per_kv=5, max_rows=32, dtype=torch.bfloat16, is_swapped=True, index_dtype=torch.int64
+    ),
+)
 
 
 def check_padding():

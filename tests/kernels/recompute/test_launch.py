@@ -147,10 +147,25 @@ def test_states_are_written_and_read_in_either_form(state):
 # `extreme`: time steps around every bend of softplus, else as models have them. `together`: heads
 # of a group share programs.
 BASE = Shape(
-    starts=(9,), steps=12, max_query_len=4, slack=0, block_size=8, groups=1, per_group=2, head_dim=3, size=5, gap=3,
-    state=PLANES, dtype=torch.float32, parameters=torch.float32, indices=torch.int64, extreme=False, together=True,
-    lanes=32, seed=0,
-)  # fmt: skip
+    starts=(9,),
+    steps=12,
+    max_query_len=4,
+    slack=0,
+    block_size=8,
+    groups=1,
+    per_group=2,
+    head_dim=3,
+    size=5,
+    gap=3,
+    state=PLANES,
+    dtype=torch.float32,
+    parameters=torch.float32,
+    indices=torch.int64,
+    extreme=False,
+    together=True,
+    lanes=32,
+    seed=0,
+)
 
 
 @st.composite
@@ -162,11 +177,21 @@ def cases(draw, dtypes, states):
     end = 2 * (block_size or 3)
     drawn = shapes(
         BASE.but(max_query_len=max_query_len, block_size=block_size),
-        starts=[(end, end), (1, end), (end + 1,), (end - 1, end)], slack=[0, 1, 5, 14], groups=[1, 2],
-        per_group=[1, 2, 3], head_dim=[1, 3, 8, 17], size=[1, 5, 16, 33], gap=GAPS, state=states, dtype=dtypes,
-        parameters=[torch.float32, torch.bfloat16], indices=INTS, extreme=[False, True], together=[False, True],
+        starts=[(end, end), (1, end), (end + 1,), (end - 1, end)],
+        slack=[0, 1, 5, 14],
+        groups=[1, 2],
+        per_group=[1, 2, 3],
+        head_dim=[1, 3, 8, 17],
+        size=[1, 5, 16, 33],
+        gap=GAPS,
+        state=states,
+        dtype=dtypes,
+        parameters=[torch.float32, torch.bfloat16],
+        indices=INTS,
+        extreme=[False, True],
+        together=[False, True],
         lanes=[32, 64],
-    )  # fmt: skip
+    )
     return draw(drawn)
 
 

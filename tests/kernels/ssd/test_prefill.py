@@ -83,9 +83,20 @@ class Prefill(recurrent.Prefill, Layer):
 
 SEVERAL = Shape(
     rows=(Row(2, (1, 2), "first"), Row(0), Row(40, (7, 40), "last", initial=False), Row(33, (32,))),
-    chunk_size=32, groups=2, per_group=2, head_dim=17, size=16, gap=3, initial=1.0, block_p=16, tile_bytes=64,
-    dtype=torch.float32, state_dtype=torch.float32, index_dtype=torch.int64, seed=0,
-)  # fmt: skip
+    chunk_size=32,
+    groups=2,
+    per_group=2,
+    head_dim=17,
+    size=16,
+    gap=3,
+    initial=1.0,
+    block_p=16,
+    tile_bytes=64,
+    dtype=torch.float32,
+    state_dtype=torch.float32,
+    index_dtype=torch.int64,
+    seed=0,
+)
 NOTHING, UNREAD = (
     SEVERAL.but(rows=()),
     SEVERAL.but(rows=(Row(5, (2,), "null", keep=False), Row(3, (), "negative"))),
@@ -93,9 +104,15 @@ NOTHING, UNREAD = (
 CASES = shapes(
     SEVERAL,
     rows=st.lists(rows([0, 1, 2, 15, 16, 17, 33, 40]), max_size=3).map(tuple),
-    chunk_size=[16, 32, 64], groups=[1, 2, 3], per_group=[1, 2], head_dim=[1, 3, 7, 16, 20], size=[1, 3, 16, 33],
-    block_p=[16, 64], tile_bytes=[64, 128], **LAYOUTS,
-)  # fmt: skip
+    chunk_size=[16, 32, 64],
+    groups=[1, 2, 3],
+    per_group=[1, 2],
+    head_dim=[1, 3, 7, 16, 20],
+    size=[1, 3, 16, 33],
+    block_p=[16, 64],
+    tile_bytes=[64, 128],
+    **LAYOUTS,
+)
 test_equals_the_recurrence, test_the_reference_equals_the_recurrence = equality(
     Prefill, CASES, SEVERAL, SEVERAL.but(dtype=torch.bfloat16), NOTHING, UNREAD
 )
@@ -175,9 +192,17 @@ def test_offsets_pass_int32(checked, arguments):
 
 # The heads of one group of Nemotron-3-Nano, an eighth of a layer.
 EIGHTH = SEVERAL.but(
-    rows=(Row(200, (128,)),), chunk_size=128, groups=1, per_group=8, head_dim=64, size=128, gap=4096,
-    block_p=module.BLOCK_P, tile_bytes=module.TILE_BYTES, dtype=torch.bfloat16,
-)  # fmt: skip
+    rows=(Row(200, (128,)),),
+    chunk_size=128,
+    groups=1,
+    per_group=8,
+    head_dim=64,
+    size=128,
+    gap=4096,
+    block_p=module.BLOCK_P,
+    tile_bytes=module.TILE_BYTES,
+    dtype=torch.bfloat16,
+)
 
 
 def measure_with_scratch(shape):

@@ -63,9 +63,21 @@ class Slots(VerifyStep, Layer):
 
 
 BASE = Shape(
-    rows=((1, False, -1), (3, False, 1)), columns=3, groups=2, per_group=1, head_dim=9, size=16, gap=3, initial=1.0,
-    dtype=torch.float32, state_dtype=torch.float32, index_dtype=torch.int64, lanes=32, tile_bytes=512, seed=0,
-)  # fmt: skip
+    rows=((1, False, -1), (3, False, 1)),
+    columns=3,
+    groups=2,
+    per_group=1,
+    head_dim=9,
+    size=16,
+    gap=3,
+    initial=1.0,
+    dtype=torch.float32,
+    state_dtype=torch.float32,
+    index_dtype=torch.int64,
+    lanes=32,
+    tile_bytes=512,
+    seed=0,
+)
 LAYOUTS = {
     "gap": GAPS,
     "dtype": FLOATS,
@@ -76,9 +88,15 @@ LAYOUTS = {
 
 
 CASES = verify_steps(
-    BASE, groups=[1, 2, 3], per_group=[1, 2], head_dim=[1, 3, 7, 8, 11], size=[1, 3, 16, 33], lanes=[32, 64],
-    tile_bytes=[64, 512, 4096], **LAYOUTS,
-)  # fmt: skip
+    BASE,
+    groups=[1, 2, 3],
+    per_group=[1, 2],
+    head_dim=[1, 3, 7, 8, 11],
+    size=[1, 3, 16, 33],
+    lanes=[32, 64],
+    tile_bytes=[64, 512, 4096],
+    **LAYOUTS,
+)
 test_equals_the_recurrence, test_the_reference_equals_the_recurrence = equality(
     Slots, CASES, BASE, BASE.but(size=129, tile_bytes=64)
 )
@@ -91,9 +109,16 @@ def test_offsets_pass_int32():
 
 
 EIGHTH = BASE.but(
-    rows=((4, False, -1),), columns=4, groups=1, per_group=8, head_dim=64, size=128, gap=4096, dtype=torch.bfloat16,
+    rows=((4, False, -1),),
+    columns=4,
+    groups=1,
+    per_group=8,
+    head_dim=64,
+    size=128,
+    gap=4096,
+    dtype=torch.bfloat16,
     tile_bytes=module.TILE_BYTES,
-)  # fmt: skip
+)
 INPUTS = ("x", "dt", "B", "C")
 SMALL = ("dt_bias", "A_log", "D", "cu_seqlens", "source_indices", "state_indices")
 

@@ -71,9 +71,8 @@ def test_false_alarms_are_as_rare_as_claimed() -> None:
     alarms = [
         AcceptanceChange(drawn(2.7, 2 * i), drawn(2.7, 2 * i + 1), 1).p_values for i in range(200)
     ]
-    assert (
-        sum(fall <= acceptance.ALPHA for fall, _ in alarms) <= 7
-    )  # of a binomial with 1 %: 1 in 1,000 has more
+    # of a binomial with 1 %: 1 in 1,000 has more
+    assert sum(fall <= acceptance.ALPHA for fall, _ in alarms) <= 7
     assert sum(rise <= acceptance.ALPHA for _, rise in alarms) <= 7
 
 

@@ -80,9 +80,8 @@ def sgl_folder(folder: Path, *repeats: Sequence[str], **changes: Any) -> Path:
     folder.mkdir()
     for place, outcomes in enumerate(repeats):
         lines = [sgl_line(number, outcome) for number, outcome in enumerate(outcomes)]
-        write(
-            folder / f"output-rs{place}.jsonl", lines[::-1]
-        )  # as they end, not as they were asked
+        # as they end, not as they were asked
+        write(folder / f"output-rs{place}.jsonl", lines[::-1])
     score = repeats[0].count("right") / len(repeats[0])
     metrics = sgl_metrics(len(repeats[0]), score, len(repeats), **changes)
     (folder / "metrics.json").write_text(json.dumps(metrics))
@@ -244,9 +243,8 @@ def test_repeats_are_one_vote(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     before = sgl_folder(tmp_path / "a", ["wrong"] * 6, once, once)
     after = sgl_folder(tmp_path / "b", once, ["wrong"] * 6, ["wrong"] * 6)
     code, printed, _ = call(capsys, "compare", before, after, "--results", tmp_path)
-    assert (
-        code == 1 and "lost 5" in printed and "p = 0.0312" in printed
-    )  # 2**-5: not 2**-10 or 2**-15
+    # 2**-5: not 2**-10 or 2**-15
+    assert code == 1 and "lost 5" in printed and "p = 0.0312" in printed
     assert "note: 3 answers to a question are one vote" in printed
     other = sgl_folder(tmp_path / "c", once)
     error = refused(capsys, "accuracy", "compare", before, other, "--results", tmp_path)
@@ -335,7 +333,10 @@ def test_the_first_questions_are_said_to_be_easier(
 DIFFERENT: list[tuple[Callable[[Path], tuple[Path, Path]], str]] = [
     (
         lambda at: (own_file(at / "a.jsonl", BEFORE), sgl_folder(at / "s", BEFORE)),
-        "a.jsonl has completions, 5 shots, at most 256 tokens; s has chat, 0 shots, at most 16,384 tokens, thinking",
+        (
+            "a.jsonl has completions, 5 shots, at most 256 tokens; s has chat, 0 shots, at "
+            "most 16,384 tokens, thinking"
+        ),
     ),
     (
         lambda at: (lm_eval_files(at / "a", BEFORE, chat=False), lm_eval_files(at / "b", BEFORE)),

@@ -47,10 +47,11 @@ def server(folder: Path) -> Iterator[Served]:
     ("text", "answer"),
     [
         ("3 + 4\n#### 7", "7"),
+        # a stop in the reasoning stops nothing
         (
             "Question: is it? #### 7 Question: and now?",
             "7 ",
-        ),  # a stop in the reasoning stops nothing
+        ),
         ("#### 3 or #### 7", "7"),
         ("3 + 4 = 7, so I am sure that", NO_ANSWER),  # 16,384 tokens were not enough
     ],

@@ -129,12 +129,8 @@ def test_counts_and_verdict(tmp_path: Path) -> None:
     assert (candidate["correct"], candidate["wrong"], candidate["invalid"]) == (5, 3, 2)
     assert document["detectable_loss"] == paired.detectable_loss(5, 10)
     assert made.verdict == document["verdict"] == "no loss shown"
-    assert [row.verdict for row in made.rows()] == [
-        "pass",
-        "",
-        "",
-        "",
-    ]  # some loss, no more than chance
+    # some loss, no more than chance
+    assert [row.verdict for row in made.rows()] == ["pass", "", "", ""]
     json.dumps(document, allow_nan=False)
 
 
@@ -396,12 +392,8 @@ def result_of(
     ("lost", "verdict", "sent", "alpha"),
     [
         ([], "no loss shown", [250], 0.001),
-        (
-            [300, 301, 302, 303, 304, 305],
-            "no loss shown",
-            [250],
-            0.001,
-        ),  # the price of stopping: never sent
+        # the price of stopping: never sent
+        ([300, 301, 302, 303, 304, 305], "no loss shown", [250], 0.001),
         (range(10), "worse", [250], 0.001),
         (range(9), "worse", [250, 400], 0.049),
         ([0, 1, 2, 3, 399], "worse", [250, 400], 0.049),

@@ -99,15 +99,13 @@ def test_without_hits_it_is_void() -> None:
 
 def test_the_rule() -> None:
     noise = np.random.default_rng(0).uniform(0.8e-3, 1.2e-3, 32)
-    assert (
-        made((noise * 1.5).tolist(), noise.tolist()).verdicts[0].word == "ok"
-    )  # a little more, whatever p says
+    # a little more, whatever p says
+    assert made((noise * 1.5).tolist(), noise.tolist()).verdicts[0].word == "ok"
     assert made((noise * 3).tolist(), noise.tolist()).verdicts[0].word == "failed"
     one_large = [*noise[:-1], 1.0]
     assert made(one_large, noise.tolist()).p > 0.01  # one prompt of 32 proves nothing …
-    assert (
-        made(one_large, noise.tolist(), max_kl=0.01).verdicts[0].word == "failed"
-    )  # … unless there is a limit
+    # … unless there is a limit
+    assert made(one_large, noise.tolist(), max_kl=0.01).verdicts[0].word == "failed"
     broken = dataclasses.replace(made([0.0] * 8, [0.0] * 8), warm=passages([0.0] * 8, unlikely=1))
     assert broken.verdicts[1].word == "failed" and broken.rows()[2].verdict == "fail"
 

@@ -172,9 +172,8 @@ def test_every_published_series_has_the_claimed_rate_in_its_interval() -> None:
         if one.series.scores:
             assert len(one.series.every_score) == one.series.runs
             failed = sum(score <= (one.series.failed_at or 0) for score in one.series.every_score)
-            assert (
-                failed == one.series.failed
-            )  # what the thread says of the threshold that was in use
+            # what the thread says of the threshold that was in use
+            assert failed == one.series.failed
 
 
 def test_a_rate_that_is_not_in_the_interval_is_seen() -> None:

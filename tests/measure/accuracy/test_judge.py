@@ -126,7 +126,10 @@ def test_other_questions_are_refused_before_one_is_asked(
     for damage, message in (
         (
             {"doc_hash": "x"},
-            "documents of 1 of 4 questions differ (doc_hash of question 2): another data set or seed",
+            (
+                "documents of 1 of 4 questions differ (doc_hash of question 2): another "
+                "data set or seed"
+            ),
         ),
         ({"prompt_hash": "x"}, "prompts of 1 of 4 questions differ (prompt_hash of question 2)"),
         ({"doc_id": 7}, "a.jsonl has 4 questions, this run 4, 3 are in both"),

@@ -20,7 +20,10 @@ from tests.measure.accuracy.lm import engine_model, instance
 
 REGISTER = str(Path(tasks.__file__).parent / "register.yaml")
 ITEMS = problems.eval_set(5, 12, shots=2)
-TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %} Say:{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt "
+    "%} Say:{% endif %}"
+)
 
 
 @pytest.fixture
@@ -121,9 +124,15 @@ def test_choices_and_texts_score_as_under_hf(
     tasks = ",".join([REGISTER, *task_files.values()])
     ours, our_samples = run_lm_eval("--model", "hybrid_kv", "--model_args", exact, "--tasks", tasks)
     theirs, their_samples = run_lm_eval(
-        "--model", "hf", "--model_args", f"pretrained={FOLDER},dtype=float32",
-        "--tasks", ",".join(task_files.values()), "--device", "cpu",
-    )  # fmt: skip
+        "--model",
+        "hf",
+        "--model_args",
+        f"pretrained={FOLDER},dtype=float32",
+        "--tasks",
+        ",".join(task_files.values()),
+        "--device",
+        "cpu",
+    )
     assert our_samples.keys() == their_samples.keys() == {"choices", "perplexity"}
     num_scores = 0
     for task, samples in our_samples.items():
@@ -150,9 +159,19 @@ def test_lm_evals_other_options_reach_the_engine(
 ) -> None:
     synth = str(Path(REGISTER).with_name("gsm8k_synth.yaml"))
     results, samples = run_lm_eval(
-        "--model", "hybrid_kv", "--tasks", synth, "--limit", "3", "--num_fewshot", "2", "--batch_size", "2",
-        "--gen_kwargs", "max_gen_toks=4",
-    )  # fmt: skip
+        "--model",
+        "hybrid_kv",
+        "--tasks",
+        synth,
+        "--limit",
+        "3",
+        "--num_fewshot",
+        "2",
+        "--batch_size",
+        "2",
+        "--gen_kwargs",
+        "max_gen_toks=4",
+    )
     assert results["n-shot"]["gsm8k_synth"] == 2 and results["config"]["gen_kwargs"] == {
         "max_gen_toks": 4
     }

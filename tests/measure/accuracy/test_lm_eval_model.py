@@ -120,7 +120,10 @@ def test_registered_and_made_from_the_command_lines_arguments(lm: Any) -> None:
 
 def test_registering_hides_no_model_of_lm_evals() -> None:
     # In a fresh process: here, other tests have filled the registry.
-    code = "import hybrid_kv.measure.accuracy.lm_eval_model; from lm_eval.api.registry import model_registry"
+    code = (
+        "import hybrid_kv.measure.accuracy.lm_eval_model; from lm_eval.api.registry "
+        "import model_registry"
+    )
     code += "; print(*model_registry)"
     done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True)
     assert {"hybrid_kv", "hf", "vllm"} <= set(done.stdout.split())

@@ -25,17 +25,15 @@ def test_five_percent_of_250_are_seen_at_the_first_look_and_identical_runs_are_n
     ((first, alpha), (last, rest)) = paired.looks(1319)
     assert (first, last) == (250, 1319)
     assert alpha + rest == pytest.approx(paired.ALPHA)
-    assert (
-        paired.decide(12, 0, alpha, final=False) == "worse"
-    )  # 5 % of 250, all of them right before
+    # 5 % of 250, all of them right before
+    assert paired.decide(12, 0, alpha, final=False) == "worse"
     assert (
         paired.decide(0, 0, alpha, final=False)
         == paired.decide(0, 0, rest, final=True)
         == "no loss shown"
     )
-    assert (
-        paired.decide(0, 9, alpha, final=False) == "no loss shown"
-    )  # gains are no reason to ask on
+    # gains are no reason to ask on
+    assert paired.decide(0, 9, alpha, final=False) == "no loss shown"
     assert (
         paired.decide(1, 0, alpha, final=False)
         == paired.decide(9, 0, alpha, final=False)

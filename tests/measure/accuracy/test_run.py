@@ -241,10 +241,8 @@ def test_gsm8k_runs_offline(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--model", "/nowhere/at/all"], "/nowhere/at/all does not exist"),
-        (
-            ["--task", "gsm9k", "--model", "/nowhere"],
-            "'gsm9k' is unknown",
-        ),  # found before a model is loaded
+        # found before a model is loaded
+        (["--task", "gsm9k", "--model", "/nowhere"], "'gsm9k' is unknown"),
         (["--task", "gsm8k", "--gsm8k-dir", "/nowhere"], "/nowhere/train.jsonl: No such file"),
         (["--limit", "0"], "Invalid value for '--limit'"),
         (["--attention-backend", "NOPE"], "NOPE"),

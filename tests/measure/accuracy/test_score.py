@@ -104,9 +104,8 @@ def test_equal_prompts_run_once() -> None:
     one, two, longer = score(
         llm, [(context, [7]), (context, [8]), (context[:-2], [*context[-2:], 7])]
     )
-    assert (
-        llm.make_request([1], scoring.SamplingParams()).request_id == "1"
-    )  # number 0 was the only one before it
+    # number 0 was the only one before it
+    assert llm.make_request([1], scoring.SamplingParams()).request_id == "1"
     assert one != two and longer.log_prob < one.log_prob
 
 

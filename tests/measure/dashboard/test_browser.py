@@ -102,8 +102,10 @@ CONTRAST = """() => {
     }
     return "rgb(255, 255, 255)";
   };
-  const seen = [...document.querySelectorAll("h1, h2, h3, p, b, a, small, dt, dd, td, th, code, summary, span, text")]
-    .filter((one) => one.checkVisibility() && one.textContent.trim() && !one.querySelector("h1, h2, p, b, small, a"));
+  const text = "h1, h2, h3, p, b, a, small, dt, dd, td, th, code, summary, span, text";
+  const seen = [...document.querySelectorAll(text)]
+    .filter((one) => one.checkVisibility() && one.textContent.trim())
+    .filter((one) => !one.querySelector("h1, h2, p, b, small, a"));
   return Math.min(...seen.map((one) => {
     const style = getComputedStyle(one);
     const [a, b] = [light(one.localName === "text" ? style.fill : style.color), light(behind(one))];

@@ -134,9 +134,8 @@ def test_the_repositorys_own_rows_are_read() -> None:
     for one in found.rows.itertuples():
         params = json.loads(one.params)
         assert {name: one.parsed[name] for name in params} == params
-        assert one.suite == "guard" or len(one.parsed) == len(
-            params
-        )  # the guard's numbers are folded in
+        # the guard's numbers are folded in
+        assert one.suite == "guard" or len(one.parsed) == len(params)
 
 
 # ---- more rows than a page is made of ----

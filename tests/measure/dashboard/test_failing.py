@@ -86,9 +86,8 @@ def test_what_a_check_judges_fails_if_the_check_does(tmp_path: Path) -> None:
 
 def test_a_check_that_passed_at_the_same_time_in_another_run_stays_failing(tmp_path: Path) -> None:
     rows = [*checks("pf"), {**checks("p")[0], "run_id": "other", "time_utc": row(1)["time_utc"]}]
-    last = row(
-        1, suite="guard", unit="B", metric="m", verdict="pass"
-    )  # the failed run is the newest
+    # the failed run is the newest
+    last = row(1, suite="guard", unit="B", metric="m", verdict="pass")
     (found,) = failing(tmp_path, *rows, last)
     assert (found.word, found.newest.run_id) == ("fail", "run00001")
 

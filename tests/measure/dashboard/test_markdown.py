@@ -20,9 +20,8 @@ def test_it_is_short_and_starts_with_its_marker(tmp_path: Path) -> None:
     lines = text.splitlines()
     assert lines[0] == MARKER == "<!-- hybrid-kv report -->"
     assert lines[1] == "### hybrid-kv: ✕ HEAD is wrong"
-    assert (
-        lines[3]
-        == "Right? ✕ no: 1 check failed. Slower? ✕ yes: compare engine_step/decode ✕ fail, and 2 more."
+    assert lines[3] == (
+        "Right? ✕ no: 1 check failed. Slower? ✕ yes: compare engine_step/decode ✕ fail, and 2 more."
     )
     assert lines[5] == 'Next: `hybrid-kv guard -k "layout"`'
     assert len(lines) < 40

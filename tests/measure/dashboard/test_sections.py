@@ -24,10 +24,14 @@ def test_each_section_says_what_it_found(full: str) -> None:
         "other-engines": "The engine is faster in 9 of 9 cells",
         "kernel-blocks": "numpy is faster than a list from 6 ids on; on a GPU nothing is measured",
         "gpu": "Kernels move their bytes at 10 to 75 % of the bandwidth of a copy",
-        "accuracy": "Right answers: 98.0 % of 250 questions of gsm8k_synth; acceptance length 3.78; cached KL 0",
+        "accuracy": (
+            "Right answers: 98.0 % of 250 questions of gsm8k_synth; acceptance "
+            "length 3.78; cached KL 0"
+        ),
         "hits-and-drafts": "Caching costs no accepted draft: hits and drafts by cache mode",
         "kernels": "None of 4 compiled cases spills registers",
-        "operating-curve": "1 of 50 comparisons of equal code raised an alarm; an injected slowdown of 5 % is found in "
+        "operating-curve": "1 of 50 comparisons of equal code raised an alarm; an "
+        "injected slowdown of 5 % is found in "
         "95 % of the trials; 1 quarantined",
     }
 
@@ -168,7 +172,10 @@ def test_each_suite_and_machine_has_a_tile(full: str, tmp_path: Path) -> None:
         ("box", "stale", "guard"),
         ("", "stale", "static"),
     ):
-        tile = rf'<li class="tile" data-machine="{machine}"><b class="{word}">[^<]*</b><span class="name">{suite}'
+        tile = (
+            rf'<li class="tile" data-machine="{machine}"><b '
+            rf'class="{word}">[^<]*</b><span class="name">{suite}'
+        )
         assert re.search(tile, own)
     assert "stale: a commit that this checkout lacks: hybrid-kv guard --record</span>" in own
     guard = {"suite": "guard", "benchmark": "block ids", "unit": "", "verdict": "pass"}

@@ -150,9 +150,8 @@ def foreign(path: Path) -> None:
 )
 def test_a_damaged_data_set_is_one_line(tmp_path, capsys, name, break_it, said):
     place = tmp_path / "all.parquet"
-    write(
-        tmp_path, [row(0, suite=f"s{i}") for i in range(40)], "a.csv"
-    )  # enough files for several threads
+    # enough files for several threads
+    write(tmp_path, [row(0, suite=f"s{i}") for i in range(40)], "a.csv")
     export_rows([tmp_path / "a.csv"], place)
     break_it(max(place.rglob(name)))
     for words in (["--last", "1"], ["--check"]):

@@ -33,9 +33,8 @@ def test_the_unit_of_each_check_is_a_rows() -> None:
     assert not {
         name: made for name, made in units.items() if not {*map(ast.literal_eval, made)} <= UNITS
     }
-    assert {name for name, made in units.items() if not made} <= {
-        "router"
-    }  # its lines are made elsewhere
+    # its lines are made elsewhere
+    assert {name for name, made in units.items() if not made} <= {"router"}
 
 
 def test_a_unit_that_no_row_may_have_is_refused() -> None:
@@ -52,9 +51,17 @@ def test_params_say_what_was_run_and_nothing_of_what_came_out() -> None:
             {"hit_rate": value, "loaded_blocks": None, "seen": {"a": 1}},
         )
         check = CheckResult(
-            f"all, mtp 3: hits {value:.0%}", 0, "answers", ">= 0.5", 9, "", params, metrics, section="answers",
+            f"all, mtp 3: hits {value:.0%}",
+            0,
+            "answers",
+            ">= 0.5",
+            9,
+            "",
+            params,
+            metrics,
+            section="answers",
             seconds=seconds,
-        )  # fmt: skip
+        )
         return result_rows([check])
 
     one, other = rows_of(0.7, 1.25), rows_of(0.8, 2.5)

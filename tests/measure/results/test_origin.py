@@ -32,7 +32,9 @@ def checkout(tmp_path, monkeypatch):
         "hybrid_kv/cache/__init__.py": "from hybrid_kv.errors import A\n",
         "hybrid_kv/cache/table.json": "1",
         "hybrid_kv/errors.py": "A = 1\n",
-        "hybrid_kv/check/guard/__init__.py": "def run():\n    from hybrid_kv.cache import (\n        x)\n",
+        "hybrid_kv/check/guard/__init__.py": (
+            "def run():\n    from hybrid_kv.cache import (\n        x)\n"
+        ),
         "hybrid_kv/cli.py": "from hybrid_kv.check import guard\n",
         "bench/__init__.py": "",
         "bench/ssd.py": "from hybrid_kv import cache\n",
@@ -61,9 +63,8 @@ def test_a_run_counts_until_a_file_that_it_measures_has_changed(checkout):
     assert [head.commits_since(one, "guard") for one in made] == [3, 2, 2, 1, 0, 0]
     assert [head.commits_since(one, "ssd") for one in made] == [3, 3, 2, 1, 0, 0]
     assert [head.commits_since(one, "no suite") for one in made] == [4, 3, 2, 1, 0, 0]  # all code
-    assert (
-        origin.Head(made[0]).commits_since(made[-1], "guard") == 3
-    )  # HEAD is behind what was measured
+    # HEAD is behind what was measured
+    assert origin.Head(made[0]).commits_since(made[-1], "guard") == 3
 
 
 def test_a_change_that_was_taken_back_is_none(checkout):

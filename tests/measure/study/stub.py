@@ -8,9 +8,8 @@ from pathlib import Path
 from hybrid_kv.measure.results import Row, append, append_rows
 from hybrid_kv.measure.results.origin import Provenance
 
-append.provenance = lambda: Provenance(
-    "study", "", False, "cpu", "stub", "3", "2", ""
-)  # without torch: seconds
+# without torch: seconds
+append.provenance = lambda: Provenance("study", "", False, "cpu", "stub", "3", "2", "")
 
 *words, option, folder = sys.argv[1:]
 assert option == "--results"

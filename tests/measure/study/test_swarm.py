@@ -86,9 +86,9 @@ def test_an_injected_fault_is_found_reduced_and_gone_without_it(
             and f"the same seeds again: hybrid-kv guard --swarm 1e-07 --seed {FIRST}\n" in err
         )
         assert (
-            f"step-tokens: 1 scenarios, the first is {FIRST}\nshrunk to 1 requests with 1 prompt tokens"
-            in out
-        )
+            f"step-tokens: 1 scenarios, the first is {FIRST}\nshrunk to 1 requests with 1 "
+            "prompt tokens"
+        ) in out
         assert "1 scenarios failed, 1 rules broken: repro/swarm-seeds.txt" in out
         (file,) = Path("repro").glob("*.json")
         assert run(capsys, "guard", "--replay", str(file))[0] == 1

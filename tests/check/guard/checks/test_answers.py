@@ -13,9 +13,16 @@ from hybrid_kv.engine.llm import RequestOutput
 
 def output(tokens=(1, 2), cached=64, drafted=10, accepted=10):
     return RequestOutput(
-        "0", None, [0] * 100, list(tokens), "", "stop",
-        cached_tokens=cached, num_draft_tokens=drafted, num_accepted_draft_tokens=accepted,
-    )  # fmt: skip
+        "0",
+        None,
+        [0] * 100,
+        list(tokens),
+        "",
+        "stop",
+        cached_tokens=cached,
+        num_draft_tokens=drafted,
+        num_accepted_draft_tokens=accepted,
+    )
 
 
 def cell(mode="none", method=None, k=0, loads=None, scheme="slots", **metrics):
@@ -39,9 +46,14 @@ def test_a_clean_slice_passes_with_its_metrics(monkeypatch):
     monkeypatch.setattr(answers, "TRAINED", {"nemotron_h": TRAINED["nemotron_h"]})
     results = check_answers(Run(9))  # one more than run at once
     assert [result.name.split(":")[0] for result in results] == [
-        "none, no drafts", "none, mtp 1", "all, no drafts", "all, mtp 1", "all, mtp 1, recompute",
-        "all, mtp 3, offload", "align, no drafts, offload",
-    ]  # fmt: skip
+        "none, no drafts",
+        "none, mtp 1",
+        "all, no drafts",
+        "all, mtp 1",
+        "all, mtp 1, recompute",
+        "all, mtp 3, offload",
+        "align, no drafts, offload",
+    ]
     assert [result.detail for result in results] == [""] * 7
     assert [result.params["scheme"] for result in results] == [
         *["slots"] * 4,
