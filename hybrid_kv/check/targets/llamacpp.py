@@ -22,7 +22,7 @@ from typing import Any
 
 from hybrid_kv.check.targets.process import ServerProcess
 from hybrid_kv.check.targets.remote import WORKERS, Remote
-from hybrid_kv.check.targets.server import OK, Batch, Server
+from hybrid_kv.check.targets.server import OK, RequestBatch, ServerTarget
 from hybrid_kv.check.targets.target import Answer, Ask, Kind, Known, Target, TargetError
 from hybrid_kv.config import ConfigError
 from hybrid_kv.environment import child_environment
@@ -254,7 +254,7 @@ class Build:
         half.replace(file)
 
 
-class LlamaServer(Server):
+class LlamaServer(ServerTarget):
     """A target that is a llama.cpp server; see `targets.target.Target`.
 
     Prompts stay in a server's memory whatever it is asked: a reset is another server.
@@ -348,7 +348,7 @@ class Sequences(Remote):
         self._scratch.cleanup()
 
 
-class FilesBatch(Batch):
+class FilesBatch(RequestBatch):
     """A batch of requests, each in a slot of its own.
 
     The slot is restored from the file whose text shares most with the prompt, and saved after it.
@@ -363,7 +363,7 @@ class FilesBatch(Batch):
         self._files, self._locks, self._sent = files, [asyncio.Lock() for _ in range(slots)], 0
 
     async def answer(self, ask: Ask, is_streamed: bool, **fields: object) -> Answer:
-        """See `Batch.answer`."""
+        """See `RequestBatch.answer`."""
         slot, self._sent = self._sent % len(self._locks), self._sent + 1
         async with self._locks[slot]:
             known = max(self._files, key=lambda text: shared(text, ask.prompt), default=())

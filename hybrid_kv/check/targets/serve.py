@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hybrid_kv.check.targets import ours
 from hybrid_kv.check.targets.process import ServerProcess
-from hybrid_kv.check.targets.server import Server
+from hybrid_kv.check.targets.server import ServerTarget
 from hybrid_kv.check.targets.target import Kind
 from hybrid_kv.config import ConfigError
 from hybrid_kv.environment import child_environment
@@ -22,7 +22,7 @@ PROMISED = frozenset(
 )
 
 
-class Served(Server):
+class Served(ServerTarget):
     """See `targets.target.Target`.
 
     Args:

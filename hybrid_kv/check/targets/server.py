@@ -59,10 +59,10 @@ def kind_at(url: str) -> Kind:
     The folder of its checkpoint is for the oracle alone. The server is taken to compute
     in the dtype that the checkpoint names, as servers do by default.
     """
-    return Kind(url, {"dtype": ("auto",)}, lambda folder, settings: Server(url, settings))
+    return Kind(url, {"dtype": ("auto",)}, lambda folder, settings: ServerTarget(url, settings))
 
 
-class Server:
+class ServerTarget:
     """See `targets.target.Target`.
 
     Args:
@@ -77,7 +77,7 @@ class Server:
 
     def __init__(self, url: str, settings: Mapping[str, str]) -> None:
         self.settings: Mapping[str, str] = dict(settings)
-        self._batch: Callable[..., Batch] = Batch
+        self._batch: Callable[..., RequestBatch] = RequestBatch
         key = environment.target_key()
         self._url = url.removesuffix("/").removesuffix("/v1")
         # What is packed may be a thousand times as large.
@@ -229,7 +229,7 @@ async def _body(reply: aiohttp.ClientResponse) -> bytes:
     return b"".join([part async for part in bounded(reply.content.iter_any())])
 
 
-class Batch:
+class RequestBatch:
     """Requests of one batch, which wait for one another and are preempted together."""
 
     def __init__(

@@ -72,7 +72,7 @@ class Result:
     difference: Difference | None
 
 
-class _Recorder:
+class _OutputRecorder:
     """Keeps the outputs of a model's modules, a row for each token."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -150,7 +150,7 @@ def verify(folder: str | Path, seed: int = 0, length: int = LENGTH) -> Iterator[
 
 
 def _ways(
-    model: Any, recorder: _Recorder, texts: Sequence[Sequence[int]], seed: int
+    model: Any, recorder: _OutputRecorder, texts: Sequence[Sequence[int]], seed: int
 ) -> Iterator[tuple[str, list[Outputs]]]:
     draw = Choices(seed + 1)
     yield "token by token", _in_chunks(model, recorder, texts, lambda length: [1] * length)
@@ -178,8 +178,8 @@ def _load(folder: str | Path, dtype: str) -> Any:
 
 
 @contextmanager
-def _recorded(model: nn.Module) -> Iterator[_Recorder]:
-    recorder = _Recorder(model)
+def _recorded(model: nn.Module) -> Iterator[_OutputRecorder]:
+    recorder = _OutputRecorder(model)
     try:
         with torch.inference_mode():
             yield recorder
@@ -196,7 +196,7 @@ def _drawn_sizes(length: int, most: int, draw: Choices) -> list[int]:
 
 def _in_chunks(
     model: Any,
-    recorder: _Recorder,
+    recorder: _OutputRecorder,
     texts: Sequence[Sequence[int]],
     sizes_of: Callable[[int], list[int]],
 ) -> list[Outputs]:
@@ -214,7 +214,9 @@ def _in_chunks(
     return outputs
 
 
-def _in_batch(model: Any, recorder: _Recorder, texts: Sequence[Sequence[int]]) -> list[Outputs]:
+def _in_batch(
+    model: Any, recorder: _OutputRecorder, texts: Sequence[Sequence[int]]
+) -> list[Outputs]:
     longest = max(map(len, texts))
     tokens = torch.tensor([[0] * (longest - len(text)) + list(text) for text in texts])
     mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in texts])

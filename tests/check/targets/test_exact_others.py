@@ -97,7 +97,7 @@ def started(tmp_path, monkeypatch, request):
     def start(folder, settings, bug=""):
         workers = shutil.copytree(remote.WORKERS, tmp_path / "workers")
         worker = workers / "mlx.py"
-        text, serve = worker.read_text(), "    pipe.serve(Engine())\n"
+        text, serve = worker.read_text(), "    pipe.serve(MlxEngine())\n"
         plant = ["from mlx_lm.models import cache", *MLX_BUGS[bug].splitlines()] if bug else []
         assert serve in text
         worker.write_text(text.replace(serve, "".join(f"    {line}\n" for line in plant) + serve))

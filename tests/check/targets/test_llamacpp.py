@@ -14,9 +14,15 @@ import pytest
 from hybrid_kv.check.targets.dialects import LlamaCpp
 from hybrid_kv.check.targets.kinds import kind_of
 from hybrid_kv.check.targets.llamacpp import FilesBatch, at
-from hybrid_kv.check.targets.server import Server
+from hybrid_kv.check.targets.server import ServerTarget
 from hybrid_kv.check.targets.target import Ask
-from hybrid_kv.check.targets.workers.llamacpp import NUM_SEQUENCES, Alone, Continued, Copied, Engine
+from hybrid_kv.check.targets.workers.llamacpp import (
+    NUM_SEQUENCES,
+    ContinuedSequences,
+    CopiedSequences,
+    EmptySequences,
+    LlamaEngine,
+)
 from hybrid_kv.config import ConfigError
 from tests.check.targets.models import PROMPTS, check_logprobs, continued
 
@@ -76,7 +82,7 @@ def stand_in():
     handler = type("Handler", (StandIn,), {"posted": []})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         Thread(target=server.serve_forever).start()
-        target = Server(f"http://127.0.0.1:{server.server_port}", {})
+        target = ServerTarget(f"http://127.0.0.1:{server.server_port}", {})
         handler.posted.clear()
         yield target, handler.posted
         server.shutdown()
@@ -152,7 +158,7 @@ class ToyMemory:
 
 
 def program(kind, has_drafts):
-    engine = Engine()
+    engine = LlamaEngine()
     engine._memory, engine._kind, engine._has_drafts = ToyMemory(3 * has_drafts), kind, has_drafts
     engine._counts = Counter()
     engine.reset()
@@ -170,10 +176,10 @@ def plain(prompt, **more):
     } | more
 
 
-@pytest.mark.parametrize("kind", [Continued, Copied])
+@pytest.mark.parametrize("kind", [ContinuedSequences, CopiedSequences])
 @pytest.mark.parametrize("has_drafts", [False, True])
 def test_kept_sequences_and_drafts_change_no_answer(kind, has_drafts):
-    rng, alone, engine = random.Random(1), program(Alone, False), program(kind, has_drafts)
+    rng, alone, engine = random.Random(1), program(EmptySequences, False), program(kind, has_drafts)
     texts = [[1, 2, 3]]
     for number in range(40):
         prompts = [[*rng.choice(texts), rng.randrange(7)] for _ in range(rng.randrange(1, 12))]
@@ -194,7 +200,7 @@ def test_kept_sequences_and_drafts_change_no_answer(kind, has_drafts):
 
 
 def test_an_aborted_request_gives_its_sequence_back():
-    engine = program(Continued, False)
+    engine = program(ContinuedSequences, False)
     (answer,) = engine.ask([plain((1, 2), abort_after=3)], 0)
     assert len(answer["token_ids"]) == 3
     assert engine.ask([plain((1, 2, *answer["token_ids"], 1))], 0)[0]["cached_tokens"] >= 4

@@ -4,7 +4,7 @@ import pytest
 
 from hybrid_kv.check.targets.mlx import KIND
 from hybrid_kv.check.targets.target import Ask
-from hybrid_kv.check.targets.workers.mlx import Kept, as_on_the_hub
+from hybrid_kv.check.targets.workers.mlx import KeptCaches, as_on_the_hub
 from hybrid_kv.config import ConfigError
 from hybrid_kv.models.random_checkpoint import write_checkpoint
 from tests.check.targets.models import PROMPTS, check_logprobs, continued, installed
@@ -93,7 +93,7 @@ def test_a_seed_repeats_a_draw(plain):
 
 
 def test_a_kept_cache_serves_only_what_begins_with_it():
-    kept = Kept()
+    kept = KeptCaches()
     kept.give([1, 2, 3], "a")
     assert kept.take([1, 2, 4, 5]) == (None, 0)
     assert kept.take([1, 2, 3]) == (None, 0), "something must be left to compute"

@@ -48,7 +48,7 @@ def test_a_server_ends_with_a_guard_that_is_killed():
 def served(folder):
     """It looks as if it could do little; what ours promises is used all the same."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serve.Server, "_found_out", lambda self, url: ["batch", "abort"])
+        patch.setattr(serve.ServerTarget, "_found_out", lambda self, url: ["batch", "abort"])
         target = serve.Served(folder, {"prefix": "align"})
     yield target
     target.close()

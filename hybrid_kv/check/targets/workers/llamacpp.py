@@ -111,7 +111,7 @@ class Memory:
             raise RuntimeError("llama_state_seq_set_data returned 0")
 
 
-class Alone:
+class EmptySequences:
     """Every request begins with an empty sequence."""
 
     def __init__(self, memory: Memory) -> None:
@@ -165,7 +165,7 @@ class Alone:
         return best
 
 
-class Continued(Alone):
+class ContinuedSequences(EmptySequences):
     """Sequences that are continued, each by the request that shares most with it.
 
     A sequence is cut where they part, if that can be done.
@@ -192,7 +192,7 @@ class Continued(Alone):
             self.free = [one for one in range(NUM_SEQUENCES) if one != sequence]
 
 
-class Copied(Continued):
+class CopiedSequences(ContinuedSequences):
     """Sequences that stay, of which a request continues a copy.
 
     A copy of its prompt, without the last token, stays too.
@@ -219,7 +219,7 @@ class Copied(Continued):
         return sequence, shared
 
 
-class Saved(Alone):
+class SavedSequences(EmptySequences):
     """A request goes on from the file of the longest text that its prompt begins with.
 
     Prompts are saved without their last token, and texts at their ends.
@@ -251,7 +251,7 @@ class Saved(Alone):
         super().give(sequence, text)
 
 
-class Running:
+class RunningRequest:
     """A request, its sequence and what that holds."""
 
     def __init__(self, index: int, ask: dict[str, Any], sequence: int, num_held: int) -> None:
@@ -271,7 +271,7 @@ class Running:
         return len(self.text) >= self.end
 
 
-class Engine:
+class LlamaEngine:
     """See `pipe.serve`."""
 
     def version(self) -> str:
@@ -285,9 +285,12 @@ class Engine:
         self._memory = Memory(
             Path(folder), 512 if chunk == "whole" else int(chunk), snapshots, unified
         )
-        self._kind = {"off": Alone, "on": Continued, "slots": Copied, "files": Saved}[
-            settings.get("prefix", "off")
-        ]
+        self._kind = {
+            "off": EmptySequences,
+            "on": ContinuedSequences,
+            "slots": CopiedSequences,
+            "files": SavedSequences,
+        }[settings.get("prefix", "off")]
         self._counts: Counter[str] = Counter()
         self.reset()
         can = ["cached", "logprobs", "reset", "abort", "batch", "steps", "preempt"]
@@ -304,7 +307,7 @@ class Engine:
 
     def ask(self, requests: list[dict[str, Any]], preempt_every: int) -> list[dict[str, Any]]:
         answers: list[dict[str, Any]] = [{"token_ids": [], "logprobs": []} for _ in requests]
-        waiting, running, step, known = list(range(len(requests))), list[Running](), 0, 0
+        waiting, running, step, known = list(range(len(requests))), list[RunningRequest](), 0, 0
         while waiting or running:
             complete = len(requests) - len(waiting) - len(running)
             ready = [
@@ -329,13 +332,13 @@ class Engine:
         self._store.end_batch(self._num_batches)
         return answers
 
-    def _begin(self, i: int, ask: dict[str, Any], answer: dict[str, Any]) -> Running:
+    def _begin(self, i: int, ask: dict[str, Any], answer: dict[str, Any]) -> RunningRequest:
         sequence, num_held = self._store.take(tuple(ask["prompt"]))
         answer["cached_tokens"] = num_held
         self._counts["hits"] += num_held
-        return Running(i, ask, sequence, num_held)
+        return RunningRequest(i, ask, sequence, num_held)
 
-    def _swap(self, running: list[Running]) -> None:
+    def _swap(self, running: list[RunningRequest]) -> None:
         """Take all that runs out of memory, and put it into other sequences."""
         states = [self._memory.state(one.sequence) for one in running]
         sequences = [one.sequence for one in running]
@@ -348,11 +351,11 @@ class Engine:
             one.sequence = sequence
             self._memory.set_state(sequence, state)
 
-    def _step(self, running: list[Running], answers: list[dict[str, Any]]) -> None:
+    def _step(self, running: list[RunningRequest], answers: list[dict[str, Any]]) -> None:
         room, batch, parts = (
             LONGEST,
             list[tuple[int, int, int, bool]](),
-            list[tuple[Running, int]](),
+            list[tuple[RunningRequest, int]](),
         )
         for one in running:
             rest = one.text[one.num_held :]
@@ -373,7 +376,7 @@ class Engine:
                     one, [next(rows) for _ in range(1 + len(one.drafts))], answers[one.index]
                 )
 
-    def _drafts(self, one: Running) -> list[int]:
+    def _drafts(self, one: RunningRequest) -> list[int]:
         """Return the tokens that followed the last two before, again and again.
 
         No draft is beyond the answer's end.
@@ -389,7 +392,7 @@ class Engine:
             text = [text[1], token]
         return found
 
-    def _verify(self, one: Running, rows: list[list[float]], answer: dict[str, Any]) -> None:
+    def _verify(self, one: RunningRequest, rows: list[list[float]], answer: dict[str, Any]) -> None:
         """Take the likeliest tokens as far as the drafts before them are right.
 
         The other drafts are forgotten.
@@ -437,4 +440,4 @@ def note(ask: dict[str, Any], answer: dict[str, Any], token: int, row: list[floa
 if __name__ == "__main__":
     import pipe
 
-    pipe.serve(Engine())
+    pipe.serve(LlamaEngine())

@@ -20,7 +20,7 @@ SERVER_CACHES = 10  # --prompt-cache-size
 NOISE = 0.05  # of a weight's own size: a draft model that is right often, not always
 
 
-class Kept:
+class KeptCaches:
     """Caches that a caller keeps and continues.
 
     Each serves the one prompt that begins with the tokens that it holds.
@@ -46,7 +46,7 @@ class Kept:
         self._caches[tuple(tokens)] = cache
 
 
-class Saved(Kept):
+class SavedCaches(KeptCaches):
     """Kept in files."""
 
     def __init__(self) -> None:
@@ -68,8 +68,8 @@ class Saved(Kept):
         super().give(tokens, path)
 
 
-class Lru:
-    """The server's."""
+class LruCaches:
+    """The server's caches, of which those not used for the longest time go first."""
 
     def __init__(self) -> None:
         from mlx_lm.models.cache import LRUPromptCache
@@ -84,7 +84,7 @@ class Lru:
         self._caches.insert_cache("", tokens, cache)
 
 
-class Engine:
+class MlxEngine:
     """See `pipe.serve`."""
 
     def version(self) -> str:
@@ -96,7 +96,7 @@ class Engine:
         from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
         spec = settings.get("spec", "none")
-        self._store = {"off": None, "kept": Kept, "saved": Saved, "lru": Lru}[
+        self._store = {"off": None, "kept": KeptCaches, "saved": SavedCaches, "lru": LruCaches}[
             settings.get("prefix", "off")
         ]
         chunk = settings.get("chunk", "whole")
@@ -278,7 +278,7 @@ def load(folder: Path) -> Any:
 
     config = json.loads((folder / "config.json").read_text())
     if "exact" in config:
-        return pipe.sibling("mlx_exact").Model(config)
+        return pipe.sibling("mlx_exact").MlxModel(config)
     try:
         model, _ = load_model(folder, model_config=as_on_the_hub(config))
     except (ValueError, TypeError, KeyError, AttributeError, FileNotFoundError) as error:
@@ -376,4 +376,4 @@ if __name__ == "__main__":
     import pipe
 
     sys.path.pop(0)  # this folder: in it, `mlx` is this file
-    pipe.serve(Engine())
+    pipe.serve(MlxEngine())

@@ -18,7 +18,7 @@ PRIME = 2**31 - 1  # as in hybrid_kv.models.exact
 CYCLE = 5
 
 
-class Layer(nn.Module):  # type: ignore[misc]
+class MlxLayer(nn.Module):  # type: ignore[misc]
     """Its weights as arrays of int64."""
 
     def __init__(self, weights: dict[str, Any]) -> None:
@@ -27,7 +27,7 @@ class Layer(nn.Module):  # type: ignore[misc]
             setattr(self, name, mx.array(value, dtype=mx.int64))
 
 
-class Attention(Layer):
+class MlxAttention(MlxLayer):
     """Attention with `o_i = sum_{j <= i} (q_i + k_j)^2 v_j`.
 
     k_j has its token's position, v_j its number among the seen keys.
@@ -54,7 +54,7 @@ class Attention(Layer):
         return KVCache()
 
 
-class Mamba(Layer):
+class MlxMamba(MlxLayer):
     """Windows [conv_kernel - 1, width] and states [state_size, width].
 
     Each token changes them by its own affine map.
@@ -108,7 +108,7 @@ def scan(a: Any, b: Any, start: Any) -> Any:
     return b
 
 
-class Model(nn.Module):  # type: ignore[misc]
+class MlxModel(nn.Module):  # type: ignore[misc]
     """The model of a `config.json`.
 
     Logits are one-hot: a checksum of the whole history draws one token in `echo`. The others follow
@@ -123,7 +123,7 @@ class Model(nn.Module):  # type: ignore[misc]
             mx.array(exact[one], dtype=mx.int64) for one in ("embedding", "logit_map")
         )
         self.layers = [
-            (Mamba if one["kind"] else Attention)(one["weights"]) for one in exact["layers"]
+            (MlxMamba if one["kind"] else MlxAttention)(one["weights"]) for one in exact["layers"]
         ]
 
     def make_cache(self) -> list[Any]:

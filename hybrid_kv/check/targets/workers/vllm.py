@@ -94,7 +94,7 @@ def changes_of(factor: str, level: str) -> dict[str, Any]:
     word = level.rstrip("0123456789")
     match factor, word, level[len(word) :]:
         case ("kernel", "", _) | (("runner" | "graph" | "copies"), _, _):
-            return {}  # no arguments: see `Engine` and `vllm_gpu.choose`
+            return {}  # no arguments: see `VllmEngine` and `vllm_gpu.choose`
         case "prefix", mode, "":
             return {"enable_prefix_caching": True, "mamba_cache_mode": mode}
         case "spec", method, number if number:
@@ -117,7 +117,7 @@ def exact_arguments(settings: dict[str, str]) -> dict[str, Any]:
     return {"load_format": "dummy", "max_model_len": ROOM, **pool, **size}
 
 
-class Engine:
+class VllmEngine:
     """The engine that `pipe.serve` drives; fields as in `hybrid_kv.check.targets.target`."""
 
     late = "vllm", "numba", "llvmlite"  # where the last two are, `load` cannot replace kernels
@@ -211,7 +211,7 @@ class Engine:
         """Make the exact model known to vLLM, and add the options that it needs."""
         module = pipe.sibling("vllm_exact")
         if settings.get("sanitize") == "on":
-            self._sanitizer = module.sanitizer = pipe.sibling("vllm_sanitizer").Sanitizer()
+            self._sanitizer = module.sanitizer = pipe.sibling("vllm_sanitizer").VllmSanitizer()
         pipe.sibling("vllm_releases").adapt(module)
         module.register()
         self._renew = module.renew
@@ -251,4 +251,4 @@ if __name__ == "__main__":
     import pipe
 
     sys.path.pop(0)  # this folder: in it, `vllm` is this file
-    pipe.serve(Engine("gpu" if "gpu" in sys.argv else "cpu"))
+    pipe.serve(VllmEngine("gpu" if "gpu" in sys.argv else "cpu"))

@@ -132,7 +132,7 @@ def rows_of(starts: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.
     return row, (tokens - starts[row]).clamp(min=0)
 
 
-class Layer(nn.Module):
+class VllmLayer(nn.Module):
     """A layer that vLLM knows by its name, and has attention metadata for."""
 
     def __init__(self, vllm_config: Any, prefix: str, weights: dict[str, Any]) -> None:
@@ -148,7 +148,7 @@ class Layer(nn.Module):
         return None if found is None else found[self.prefix]
 
 
-class Attention(Layer, AttentionLayerBase):
+class VllmAttention(VllmLayer, AttentionLayerBase):
     """Attention with `o_i = sum_{j <= i} (q_i + k_j)^2 v_j`.
 
     k_j has the position of its token, v_j its place in the block table.
@@ -215,7 +215,7 @@ class Attention(Layer, AttentionLayerBase):
         return (q * q % PRIME * sums[0] % PRIME + 2 * (q * sums[1] % PRIME) + sums[2]) % PRIME
 
 
-class Mamba(Layer, MambaBase):
+class VllmMamba(VllmLayer, MambaBase):
     """Windows [conv_kernel - 1, width] and states [state_size, width].
 
     Each token changes them by its own affine map.
@@ -461,9 +461,9 @@ class ExactHybridForCausalLM(nn.Module, HasInnerState, IsHybrid):
                 name, torch.tensor(exact[name], dtype=torch.int64), persistent=False
             )
         self.layers = nn.ModuleList(
-            Mamba(vllm_config, f"layers.{i}", one["weights"], one["kind"])
+            VllmMamba(vllm_config, f"layers.{i}", one["weights"], one["kind"])
             if one["kind"]
-            else Attention(vllm_config, f"layers.{i}", one["weights"])
+            else VllmAttention(vllm_config, f"layers.{i}", one["weights"])
             for i, one in enumerate(exact["layers"])
         )
         for kind, weights in self._mamba(vllm_config):
@@ -484,7 +484,7 @@ class ExactHybridForCausalLM(nn.Module, HasInnerState, IsHybrid):
         if sanitizer is not None and get_forward_context().attn_metadata is not None:
             sanitizer.step(positions)
         for layer in self.layers:
-            y = layer(x, positions) if isinstance(layer, Attention) else layer(x)
+            y = layer(x, positions) if isinstance(layer, VllmAttention) else layer(x)
             x = (x * 3 + y) % PRIME
         return pack(x, input_ids.long())
 
@@ -522,7 +522,7 @@ class ExactHead(nn.Module):
         exact = vllm_config.speculative_config.draft_model_config.hf_config.exact
         layers = exact["layers"]
         weights = next(one["weights"] for one in layers if not one["kind"])
-        self.attention = Attention(vllm_config, f"layers.{len(layers)}", weights)
+        self.attention = VllmAttention(vllm_config, f"layers.{len(layers)}", weights)
         self.attention.is_watched = False  # it reads what was rejected: a guess may be wrong
         self.echo, self.logit_map = (
             exact["echo"],

@@ -23,7 +23,7 @@ PRIME = 2**31 - 1
 THROUGH = ("block_pool.py", "block_table.py", os.path.basename(__file__))  # their callers know why
 
 
-class Sanitizer:
+class VllmSanitizer:
     """Compares marks with what they ought to be, before they are read, and writes new ones.
 
     Attributes:
@@ -137,7 +137,7 @@ class Sanitizer:
         accepted: torch.Tensor | None,
         seen: torch.Tensor | None,
     ) -> None:
-        """Check the states that rows read, and mark those that they write, see `Mamba.advance`.
+        """Check the states that rows read, and mark those that they write, see `VllmMamba.advance`.
 
         Args:
             marks: [blocks, 2].

@@ -115,8 +115,8 @@ def choose(settings: dict[str, str], options: dict[str, Any], model: Any) -> Non
     if graph in ("broken", "full"):
         os.environ["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "1"
         breaks = import_module(f"{__name__}.breaks")
-        breaks.mark(model.Attention)
-        breaks.mark(model.Mamba)
+        breaks.mark(model.VllmAttention)
+        breaks.mark(model.VllmMamba)
 
 
 def check(config: Any, settings: dict[str, str]) -> None:
