@@ -6,6 +6,7 @@ STAMP := $(VENV)/.installed
 PEERS := .venv-vllm
 MLX := .venv-mlx
 LLAMACPP := .venv-llamacpp
+SGLANG := .venv-sglang
 # vLLM runs these on a CPU in bfloat16 alone.
 DELTA_NETS := qwen3_5_text qwen3_5_moe_text qwen3_next
 
@@ -14,7 +15,7 @@ export RESULTS ?= results
 export N ?= 5
 
 .PHONY: guard guard-quick test fuzz mutants bench lint words lint-workflows kernels check-results compare commit-page may-bench step-summary comment
-.PHONY: report red figures docs titles history asv-page peers peers-llamacpp bench-peers
+.PHONY: report red figures docs titles history asv-page peers peers-llamacpp peers-sglang bench-peers
 .PHONY: rehearse smoke gpu-test gpu-guard gpu-bench gpu-compare gpu-accuracy guard-engine check-llamacpp merge-results push-results alarm wheel announce clean
 guard: $(STAMP)
 	$(BIN)/hybrid-kv guard
@@ -46,6 +47,8 @@ asv-page: $(STAMP)
 peers: $(STAMP) $(PEERS)/.installed $(MLX)/.installed
 
 peers-llamacpp: $(STAMP) $(LLAMACPP)/.installed
+
+peers-sglang: $(STAMP) $(SGLANG)/.installed
 
 bench-peers: peers
 	$(BIN)/python -m bench.families
@@ -174,5 +177,10 @@ $(LLAMACPP)/.installed: constraints-llamacpp.txt .ci/install-llamacpp
 	@bash .ci/install-llamacpp $(LLAMACPP)/bin/python
 	@touch $@
 
+$(SGLANG)/.installed: constraints-sglang.txt .ci/install-sglang
+	@test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
+	@bash .ci/install-sglang $(SGLANG)/bin/python
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(PEERS) $(MLX) $(LLAMACPP) .asv .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks build dist out site *.egg-info
+	rm -rf $(VENV) $(PEERS) $(MLX) $(LLAMACPP) $(SGLANG) .asv .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks build dist out site *.egg-info
