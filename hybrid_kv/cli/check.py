@@ -12,7 +12,7 @@ from hybrid_kv.cli.options import Amount, Output, SubjectOptions, dataclass_opti
 Engine = Annotated[
     str,
     typer.Argument(
-        help="vllm, mlx, llamacpp, transformers, the URL of a server with OpenAI's API; ours or "
+        help="vllm, sglang, mlx, llamacpp, transformers, the URL of a server with OpenAI's API; ours or "
         "serve.",
         show_default=False,
     ),

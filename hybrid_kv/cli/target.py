@@ -308,10 +308,13 @@ def models_of(
     is_exact_model = (
         model.startswith("exact") or model.endswith(":exact") or has_exact_weights(model)
     )
+    if inside is not None and inside.is_only and weights == "random":
+        raise ConfigError(f"--weights random: {kind.name} runs exact models alone; leave it out")
     if inside is None or weights == "random" or is_exact_model:
         return [model]
-    exact = ["exact", *(f"exact:{name}" for name in inside.further if not has_matrix)]
-    if weights == "exact":
+    default = "exact" if inside.model == "mixed" else f"exact:{inside.model}"
+    exact = [default, *(f"exact:{name}" for name in inside.further if not has_matrix)]
+    if weights == "exact" or inside.is_only:
         return exact
     return [model] if has_reference or has_matrix else [*exact, model]
 

@@ -19,7 +19,8 @@ from hybrid_kv.models.loader import resolve_folder
 from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.models.registry import sized
 
-KINDS = ("ours", "serve", "mlx", "vllm", "llamacpp", "transformers")  # a file of `targets` each
+# A file of `targets` each.
+KINDS = ("ours", "serve", "mlx", "vllm", "sglang", "llamacpp", "transformers")
 
 
 def kind_of(name: str, python: str | Path | None = None) -> Kind:

@@ -30,6 +30,7 @@ WORKERS = Path(__file__).parent / "workers"
 START_SECONDS = 600.0  # vLLM takes about one minute
 REPLY_SECONDS = 600.0
 END_SECONDS = 20.0
+MAKES = {"sglang": "peers-sglang"}  # what makes an environment, where that is not `make peers`
 SOCKET, LOG = "socket", "log"  # in a loader's folder
 
 
@@ -45,8 +46,9 @@ def python_of(name: str, package: str) -> str:
     if own.exists():
         return str(own.absolute())
     if find_spec(package) is None:
+        make = MAKES.get(name, "peers")
         raise ConfigError(
-            f"{name} is not installed: run `make peers`, or name a Python that has it with --python"
+            f"{name} is not installed: run `make {make}`, or name a Python that has it with --python"
         )
     return sys.executable
 

@@ -183,6 +183,8 @@ class Inside:
 
     Attributes:
         further: settings of models that show what the default one cannot, by the model's name.
+        model: the default one, of `exact.PATTERNS`.
+        is_only: the engine runs no other model here.
         is_central: models leave caches and masks to the engine. Next to the exact model random
             weights then run in the settings of the prefix cache alone.
     """
@@ -191,6 +193,8 @@ class Inside:
     matrix: tuple[str, ...]
     further: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     is_central: bool = False
+    model: str = "mixed"
+    is_only: bool = False
 
 
 @dataclass(frozen=True)
