@@ -6,16 +6,9 @@ from collections.abc import Mapping
 
 from hybrid_kv.check.targets.remote import remote_kind
 from hybrid_kv.check.targets.target import Inside, Known
+from hybrid_kv.check.targets.workers.sglang import LEVELS
 
-FACTORS = {
-    "prefix": ("off", "on"),
-    # Where the states of prefixes come from, see --mamba-radix-cache-strategy.
-    "buffer": ("none", "extra", "lazy"),
-    "overlap": ("off", "on"),
-    "page": ("1", "16", "64"),  # tokens
-    "chunk": ("whole", "32", "48"),  # tokens of prompts in a step
-    "tree": ("rust", "python"),  # the core of the radix tree
-}
+FACTORS = {factor: tuple(levels) for factor, levels in LEVELS.items()}
 MATRIX = ("prefix=on buffer=extra overlap=on",)
 KNOWN: tuple[Known, ...] = ()
 

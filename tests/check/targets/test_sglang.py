@@ -17,7 +17,7 @@ from hybrid_kv.check.targets import sglang
 from hybrid_kv.check.targets.exact import ExactAnswers, model_of, write_exact_checkpoint
 from hybrid_kv.check.targets.remote import Remote
 from hybrid_kv.check.targets.target import Ask
-from hybrid_kv.check.targets.workers.sglang import OPTIONS, PLAIN, arguments, environment
+from hybrid_kv.check.targets.workers.sglang import OPTIONS, arguments, changes, environment
 from hybrid_kv.check.targets.workers.sglang_cpu import kernels
 from hybrid_kv.cli.target import models_of
 from hybrid_kv.config import ConfigError
@@ -30,10 +30,9 @@ PROMPT = tuple(1 + i * i % 89 for i in range(60))
 
 def test_every_level_is_known_to_the_worker():
     assert arguments({factor: levels[0] for factor, levels in sglang.FACTORS.items()}) == OPTIONS
-    assert PLAIN.keys() <= sglang.FACTORS.keys()
     for factor, levels in sglang.FACTORS.items():
         for level in levels[1:]:
-            assert arguments({factor: level}) != OPTIONS or factor in ("tree",), factor
+            assert arguments({factor: level}) != OPTIONS or factor in ("tree", "retract")
 
 
 def test_levels_become_arguments():
@@ -42,6 +41,10 @@ def test_levels_become_arguments():
     assert (options["page_size"], options["mamba_track_interval"]) == (64, 64)
     assert (options["disable_radix_cache"], options["chunked_prefill_size"]) == (False, 48)
     assert environment({}) != environment({"tree": "python"})
+    assert changes({"retract": "7"}) == {"TEST_RETRACT": True, "TEST_RETRACT_INTERVAL": 7}
+    tight = {"blocks": "tight", "prefix": "on"}
+    states = [arguments(tight | {"buffer": buffer}) for buffer in ("none", "extra")]
+    assert states[0]["max_mamba_cache_size"] < states[1]["max_mamba_cache_size"]
 
 
 @pytest.mark.parametrize("setting", [("prefix", "all"), ("chunk", "small"), ("pages", "1")])

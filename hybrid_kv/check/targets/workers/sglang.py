@@ -12,14 +12,6 @@ import sys
 from typing import Any
 
 LONGEST = 640  # tokens of a prompt and its answer
-PLAIN = {
-    "prefix": "off",
-    "buffer": "none",
-    "overlap": "off",
-    "page": "1",
-    "chunk": "whole",
-    "tree": "rust",
-}
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
@@ -41,7 +33,53 @@ OPTIONS: dict[str, Any] = {
     "log_level": "error",
     "watchdog_timeout": 100000,
 }
-BUFFERS = {"extra": "extra_buffer", "lazy": "extra_buffer_lazy"}
+HOST = {
+    "enable_hierarchical_cache": True,
+    "hicache_ratio": 4.0,
+    "hicache_io_backend": "direct",
+    "hicache_mem_layout": "page_first_direct",
+}
+DRAFTS = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 5}
+# Arguments by level, the plainest first.
+LEVELS: dict[str, dict[str, dict[str, Any]]] = {
+    "prefix": {"off": {}, "on": {"disable_radix_cache": False}},
+    # Where the states of prefixes come from.
+    "buffer": {
+        "none": {},
+        "extra": {"mamba_radix_cache_strategy": "extra_buffer"},
+        "lazy": {"mamba_radix_cache_strategy": "extra_buffer_lazy"},
+    },
+    "overlap": {"off": {}, "on": {"disable_overlap_schedule": False}},
+    "page": {  # tokens
+        "1": {},
+        "16": {"page_size": 16},
+        "64": {"page_size": 64, "mamba_track_interval": 64},
+    },
+    # Tokens of prompts in a step.
+    "chunk": {"whole": {}, "32": {"chunked_prefill_size": 32}, "48": {"chunked_prefill_size": 48}},
+    "mixed": {"off": {}, "on": {"enable_mixed_chunk": True}},  # prompts and answers in one step
+    # Pages and states in which four requests hardly fit, and prefixes are evicted.
+    "blocks": {
+        "ample": {},
+        "tight": {"max_total_tokens": 900, "max_running_requests": 4, "max_mamba_cache_size": 24},
+    },
+    "retract": {"off": {}, "7": {}},  # steps, see `changes`
+    "spec": {  # trees of drafts, by their breadth
+        "none": {},
+        "ngram4": {**DRAFTS, "speculative_ngram_max_bfs_breadth": 4},
+        "ngram1": {**DRAFTS, "speculative_ngram_max_bfs_breadth": 1},
+    },
+    # Memory of the host, by when it is written.
+    "host": {
+        "off": {},
+        "through": {**HOST, "hicache_write_policy": "write_through"},
+        "back": {**HOST, "hicache_write_policy": "write_back"},
+    },
+    # What SGLang does around the kernels of this attention backend.
+    "branches": {"torch": {}, "triton": {"attention_backend": "triton"}},
+    "tree": {"rust": {}, "python": {}},  # core of the radix tree, see `environment`
+}
+FEW_STATES = 12  # of a tight pool without extra buffers
 CAN = ["cached", "reset", "preempt", "salt", "abort", "batch", "steps"]
 CORE = "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"  # read when a tree is made
 
@@ -54,35 +92,24 @@ def arguments(settings: dict[str, str]) -> dict[str, Any]:
     """
     options = dict(OPTIONS)
     for factor, level in settings.items():
-        match factor, level:
-            case _ if level == PLAIN.get(factor):
-                pass
-            case "tree", "python":
-                pass  # see `environment`
-            case "prefix", "on":
-                options["disable_radix_cache"] = False
-            case "buffer", ("extra" | "lazy"):
-                options["mamba_radix_cache_strategy"] = BUFFERS[level]
-            case "overlap", "on":
-                options["disable_overlap_schedule"] = False
-            case "page", ("16" | "64"):
-                options["page_size"] = int(level)
-                options["mamba_track_interval"] = max(int(level), options["mamba_track_interval"])
-            case "chunk", _ if level.isdecimal():
-                options["chunked_prefill_size"] = int(level)
-            case _:
-                raise ValueError(f"{factor}={level} is not a setting of SGLang that is known here")
+        if level not in LEVELS.get(factor, {}):
+            raise ValueError(f"{factor}={level} is not a setting of SGLang that is known here")
+        options |= LEVELS[factor][level]
+    if settings.get("blocks") == "tight" and settings.get("buffer", "none") == "none":
+        options["max_mamba_cache_size"] = FEW_STATES
     return options
 
 
 def environment(settings: dict[str, str]) -> dict[str, str]:
     """Return the variables that a setting needs."""
-    return {CORE: settings.get("tree", PLAIN["tree"])}
+    return {CORE: settings.get("tree", "rust")}
 
 
 def changes(settings: dict[str, str]) -> dict[str, Any]:
     """Return attributes of SGLang's scheduler module that a setting needs, and their values."""
-    return {}
+    if (interval := settings.get("retract", "off")) == "off":
+        return {"TEST_RETRACT": False}
+    return {"TEST_RETRACT": True, "TEST_RETRACT_INTERVAL": int(interval)}
 
 
 class Engine:
