@@ -12,8 +12,8 @@ from hybrid_kv.cli.options import Amount, Output, SubjectOptions, dataclass_opti
 Engine = Annotated[
     str,
     typer.Argument(
-        help="vllm, sglang, mlx, llamacpp, transformers, the URL of a server with OpenAI's API; ours or "
-        "serve.",
+        help="vllm, sglang, mlx, llamacpp, transformers, the URL of a server with OpenAI's API; "
+        "ours or serve.",
         show_default=False,
     ),
 ]

@@ -48,7 +48,8 @@ def python_of(name: str, package: str) -> str:
     if find_spec(package) is None:
         make = MAKES.get(name, "peers")
         raise ConfigError(
-            f"{name} is not installed: run `make {make}`, or name a Python that has it with --python"
+            f"{name} is not installed: run `make {make}`, "
+            "or name a Python that has it with --python"
         )
     return sys.executable
 

@@ -112,7 +112,7 @@ def changes(settings: dict[str, str]) -> dict[str, Any]:
     return {"TEST_RETRACT": True, "TEST_RETRACT_INTERVAL": int(interval)}
 
 
-class Engine:
+class SglangEngine:
     """The engine that `pipe.serve` drives; fields as in `hybrid_kv.check.targets.target`."""
 
     late = ("sglang",)
@@ -167,4 +167,4 @@ if __name__ == "__main__":
     import pipe
 
     sys.path.pop(0)  # this folder: in it, `sglang` is this file
-    pipe.serve(Engine())
+    pipe.serve(SglangEngine())

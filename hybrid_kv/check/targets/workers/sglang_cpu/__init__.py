@@ -1,8 +1,8 @@
 """SGLang's scheduler with the exact model on a CPU.
 
 Nothing of SGLang is copied or edited on disk. It is set in the process: `prepare` before SGLang is
-imported, `finish` after that; then a `play.Engine`. Modules of this folder import each other,
-torch and SGLang alone: a reproducer contains them.
+imported, `finish` after that; then a `play.SglangScheduler`. Modules of this folder import each
+other, torch and SGLang alone: a reproducer contains them.
 
 What is replaced, and what that hides, is in docs/changed-sglang.md.
 """
@@ -26,8 +26,8 @@ def finish() -> None:
 
 
 def start(config: dict[str, Any], options: dict[str, Any], changes: dict[str, Any]) -> Any:
-    """Return a `play.Engine`."""
-    return import_module(f"{__name__}.play").Engine(config, options, changes)
+    """Return a `play.SglangScheduler`."""
+    return import_module(f"{__name__}.play").SglangScheduler(config, options, changes)
 
 
 def play(case: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from . import kernels
 Span = tuple[int, int, int]  # row of the table, tokens with those of this step, tokens of this step
 
 
-class ExactAttention(AttentionBackend):
+class SglangAttentionBackend(AttentionBackend):
     """A backend whose metadata is what the batch says."""
 
     def __init__(self, runner: Any) -> None:

@@ -43,7 +43,7 @@ def _layers(
         dst[dst_indices.long()] = src[src_indices.long()]
 
 
-class Event:
+class PastEvent:
     """An event that has occurred."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -62,7 +62,7 @@ class Event:
         """Return that it has occurred."""
         return True
 
-    def elapsed_time(self, other: Event) -> float:
+    def elapsed_time(self, other: PastEvent) -> float:
         """Return no time, in milliseconds."""
         return 0.0
 
@@ -70,7 +70,7 @@ class Event:
 def install() -> None:
     """Let SGLang's host pools copy so."""
     cpu: Any = torch.cpu
-    cpu.Event = Event
+    cpu.Event = PastEvent
     for name in POOLS:
         module: Any = import_module(f"sglang.srt.mem_cache.pool_host.{name}")
         module.transfer_kv_all_layer_direct_lf_pf = _all_layers

@@ -18,7 +18,7 @@ from sglang.srt.models.registry import ModelRegistry
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
-from .attention import ExactAttention
+from .attention import SglangAttentionBackend
 from .kernels import PRIME, logits_of, pack, unpack
 
 NAME = "ExactHybridForCausalLM"
@@ -27,7 +27,7 @@ BACKENDS = {"GDN_ATTN": "sglang.srt.layers.attention.linear.gdn_backend.GDNAttnB
 NUM_PARTS = 3  # of what a delta net convolves: queries, keys, values
 
 
-class ExactConfig(PretrainedConfig):  # type: ignore[no-untyped-call]  # transformers has no types
+class SglangConfig(PretrainedConfig):  # type: ignore[no-untyped-call]  # transformers has no types
     """The configuration of a checkpoint, with what SGLang derives its pools from."""
 
     model_type = MODEL_TYPE
@@ -68,7 +68,7 @@ class ExactConfig(PretrainedConfig):  # type: ignore[no-untyped-call]  # transfo
         return Mamba2CacheParams(shape=shape, dtype=dtype, layers=self.linear_layer_ids)
 
 
-class Attention(RadixAttention):
+class SglangAttention(RadixAttention):
     """An attention layer: SGLang's own, with the weights of the exact model."""
 
     def __init__(self, weights: dict[str, Any], width: int, layer_id: int) -> None:
@@ -83,7 +83,7 @@ class Attention(RadixAttention):
         return self(q, (k + mark * mark) % PRIME, v, batch).view(len(x), -1)
 
 
-class DeltaNet(RadixLinearAttention):
+class SglangDeltaNet(RadixLinearAttention):
     """A layer with windows and states: SGLang's own.
 
     Parts of the convolution that the exact model lacks have weights of zero, and so add nothing.
@@ -110,26 +110,28 @@ class DeltaNet(RadixLinearAttention):
         return y[0, :, 0]
 
 
-class ExactLogits(LogitsProcessor):
+class SglangLogits(LogitsProcessor):
     """SGLang's choice of the tokens that have logits, and the exact model's logits."""
 
     def _get_logits(self, hidden_states: Any, lm_head: Any, *_: Any, **__: Any) -> torch.Tensor:
         return logits_of(*unpack(hidden_states), lm_head.logit_map, lm_head.echo)
 
 
-class ExactHybridForCausalLM(nn.Module):
+class SglangModel(nn.Module):
     """The exact model."""
 
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         super().__init__()
         exact = config.exact
         self.config, self.echo = config, exact["echo"]
-        self.logits_processor = ExactLogits(config)
+        self.logits_processor = SglangLogits(config)
         self.embedding, self.logit_map = (
             torch.tensor(exact[name], dtype=torch.int64) for name in ("embedding", "logit_map")
         )
         self.layers = [
-            (DeltaNet if layer["kind"] else Attention)(layer["weights"], config.head_dim, i)
+            (SglangDeltaNet if layer["kind"] else SglangAttention)(
+                layer["weights"], config.head_dim, i
+            )
             for i, layer in enumerate(exact["layers"])
         ]
         self.unused = nn.Parameter(torch.zeros(1), requires_grad=False)  # for the model's dtype
@@ -164,12 +166,12 @@ def register(kind: str, attention: str) -> None:
     """
     if kind not in BACKENDS:
         raise ValueError(f"layers of {kind}: not in SGLang; use exact:gdn or exact:kda")
-    AutoConfig.register(MODEL_TYPE, ExactConfig, exist_ok=True)
-    attention_registry.ATTENTION_BACKENDS[attention] = ExactAttention
-    ModelRegistry.models[NAME] = ExactHybridForCausalLM
+    AutoConfig.register(MODEL_TYPE, SglangConfig, exist_ok=True)
+    attention_registry.ATTENTION_BACKENDS[attention] = SglangAttentionBackend
+    ModelRegistry.models[NAME] = SglangModel
     register_linear_attn_model(
         LinearAttnModelSpec(
-            config_class=ExactConfig,
+            config_class=SglangConfig,
             backend_class_name=BACKENDS[kind],
             arch_names=[NAME],
             support_mamba_cache_extra_buffer=True,

@@ -18,7 +18,7 @@ MOST_IDLE = 2000  # steps that bring no token; the chunks of all prompts are few
 IDLE_STEPS = 3  # until the last results are processed and SGLang has checked its pools
 
 
-class _Stop(BaseException):
+class _EndOfPlay(BaseException):
     """Ends SGLang's loop."""
 
 
@@ -31,7 +31,7 @@ def checkpoint_of(config: dict[str, Any]) -> str:
     return folder
 
 
-class Engine:
+class SglangScheduler:
     """A scheduler with the exact model, as the process of a server has it.
 
     Args:
@@ -68,7 +68,7 @@ class Engine:
         sender: Any = SenderWrapper
         sender.send_output = lambda _, output, request=None: self._receive(output)
         self.counters = dict.fromkeys(("hits", "verifications", "accepted", "preemptions"), 0.0)
-        self._play: _Play | None = None
+        self._play: _RequestPlay | None = None
         self._num_sent = 0
         self.scheduler = module.Scheduler(args, PortArgs.init_new(args))
         self.scheduler.request_receiver = self
@@ -93,11 +93,11 @@ class Engine:
 
     def ask(self, requests: list[dict[str, Any]], preempt_every: int = 0) -> list[dict[str, Any]]:
         """Play requests until all have ended; answers have the fields of `targets.target`."""
-        self._play = _Play(requests, preempt_every, self._num_sent)
+        self._play = _RequestPlay(requests, preempt_every, self._num_sent)
         self._num_sent += len(requests)
         try:
             self.scheduler.run_event_loop()
-        except _Stop:
+        except _EndOfPlay:
             return self._play.answers
         raise RuntimeError("SGLang's event loop has ended")
 
@@ -140,7 +140,7 @@ CHECKED = (
 )
 
 
-class _Play:
+class _RequestPlay:
     """Requests that are played together, and what has become of them."""
 
     def __init__(self, requests: list[dict[str, Any]], preempt_every: int, first: int) -> None:
@@ -184,7 +184,7 @@ class _Play:
         if not self._running:
             self._idle += 1
             if self._idle > IDLE_STEPS and scheduler.is_fully_idle():
-                raise _Stop
+                raise _EndOfPlay
         return messages
 
     def _arrivals(self) -> list[Any]:
@@ -265,7 +265,7 @@ def _message(name: str, ask: dict[str, Any]) -> Any:
     )
 
 
-def print_steps(engine: Engine) -> None:
+def print_steps(engine: SglangScheduler) -> None:
     """Print what each step runs."""
     number = 0
 
@@ -289,7 +289,7 @@ def main(case: dict[str, Any]) -> None:
 
     os.environ |= case["environment"]
     print(f"SGLang {sglang.__version__}")
-    engine = Engine(case["config"], case["options"], case["changes"])
+    engine = SglangScheduler(case["config"], case["options"], case["changes"])
     print_steps(engine)
     answers: list[dict[str, Any]] = []
     for number, sent in enumerate(case["rounds"], 1):
