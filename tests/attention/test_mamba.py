@@ -183,7 +183,7 @@ def test_every_row_reads_and_writes_its_own_logical_blocks(step, launches):
 
 def test_a_recomputed_row_reads_its_checkpoint_whatever_was_accepted():
     subject = replace(spec("all", 2), rollback=RecomputeSpec(2, default_ring_len(3)))
-    builder = MambaMetadataBuilder(subject, 6, CPU, False)
+    builder = MambaMetadataBuilder(subject, 6, CPU, launches=False)
     metadata = build(subject, builder, [9, 5], [3, 1], 2, [1, 0], [3, 1])
     assert metadata.source_indices.tolist() == metadata.window_indices.tolist() == [1001, 2000]
     assert metadata.window_targets.tolist() == [[1002] * 3, [2001] * 3]
@@ -214,7 +214,7 @@ def test_windows_are_where_accepted_drafts_left_them(size, more, num_blocks, pla
 
 def test_metadata_is_built_again_when_something_changes_and_only_then():
     subject = spec(k=1, block_size=4)
-    builder = MambaMetadataBuilder(subject, 4, CPU, False)
+    builder = MambaMetadataBuilder(subject, 4, CPU, launches=False)
     table = table_of(2, subject.block_table_width(MAX_MODEL_LEN))
 
     def built(
@@ -328,7 +328,9 @@ def test_home_gets_the_shifted_window_and_the_state_and_nothing_else_changes(mod
                         table[i, current_block], j : j + kernel - 1
                     ]
                     state[table[i, home]] = old_state[table[i, current_block + j]]
-    postprocess_mamba(due(subject, computed, lengths, accepted), table, layers, subject, True)
+    postprocess_mamba(
+        due(subject, computed, lengths, accepted), table, layers, subject, copies_states=True
+    )
     for (window, state), (right_window, right_state) in zip(layers, expected, strict=True):
         assert torch.equal(window, right_window)
         assert torch.equal(state, right_state)

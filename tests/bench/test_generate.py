@@ -107,7 +107,10 @@ def results(high, benchmark="greedy"):
     engine, rival = next(
         pair for pair in zip(cells[::2], cells[1::2], strict=True) if pair[1].promise == 1
     )
-    time, receipt = Interval(2.0, 1.9, 2.1), Receipt(True, True, 0.0)
+    time, receipt = (
+        Interval(2.0, 1.9, 2.1),
+        Receipt(checked_before=True, checked_after=True, max_error=0.0),
+    )
     return [
         Measurement(rival, time, Interval(high - 0.1, high - 0.2, high), 9, receipt),
         Measurement(engine, time, None, 9, receipt),

@@ -36,8 +36,11 @@ from hybrid_kv.cache.spec import (
 )
 from hybrid_kv.config import ConfigError
 
-CUDA, XPU = BackendContext("cuda", False), BackendContext("xpu", False)
-FP32_STATE = BackendContext("cuda", True)
+CUDA, XPU = (
+    BackendContext("cuda", float32_ssm_state=False),
+    BackendContext("xpu", float32_ssm_state=False),
+)
+FP32_STATE = BackendContext("cuda", float32_ssm_state=True)
 BYTE = StatePart("state", (1,), torch.int8)
 STATE = MambaSpec(64, window_and_states(((3, 8), torch.float32), ((4, 8), torch.float32)))
 ATTENTION = FullAttentionSpec(64, num_kv_heads=2, head_size=8, dtype=torch.float32)
@@ -58,7 +61,7 @@ ATTENTION = FullAttentionSpec(64, num_kv_heads=2, head_size=8, dtype=torch.float
 def test_preferred_block_sizes(name: str, platform: str, default: int, preferred: int) -> None:
     assert (
         get_backend(name, platform).get_preferred_block_size(
-            default, BackendContext(platform, False)
+            default, BackendContext(platform, float32_ssm_state=False)
         )
         == preferred
     )

@@ -190,8 +190,8 @@ def test_integrity_checks_see_damage() -> None:
         lambda pool: pool._ring.__setitem__(5, 5),
         lambda pool: pool._keys.pop(2),
         lambda pool: pool._blocks.pop(key(2)),
-        lambda pool: pool._published.__setitem__(1, True),
-        lambda pool: pool._published.__setitem__(2, False),
+        lambda pool: pool._published.__setitem__(1, 1),
+        lambda pool: pool._published.__setitem__(2, 0),
         lambda pool: setattr(pool._lru, "size", 2),
         lambda pool: pool._lru.discard(ids(2)),
     ):

@@ -111,14 +111,17 @@ class Steps(RuleBasedStateMachine):
         free = sorted(set(range(self.shape.rows)) - set(self.held) - self.staged)
         nothing = [[] for _ in self.shape.widths]
         self.stage(
-            data.draw(st.sampled_from(free)), nothing, self.new_ids(data, nothing, most), True
+            data.draw(st.sampled_from(free)),
+            nothing,
+            self.new_ids(data, nothing, most),
+            overwrite=True,
         )
 
     @precondition(lambda self: set(self.held) - self.staged)
     @rule(data=st.data(), most=st.sampled_from([1, 1, 4, 40]))
     def grow(self, data, most):
         row = data.draw(st.sampled_from(sorted(set(self.held) - self.staged)))
-        self.stage(row, self.held[row], self.new_ids(data, self.held[row], most), False)
+        self.stage(row, self.held[row], self.new_ids(data, self.held[row], most), overwrite=False)
 
     @precondition(lambda self: set(self.held) - self.staged)
     @rule(data=st.data())
@@ -126,7 +129,7 @@ class Steps(RuleBasedStateMachine):
         """A request ends or is preempted, and before the next step another one has its row."""
         row = data.draw(st.sampled_from(sorted(set(self.held) - self.staged)))
         nothing = [[] for _ in self.shape.widths]
-        self.stage(row, nothing, self.new_ids(data, nothing, 4), True)
+        self.stage(row, nothing, self.new_ids(data, nothing, 4), overwrite=True)
 
     @precondition(lambda self: set(self.held) - self.staged)
     @rule(data=st.data())

@@ -147,7 +147,7 @@ def test_equal_requests_in_step_meet_their_most_in_mode_align_too(k: int) -> Non
         found = capacity(config, ints(10), ints(20), 1000, k)
 
         def all_run(count: int, config: KVCacheConfig = config) -> bool:
-            manager = KVCacheManager(config, True)
+            manager = KVCacheManager(config, enable_prefix_caching=True)
             requests = [Served(manager, str(i), 10, 20, k) for i in range(count)]
             return all(
                 request.step()
@@ -186,7 +186,7 @@ def test_states_that_are_written_late_are_counted_at_the_latest(
     config = config_of(attention(size), state)
     behind = cdiv(min(ring_len, size - 1 + 2 * (1 + k)), size)
     # A longer prompt has freed some of its logical blocks by its own chunks.
-    request = Served(KVCacheManager(config, True), "a", 1, output, k)
+    request = Served(KVCacheManager(config, enable_prefix_caching=True), "a", 1, output, k)
     request.num_seen = lambda computed: max(1, (computed // size - behind) * size + 1)
     assert request.run()
     assert block_steps(config, ints(1), ints(output), k).tolist() == [sum(request.held)]

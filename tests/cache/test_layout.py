@@ -109,7 +109,7 @@ def test_every_page_of_every_view_stays_inside_its_bytes(
     config = hybrid_config(
         num_blocks, kernel_block_size * blocks_per_kv_block, num_kv_heads, head_size
     )
-    groups = init_attn_backend(config, backend, BackendContext("cpu", False))
+    groups = init_attn_backend(config, backend, BackendContext("cpu", float32_ssm_state=False))
     (raw,) = buffers = allocate_raw_buffers(config, CPU)
     views = bind_views(config, groups, buffers)
     page = config.page_size_bytes
@@ -132,7 +132,9 @@ def test_groups_share_buffers_by_position_and_a_short_group_skips_its_last() -> 
     assert [buffer.numel() for buffer in buffers] == [3 * config.page_size_bytes] * 2
     views = bind_views(
         config,
-        init_attn_backend(config, FlashAttentionBackend, BackendContext("cpu", False)),
+        init_attn_backend(
+            config, FlashAttentionBackend, BackendContext("cpu", float32_ssm_state=False)
+        ),
         buffers,
     )
     assert views.keys() == {"m0", "m1", "m2", "a0", "a1"}
@@ -168,7 +170,11 @@ def test_the_number_of_blocks_is_the_configurations() -> None:
     config = hybrid_config(num_blocks=3, block_size=32)
     larger = [torch.zeros(5 * config.page_size_bytes, dtype=torch.int8)]
     views = bind_views(
-        config, init_attn_backend(config, FlashInferBackend, BackendContext("cpu", False)), larger
+        config,
+        init_attn_backend(
+            config, FlashInferBackend, BackendContext("cpu", float32_ssm_state=False)
+        ),
+        larger,
     )
     assert [part.shape[0] for part in views["m0"]] == [3, 3]
     assert [part.shape for part in views["a0"]] == [(3, 32, 1, 8)] * 2
@@ -212,7 +218,7 @@ def test_a_latent_cache_is_one_view_whatever_the_backend(
     spec = MLAAttentionSpec(6, 5, torch.float32)
     config = KVCacheConfig(4, (KVCacheGroupSpec(("a",), spec),))
     backend.size = 3
-    groups = init_attn_backend(config, backend, BackendContext("cpu", False))
+    groups = init_attn_backend(config, backend, BackendContext("cpu", float32_ssm_state=False))
     (raw,) = allocate_raw_buffers(config, CPU)
     assert len(raw) == 4 * 6 * 5 * 4
     (latents,) = bind_views(config, groups, [raw])["a"]

@@ -132,7 +132,7 @@ def test_any_order_of_operations_keeps_ownership_whole(
             before = [list(ids) for ids in subject.block_ids(request)]
             free = subject.pool.num_free_blocks
             new = subject.allocate_slots(
-                request, known, max(0, number - known), False, num_seen_tokens=known
+                request, known, max(0, number - known), is_decode=False, num_seen_tokens=known
             )
             if new is None:
                 assert subject.pool.num_free_blocks == free

@@ -470,7 +470,7 @@ def attention(num_kv_heads: int = 2) -> FullAttentionSpec:
 
 
 STATE = MambaSpec(1, window_and_states(((3, 16), torch.float16), ((2, 8, 8), torch.float16)))
-FLASH, CUDA = get_backend("FLASH_ATTN", "cuda"), BackendContext("cuda", False)
+FLASH, CUDA = get_backend("FLASH_ATTN", "cuda"), BackendContext("cuda", float32_ssm_state=False)
 
 
 def sizes_of(

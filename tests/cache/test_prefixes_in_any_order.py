@@ -138,9 +138,11 @@ class Prefixes(RuleBasedStateMachine):
         end = manager.chunk_end(begin, min(begin + budget, len(one.tokens)), len(one.tokens))
         if end <= begin:
             return not is_new
-        given = (hit,) if is_new else ()
+        given = {"hit": hit} if is_new else {}
         self.forget_given_back(one)
-        new = manager.allocate_slots(name, begin, end - begin, False, *given, num_seen_tokens=begin)
+        new = manager.allocate_slots(
+            name, begin, end - begin, is_decode=False, num_seen_tokens=begin, **given
+        )
         if new is None:
             return not is_new
         self.take(one, new)
@@ -148,7 +150,7 @@ class Prefixes(RuleBasedStateMachine):
             self.read(one, begin)
         self.write(one, begin, end, is_decode=False)
         one.computed = end
-        manager.cache_blocks(name, one.hashes, one.tokens, StateProgress(end, end), False)
+        manager.cache_blocks(name, one.hashes, one.tokens, StateProgress(end, end), is_decode=False)
         return True
 
     def forget_given_back(self, one: Running) -> None:
@@ -187,7 +189,9 @@ class Prefixes(RuleBasedStateMachine):
         if end >= LONGEST:
             return
         self.forget_given_back(one)
-        new = self.manager.allocate_slots(name, begin, 1 + drafts, True, num_seen_tokens=begin)
+        new = self.manager.allocate_slots(
+            name, begin, 1 + drafts, is_decode=True, num_seen_tokens=begin
+        )
         if new is None:
             return
         self.take(one, new)
@@ -198,7 +202,7 @@ class Prefixes(RuleBasedStateMachine):
         one.computed = len(one.tokens)
         self.write(one, begin, one.computed, is_decode=True)
         self.manager.cache_blocks(
-            name, one.hashes, one.tokens, StateProgress(one.computed, one.computed), True
+            name, one.hashes, one.tokens, StateProgress(one.computed, one.computed), is_decode=True
         )
 
     @precondition(lambda self: self.running)

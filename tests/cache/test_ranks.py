@@ -21,7 +21,7 @@ def plan_of(
 ) -> CachePlan:
     cache = CacheConfig(**({"num_blocks": 4096, "mamba_cache_mode": "align"} | wishes))
     shape = model_shape(CONFIGS[name], cache=cache, num_speculative_tokens=k, ranks=ranks)
-    rollback = rollback_spec(cache, k, False, list(shape.layers.values()))
+    rollback = rollback_spec(cache, k, is_async=False, specs=list(shape.layers.values()))
     layers = {layer: with_rollback(spec, rollback) for layer, spec in shape.layers.items()}
     context = BackendContext.for_layers("cuda", layers)
     attention, stages = get_backend("auto", "cuda"), shape.stages(ranks)

@@ -99,19 +99,19 @@ def test_a_ring_longer_than_a_block_keeps_one_more_state() -> None:
 
 def test_the_ring_that_a_user_gets() -> None:
     layers = [mamba()]
-    assert rollback_spec(CacheConfig(), 3, True, layers) == SlotsSpec(3)
-    assert rollback_spec(CacheConfig(state_scheme="recompute"), 3, False, layers) == RecomputeSpec(
-        3, 36
-    )
+    assert rollback_spec(CacheConfig(), 3, is_async=True, specs=layers) == SlotsSpec(3)
+    assert rollback_spec(
+        CacheConfig(state_scheme="recompute"), 3, is_async=False, specs=layers
+    ) == RecomputeSpec(3, 36)
     given = CacheConfig(state_scheme="recompute", recompute_ring_len=11)
-    assert rollback_spec(given, 3, True, layers) == RecomputeSpec(3, 11, 4)
+    assert rollback_spec(given, 3, is_async=True, specs=layers) == RecomputeSpec(3, 11, 4)
     with pytest.raises(
         ConfigError,
         match="recompute_ring_len=11 is too short for num_speculative_tokens=4, which needs 14",
     ):
-        rollback_spec(given, 4, False, layers)
+        rollback_spec(given, 4, is_async=False, specs=layers)
     with pytest.raises(ConfigError, match="no Mamba layer"):
-        rollback_spec(given, 3, False, [ATTENTION])
+        rollback_spec(given, 3, is_async=False, specs=[ATTENTION])
 
 
 def test_a_state_must_fit_its_page() -> None:

@@ -153,7 +153,7 @@ def test_an_embedded_model_is_found_by_name():
 
 
 def test_path_dropout_leaves_only_the_state(train):
-    batch = train.make_batch(0, 0, range(2), 256, False, torch.device("cpu"))
+    batch = train.make_batch(0, 0, range(2), 256, latch_only=False, device=torch.device("cpu"))
     seen = batch.seen[:, 0]
     ids = batch.ids[:, :-1]
     vocabulary = tokenizer.token_ids()

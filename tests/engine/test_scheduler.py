@@ -160,7 +160,9 @@ class Host:
 def plan(mode, k, limit, block_size=4, num_blocks=200):
     specs = ExactModel(ExactConfig(pattern="M*"), k).layer_specs
     cache = CacheConfig(block_size=block_size, num_blocks=num_blocks, mamba_cache_mode=mode)
-    return plan_cache(specs, cache, TorchBackend, BackendContext("cpu", False), limit, 4)
+    return plan_cache(
+        specs, cache, TorchBackend, BackendContext("cpu", float32_ssm_state=False), limit, 4
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)

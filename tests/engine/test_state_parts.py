@@ -107,7 +107,9 @@ class FourPartsModel(nn.Module):
         self.double()
         generator = torch.Generator().manual_seed(0)
         for weight in self.parameters():
-            weight.requires_grad_(False).copy_(torch.randn(weight.shape, generator=generator) * 0.4)
+            weight.requires_grad_(requires_grad=False).copy_(
+                torch.randn(weight.shape, generator=generator) * 0.4
+            )
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext

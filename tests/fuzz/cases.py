@@ -490,7 +490,11 @@ def stubs(folder: Path, passes: bool) -> ExitStack:
         "hybrid_kv.measure.study.swarm.Swarm.run": lambda one, _: one.tally,
         "mutants.runner.run.run_all": lambda *_: iter(()),
         "bench.static.gate.measure": lambda *_: iter(
-            [Measurement("injected", "any", "float32", "sm_90", False, metrics)]
+            [
+                Measurement(
+                    "injected", "any", "float32", "sm_90", state_access=False, metrics=metrics
+                )
+            ]
         ),
         "bench.static.gate.jobs": lambda *_: [None],
         "bench.static.counts.count_all": list,

@@ -86,7 +86,11 @@ def test_a_hostile_server_gets_a_verdict_or_one_line(
     case = hostile.Case({place: broken})
     with case_folder() as folder:
         code, err = run(
-            folder, cases.against(case, folder, SENDS.get(place, "alone")), b"", True, capfd
+            folder,
+            cases.against(case, folder, SENDS.get(place, "alone")),
+            b"",
+            passes=True,
+            capfd=capfd,
         )
         assert [*judge(code, err), *left_over(folder, set())] == [], err
     assert case.most_bytes < 8 * MOST_BYTES
@@ -98,7 +102,11 @@ def test_a_server_with_nothing_broken_is_right(
 ) -> None:
     with case_folder() as folder:
         code, err = run(
-            folder, cases.against(hostile.Case({}, owner), folder, "cut off"), b"", True, capfd
+            folder,
+            cases.against(hostile.Case({}, owner), folder, "cut off"),
+            b"",
+            passes=True,
+            capfd=capfd,
         )
     assert (code, len(err.splitlines())) == (0, 1), err
 

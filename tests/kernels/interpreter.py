@@ -107,7 +107,7 @@ def _elements(tensor, addresses):
     offsets = addresses - storage.data_ptr()
     elements = offsets[(offsets >= 0) & (offsets < storage.nbytes())] // tensor.itemsize
     own = torch.zeros(storage.nbytes() // tensor.itemsize, dtype=torch.bool)
-    own.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(True)
+    own.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(1)
     return elements[own.numpy()[elements]]
 
 

@@ -28,7 +28,7 @@ class Launch:
             x.element_size() * (1 + i) for x, i in zip(tensors, last, strict=True)
         ]
 
-    def access(self, is_store, program, pointers, mask):
+    def access(self, program, pointers, mask, is_store):
         where, active = np.broadcast_arrays(pointers.data, mask.data.astype(bool))
         at = where[active].astype(np.int64)
         size = pointers.get_element_ty().primitive_bitwidth // 8
@@ -45,12 +45,12 @@ class Launch:
         self.accesses[is_store].append((number, frame.f_lineno, self.number, at))
 
     def check(self):
-        program, line, time, at = self._by_address(True)
+        program, line, time, at = self._by_address(is_store=True)
         twice = (at[1:] == at[:-1]) & (program[1:] != program[:-1])
         assert not twice.any(), (
             f"{self.name}, lines {self._lines(line[1:], line[:-1], twice)}: two programs store it"
         )
-        reader, where, when, read = self._by_address(False)
+        reader, where, when, read = self._by_address(is_store=False)
         if len(at):
             i = np.minimum(np.searchsorted(at, read), len(at) - 1)  # the first store there
             again = (at[i] == read) & (program[i] == reader) & (time[i] < when)
@@ -97,11 +97,11 @@ def watch():
             launches.pop()
 
     def loaded(self, pointers, mask, *rest):
-        launches[-1].access(False, self.grid_idx, pointers, mask)
+        launches[-1].access(self.grid_idx, pointers, mask, is_store=False)
         return load(self, pointers, mask, *rest)
 
     def stored(self, pointers, value, mask, *rest):
-        launches[-1].access(True, self.grid_idx, pointers, mask)
+        launches[-1].access(self.grid_idx, pointers, mask, is_store=True)
         return store(self, pointers, value, mask, *rest)
 
     GridExecutor.__call__ = launched

@@ -67,9 +67,11 @@ def test_a_query_sees_what_lies_before_it_and_off_the_grid() -> None:
 def test_experts_of_the_best_groups_are_chosen_by_their_bias_and_weighed_without() -> None:
     # the choice: .77, .57 and 1.1, .1
     logits, bias = (np.array([LN2, LN2, 0.0, 0.0]), np.array([0.1, -0.1, 0.6, -0.4]))
-    weights = definitions.route_sigmoid(logits, bias, 2, 2, 1, True, 3.0, 0.0)
+    weights = definitions.route_sigmoid(
+        logits, bias, 2, 2, 1, renormalise=True, scale=3.0, epsilon=0.0
+    )
     assert weights == pytest.approx([1.5, 1.5, 0, 0])
-    assert definitions.route_softmax(logits, 1, False).sum() == pytest.approx(1 / 3)
+    assert definitions.route_softmax(logits, 1, renormalise=False).sum() == pytest.approx(1 / 3)
 
 
 def test_two_ranks_keep_every_other_pair_of_tokens() -> None:

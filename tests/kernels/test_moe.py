@@ -55,11 +55,11 @@ def by_expert(weights, ids, num_experts):
     return weights.new_zeros(len(weights), num_experts).scatter_(1, ids, weights).double()
 
 
-def assert_weights(routed, logits, definition, *options):
+def assert_weights(routed, logits, definition, *options, **named):
     weights, ids = routed
     assert_wide(weights, logits)
     expected = torch.from_numpy(
-        np.array([definition(row, *options) for row in logits.double().numpy()])
+        np.array([definition(row, *options, **named) for row in logits.double().numpy()])
     )
     assert_close(by_expert(weights, ids, logits.shape[1]), expected, SHARE[weights.dtype])
 
@@ -75,7 +75,11 @@ def test_softmax_routers_choose_and_weigh_as_the_definition_says(problem, renorm
         renormalise,
     )
     assert_weights(
-        route_topk_softmax(logits, top_k), logits, definitions.route_softmax, top_k, True
+        route_topk_softmax(logits, top_k),
+        logits,
+        definitions.route_softmax,
+        top_k,
+        renormalise=True,
     )
 
 
@@ -140,7 +144,7 @@ def test_every_token_gets_the_weighted_sum_of_its_experts_and_no_other_is_read(p
             magnitude[t] += weight * (
                 wide_down[e].abs() @ activation(wide_up[e].abs() @ x[t].double().abs())
             )
-    unread = torch.ones(len(up), dtype=torch.bool).scatter_(0, ids.flatten(), False)
+    unread = torch.ones(len(up), dtype=torch.bool).scatter_(0, ids.flatten(), 0)
     up[unread], down[unread] = torch.nan, torch.nan
     before = [part.clone() for part in (x, ids, weights)]
     with patch.object(F, "grouped_mm", wraps=F.grouped_mm) as grouped:

@@ -28,7 +28,7 @@ HUGE = 10**6
 
 @pytest.fixture(scope="module")
 def reference():
-    return load_checkpoint(FOLDER, torch.float64).requires_grad_(False)
+    return load_checkpoint(FOLDER, torch.float64).requires_grad_(requires_grad=False)
 
 
 @pytest.fixture(scope="module")

@@ -159,7 +159,7 @@ def test_blocks_that_another_engine_filed_first_may_differ_in_bytes_that_are_nev
 
     # One engine drafts right, the other wrong: rows of drafts that they leave behind a window
     # differ.
-    other, own = engine("wrong", False), engine("mixed", True)
+    other, own = engine("wrong", sanitize=False), engine("mixed", sanitize=True)
     params = SamplingParams(max_tokens=8)
 
     def file_first(llm):

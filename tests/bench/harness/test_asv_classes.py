@@ -25,7 +25,7 @@ NOT_IN_ASV = {("kernel_blocks", "expand_counts")}
 
 def made_by(base, make, tier="cpu", **params):
     """Return a class as a suite has them, of one cell."""
-    cell = Cell("offload", "some_thing", params or {"x": 1}, tier, make, True)
+    cell = Cell("offload", "some_thing", params or {"x": 1}, tier, make, quick=True)
     return type("SomeThing", (base,), {"grid": Grid((cell,)), "calls": 3})()
 
 

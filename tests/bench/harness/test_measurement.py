@@ -18,9 +18,9 @@ def cell(make, tier="cpu", promise=None, **params):
         params,
         tier,
         make,
-        True,
-        promise,
-        {"blocks": "blocks"} if tier == "count" else {},
+        quick=True,
+        promise=promise,
+        units={"blocks": "blocks"} if tier == "count" else {},
     )
 
 
@@ -76,7 +76,11 @@ def test_rows_carry_receipts_with_the_largest_error():
 def test_seconds_become_nanoseconds():
     interval, share = Interval(2e-6, 1e-6, 3e-6), Interval(5.0, 4.0, 6.0)
     one = Measurement(
-        cell(steady, promise=7.0, subject="r"), interval, share, 9, Receipt(True, True, 0.0)
+        cell(steady, promise=7.0, subject="r"),
+        interval,
+        share,
+        9,
+        Receipt(checked_before=True, checked_after=True, max_error=0.0),
     )
     time, times = one.rows()
     assert (time.value, time.ci_low, time.ci_high) == (2000, 1000, 3000)
@@ -107,7 +111,7 @@ def test_verdicts(high, promise, verdict):
         Interval(1, 1, 1),
         Interval(1, 1, high),
         9,
-        Receipt(True, True, 0),
+        Receipt(checked_before=True, checked_after=True, max_error=0),
     )
     assert one.verdict == verdict
 

@@ -178,7 +178,9 @@ def test_counts_of_different_code_are_not_compared(
     case = _case("injected", WORK=8)
     metrics = compile.read_metrics(case, "sm_90", compile.compile_case(case, "sm_90"))
     assert metrics.isa == "ptx" and metrics.mix.keys() == {"ptx"}
-    one = Measurement("injected.centre", "injected", "float32", "sm_90", True, metrics)
+    one = Measurement(
+        "injected.centre", "injected", "float32", "sm_90", state_access=True, metrics=metrics
+    )
     assert judge(one, baseline).word == "ok"
 
 

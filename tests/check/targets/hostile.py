@@ -195,7 +195,17 @@ class Case:
         seed = options.get("seed", options.get("sampling_seed"))
         prompt, n = tuple(sent.get("prompt") or sent["input_ids"]), options.get("n", 1)
         return self.toy.ask(
-            [Ask(prompt, new, options["temperature"], seed, n, True, sent.get("cache_salt", ""))]
+            [
+                Ask(
+                    prompt,
+                    new,
+                    options["temperature"],
+                    seed,
+                    n,
+                    logprobs=True,
+                    salt=sent.get("cache_salt", ""),
+                )
+            ]
         )[0]
 
     def _written(self, answer: Answer) -> Any:

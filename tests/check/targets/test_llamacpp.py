@@ -44,8 +44,8 @@ def test_several_answers_to_a_prompt_come_by_their_index():
     reply = [{"index": 1, "tokens": [7]}, {"index": 0, "tokens": [8], "timings": {"cache_n": 2}}]
     answer = LlamaCpp().answer(json.dumps(reply).encode())
     assert (answer.token_ids, answer.others, answer.cached_tokens) == ((8,), ((7,),), 2)
-    assert LlamaCpp().body(Ask((1,), n=2), "", False)["n_cmpl"] == 2
-    assert "n_cmpl" not in LlamaCpp().body(Ask((1,)), "", False)
+    assert LlamaCpp().body(Ask((1,), n=2), "", stream=False)["n_cmpl"] == 2
+    assert "n_cmpl" not in LlamaCpp().body(Ask((1,)), "", stream=False)
 
 
 class StandIn(BaseHTTPRequestHandler):
@@ -179,7 +179,8 @@ def plain(prompt, **more):
 @pytest.mark.parametrize("kind", [ContinuedSequences, CopiedSequences])
 @pytest.mark.parametrize("has_drafts", [False, True])
 def test_kept_sequences_and_drafts_change_no_answer(kind, has_drafts):
-    rng, alone, engine = random.Random(1), program(EmptySequences, False), program(kind, has_drafts)
+    rng, alone = random.Random(1), program(EmptySequences, has_drafts=False)
+    engine = program(kind, has_drafts)
     texts = [[1, 2, 3]]
     for number in range(40):
         prompts = [[*rng.choice(texts), rng.randrange(7)] for _ in range(rng.randrange(1, 12))]
@@ -200,7 +201,7 @@ def test_kept_sequences_and_drafts_change_no_answer(kind, has_drafts):
 
 
 def test_an_aborted_request_gives_its_sequence_back():
-    engine = program(ContinuedSequences, False)
+    engine = program(ContinuedSequences, has_drafts=False)
     (answer,) = engine.ask([plain((1, 2), abort_after=3)], 0)
     assert len(answer["token_ids"]) == 3
     assert engine.ask([plain((1, 2, *answer["token_ids"], 1))], 0)[0]["cached_tokens"] >= 4

@@ -230,7 +230,7 @@ def test_a_served_prompt_is_scored_as_in_this_process(served, folder):
 def test_a_request_in_each_dialect_has_everything_that_was_requested(dialect, prompt):
     body = json.dumps(
         dialect.body(
-            Ask((1, 2), max_tokens=77, temperature=0.5, seed=99, logprobs=True), "m", False
+            Ask((1, 2), max_tokens=77, temperature=0.5, seed=99, logprobs=True), "m", stream=False
         )
     )
     assert json.loads(body)[prompt] == [1, 2]

@@ -48,7 +48,7 @@ def nano_layer(scheme: str, K: int, mode: str = "none") -> MambaSpec:
     layers = model_shape(config, cache=cache, make_dtype=planned_dtype).layers.values()
     spec = next(layer for layer in layers if isinstance(layer, MambaSpec))
     spec = replace(spec, block_size=528, mamba_cache_mode=mode)
-    found = with_rollback(spec, rollback_spec(cache, K, False, [spec]))
+    found = with_rollback(spec, rollback_spec(cache, K, is_async=False, specs=[spec]))
     assert isinstance(found, MambaSpec)
     return found
 
@@ -117,8 +117,8 @@ def test_a_kernel_is_bound_by_floor_cache_or_memory() -> None:
 def test_the_host_bounds_a_step_of_small_kernels() -> None:
     kernels = [Kernel("conv", 100, 0.0)]
     device = priced(kernels[0], H100, 0.0).us
-    graph, _ = step_time(kernels, H100, 0, False)
-    eager, _ = step_time(kernels, H100, 2, True)
+    graph, _ = step_time(kernels, H100, 0, eager=False)
+    eager, _ = step_time(kernels, H100, 2, eager=True)
     assert 100 * GRAPH_NODE < device < 100 * LAUNCH
     assert (graph.us, graph.bound) == (pytest.approx(device), "floor")
     assert (eager.us, eager.bound) == (pytest.approx(100 * LAUNCH + 2 * WAIT), "host")

@@ -177,7 +177,7 @@ def test_a_reader_waits_for_a_writer_at_work(tmp_path, monkeypatch, caplog):
         with path.open("ab", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.write(half[:50])
-            report.send(True)
+            report.send("locked")
             released.recv()
             file.write(half[50:])
 
@@ -187,7 +187,7 @@ def test_a_reader_waits_for_a_writer_at_work(tmp_path, monkeypatch, caplog):
     flock = fcntl.flock
 
     def locked(file, kind):
-        release.send(True)
+        release.send("go on")
         flock(file, kind)
 
     monkeypatch.setattr(read.fcntl, "flock", locked)
@@ -195,7 +195,7 @@ def test_a_reader_waits_for_a_writer_at_work(tmp_path, monkeypatch, caplog):
         assert len(read_rows(path)) == 2
         assert not caplog.text
     finally:
-        release.send(True)
+        release.send("go on")
         child.join()
 
 

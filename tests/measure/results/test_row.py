@@ -22,7 +22,7 @@ def test_a_timing_needs_a_receipt(unit):
 @pytest.mark.parametrize("error", [float("nan"), float("inf"), -1.0])
 def test_a_receipt_proves_something(error):
     with pytest.raises(ValueError, match="proves nothing"):
-        Receipt(True, True, error)
+        Receipt(checked_before=True, checked_after=True, max_error=error)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,16 @@ from hybrid_kv.measure.results import Row, append, append_rows
 from hybrid_kv.measure.results.origin import Provenance
 
 # without torch: seconds
-append.provenance = lambda: Provenance("study", "", False, "cpu", "stub", "3", "2", "")
+append.provenance = lambda: Provenance(
+    run_id="study",
+    commit="",
+    dirty=False,
+    device="cpu",
+    machine="stub",
+    python="3",
+    torch="2",
+    triton="",
+)
 
 *words, option, folder = sys.argv[1:]
 assert option == "--results"
