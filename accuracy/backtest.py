@@ -96,10 +96,10 @@ def read_series(file: Path = DATA) -> list[Series]:
 def backtest(every: Sequence[Series]) -> list[Result]:
     """Hold each series against its threshold."""
     by_name = {series.name: series for series in every if not series.like}
-    return [_result(series, by_name[series.like or series.name].noise) for series in every]
+    return [judge_series(series, by_name[series.like or series.name].noise) for series in every]
 
 
-def _result(series: Series, noise: Noise) -> Result:
+def judge_series(series: Series, noise: Noise) -> Result:
     threshold = noise.threshold()
     if series.scores:
         count = sum(score < threshold for score in series.every_score)

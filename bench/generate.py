@@ -113,7 +113,7 @@ def _transformers(model: str) -> Any:
 
 
 @cache
-def _engine(model: str, batch: int = 8, variant: str = "plain") -> LLM:
+def build_engine(model: str, batch: int = 8, variant: str = "plain") -> LLM:
     folder = GUARD_MODEL if model == "guard" else _random_checkpoint().name
     options = {
         "device": "cpu",
@@ -137,7 +137,7 @@ class NoText:
 
 
 @cache
-def _prompts(
+def prompts_and_answers(
     model: str, batch: int, prompt: int, seed: int
 ) -> tuple[torch.Tensor, list[list[int]]]:
     """Token ids [batch, prompt], and what follows them."""
@@ -163,7 +163,7 @@ def _generate(
 
 def greedy(seed: int, model: str, batch: int, prompt: int, subject: str) -> Case:
     """`batch` prompts of `prompt` tokens together, 32 new ones each."""
-    ids, wanted = _prompts(model, batch, prompt, seed)
+    ids, wanted = prompts_and_answers(model, batch, prompt, seed)
     texts = ids.tolist()
     params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
 
@@ -171,17 +171,17 @@ def greedy(seed: int, model: str, batch: int, prompt: int, subject: str) -> Case
         if subject == ENGINE:
             return [
                 output.token_ids
-                for output in _engine(model).generate(texts, params, progress=False)
+                for output in build_engine(model).generate(texts, params, progress=False)
             ]
         return _generate(model, ids)
 
     if subject == ENGINE:
-        _engine(model)
+        build_engine(model)
     return Case(run, lambda: equal("tokens", run(), wanted), max_repeats=1)
 
 
 @cache
-def _questions(count: int) -> tuple[list[list[int]], int, list[list[int]]]:
+def questions_and_answers(count: int) -> tuple[list[list[int]], int, list[list[int]]]:
     """Token ids of each prompt, the token that ends an answer, and the answers, that token included."""
     from accuracy.tokenizer import NEXT_QUESTION, encode, token_ids
     from hybrid_kv.check.guard_model.problems import dataset
@@ -214,14 +214,14 @@ def _in_batches(texts: list[list[int]], batch: int, stop: int) -> list[list[int]
 
 def questions(seed: int, count: int, batch: int, variant: str, subject: str) -> Case:
     """`count` five-shot questions, `batch` at a time, each until the end of its answer."""
-    texts, stop, wanted = _questions(count)
+    texts, stop, wanted = questions_and_answers(count)
     if subject != ENGINE:
         return Case(
             lambda: _in_batches(texts, batch, stop),
-            lambda: _same(_in_batches(texts, batch, stop), wanted),
+            lambda: require_same(_in_batches(texts, batch, stop), wanted),
             max_repeats=1,
         )
-    llm = _engine("guard", batch, variant)
+    llm = build_engine("guard", batch, variant)
     params = SamplingParams(max_tokens=LONGEST_ANSWER, stop_token_ids=(stop,))
 
     def run() -> list[list[int]]:
@@ -229,12 +229,12 @@ def questions(seed: int, count: int, batch: int, variant: str, subject: str) -> 
 
     def check() -> float:
         llm.reset_prefix_cache()
-        return _same(run(), wanted)
+        return require_same(run(), wanted)
 
     return Case(run, check, llm.reset_prefix_cache, max_repeats=1)
 
 
-def _same(answers: list[list[int]], wanted: list[list[int]]) -> float:
+def require_same(answers: list[list[int]], wanted: list[list[int]]) -> float:
     """Answers have different lengths: those come first."""
     equal(
         "lengths of answers",

@@ -70,14 +70,14 @@ class Cuda:
     def __init__(self) -> None:
         about = torch.cuda.get_device_properties(torch.cuda.current_device())
         self.gpu, size = known_gpu(about.name), CACHES * about.L2_cache_size // 4
-        self._ring = [torch.ones(size, dtype=torch.int32, device="cuda") for _ in range(3)]
-        self._sum = torch.zeros((), dtype=torch.int64, device="cuda")
-        self._evict = self.capture(self._pass)
+        self.ring = [torch.ones(size, dtype=torch.int32, device="cuda") for _ in range(3)]
+        self.ring_sum = torch.zeros((), dtype=torch.int64, device="cuda")
+        self.evict = self.capture(self._pass)
 
     def _pass(self) -> None:
-        self._ring[1].copy_(self._ring[0])
+        self.ring[1].copy_(self.ring[0])
         # Read last: what is left in the cache need not be written back while the next call runs.
-        torch.sum(self._ring[2], dim=0, out=self._sum)
+        torch.sum(self.ring[2], dim=0, out=self.ring_sum)
 
     def capture(self, run: Callable[[], object]) -> Callable[[], object]:
         """`run` as one call that only launches: a CUDA graph, compiled and allocated before."""
@@ -93,7 +93,7 @@ class Cuda:
 
     def copy(self) -> Rival:
         """From one large buffer to another, which no cache holds."""
-        source, target = self._ring[0], self._ring[1]
+        source, target = self.ring[0], self.ring[1]
 
         def check() -> float:
             target.zero_()
@@ -109,7 +109,7 @@ class Cuda:
         events = []
         for before, call in calls:
             before()
-            self._evict()
+            self.evict()
             events.append(between_events(call))
         torch.cuda.synchronize()
         return [start.elapsed_time(end) / 1000 for start, end in events]
@@ -275,7 +275,7 @@ def rows(contest: Contest, results: Sequence[Result], gpu: GPU | None = None) ->
             )
 
 
-def _print(
+def print_contest(
     contest: Contest, results: Sequence[Result], missing: Mapping[str, str], gpu: GPU | None
 ) -> None:
     where = ", ".join(f"{name}={value}" for name, value in contest.params.items())
@@ -325,7 +325,7 @@ def main(
         except WrongResultError as error:
             raise CheckFailedError(f"error: {error}; it has no time") from None
         append_rows(options.out, list(rows(contest, results, device.gpu)))
-        _print(contest, results, missing, device.gpu)
+        print_contest(contest, results, missing, device.gpu)
         absent += [f"{contest.benchmark} {name}" for name in missing if name in OURS]
     if absent:
         raise VoidError(f"kernels of ours did not run: {', '.join(absent)}")

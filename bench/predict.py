@@ -100,10 +100,10 @@ def tables() -> pd.DataFrame:
         READ.format(files=files, kernels=(*FUSED, *UPDATES, CONV, SGLANG_VERIFY))
     ).df()
     rows["gpu"] = rows["gpu"].map({system: gpu for gpu, system in SYSTEMS.items()})
-    return rows.join(pd.DataFrame([_traffic(row) for row in rows.itertuples()], index=rows.index))
+    return rows.join(pd.DataFrame([traffic_of(row) for row in rows.itertuples()], index=rows.index))
 
 
-def _traffic(row: Any) -> dict[str, Any]:
+def traffic_of(row: Any) -> dict[str, Any]:
     """What the kernel of a row moves."""
     tokens, batch, is_conv = int(row.seq_len), int(row.batch_size), row.kernel == CONV
     if is_conv and row.framework.lower() == "sglang":

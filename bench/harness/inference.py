@@ -55,7 +55,7 @@ def _num_dropped(n: int) -> int:
     return n // 6
 
 
-def _trimmed(
+def trimmed_mean(
     values: npt.NDArray[np.float64],
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], int]:
     """Mean without the lowest and highest sixth along the last axis, its standard error, degrees of freedom.
@@ -76,7 +76,7 @@ def _trimmed(
 
 def center(log_ratios: Sequence[float]) -> float:
     """Trimmed mean over worker pairs: now and then a pair is off by a factor, for all of its samples."""
-    return float(_trimmed(np.asarray(log_ratios, dtype=np.float64))[0])
+    return float(trimmed_mean(np.asarray(log_ratios, dtype=np.float64))[0])
 
 
 def kept(log_ratios: Sequence[float]) -> npt.NDArray[np.intp]:
@@ -98,8 +98,10 @@ def estimate(log_ratios: Sequence[float], seed: int = 0) -> Estimate:
     n = len(values)
     if n < 3:
         raise ValueError(f"{n} worker pairs have no interval; measure at least 3")
-    mean, error, _ = _trimmed(values)
-    means, errors, _ = _trimmed(values[np.random.default_rng(seed).integers(0, n, (RESAMPLES, n))])
+    mean, error, _ = trimmed_mean(values)
+    means, errors, _ = trimmed_mean(
+        values[np.random.default_rng(seed).integers(0, n, (RESAMPLES, n))]
+    )
     # A resample of one value only says nothing about the spread.
     usable = errors > 1e-12
     t = (means[usable] - mean) / errors[usable]
@@ -117,7 +119,7 @@ def p_slower(log_ratios: Sequence[float], min_effect: float) -> float:
     """
     from scipy.special import stdtr
 
-    mean, error, freedom = _trimmed(np.asarray(log_ratios, dtype=np.float64))
+    mean, error, freedom = trimmed_mean(np.asarray(log_ratios, dtype=np.float64))
     excess = float(mean) - math.log1p(min_effect)
     if error == 0:
         return 0.0 if excess > 0 else 1.0

@@ -105,7 +105,7 @@ def run_trial(revision: str, percent: int, number: int, design: Design, root: Pa
     return Trial(percent, number, keys("slower"), keys("faster"), tuple(comparison.measured.repeat))
 
 
-def _trial_row(trial: Trial, experiment: str) -> Row:
+def trial_row(trial: Trial, experiment: str) -> Row:
     params = {**asdict(trial), "experiment": experiment}
     return Row(SUITE, "trial", "alarms", len(trial.slower), "alarms", params, better="equal")
 
@@ -179,7 +179,7 @@ def self_test(
     try:
         for percent, number in missing:
             trial = run_trial(revision, percent, number, design, root)
-            append_rows(file, [_trial_row(trial, experiment)], commit=commit)
+            append_rows(file, [trial_row(trial, experiment)], commit=commit)
             trials.append(trial)
             kind = f"{percent} % injected" if percent else "equal code"
             slower, faster = (", ".join(keys) or "none" for keys in (trial.slower, trial.faster))

@@ -41,12 +41,12 @@ class VLLMProcess:
         self, folder: str | Path, max_num_seqs: int, max_model_len: int, dtype: str = "float32"
     ) -> None:
         check_installed()
-        self._said = TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed by `close`)
+        self.output = TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed by `close`)
         self._process = subprocess.Popen(
             [str(PYTHON), str(WORKER), str(folder), str(max_num_seqs), str(max_model_len), dtype],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._said,
+            stderr=self.output,
             env=os.environ | ENVIRONMENT,  # freed memory stays with it, as with the engine
             encoding="utf-8",
         )
@@ -80,9 +80,9 @@ class VLLMProcess:
         line = self._process.stdout.readline()
         if not line:
             code = self._process.wait()
-            self._said.seek(0)
+            self.output.seek(0)
             last = next(
-                (text for text in reversed(self._said.read().splitlines()) if text.strip()),
+                (text for text in reversed(self.output.read().splitlines()) if text.strip()),
                 "said nothing",
             )
             raise HybridKVError(f"its process ended with code {code}: {last.strip()}")
@@ -95,7 +95,7 @@ class VLLMProcess:
         """End the process."""
         self._process.kill()
         self._process.communicate()
-        self._said.close()
+        self.output.close()
 
     def __enter__(self) -> VLLMProcess:
         return self

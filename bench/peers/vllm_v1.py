@@ -55,7 +55,7 @@ VALUES = {
 
 
 @cache
-def _load_library() -> None:
+def load_library() -> None:
     """The extension of the first install that this torch can load, in the variant that vLLM would take.
 
     Raises:
@@ -81,7 +81,7 @@ def _load_library() -> None:
 @cache
 def _modules(install: Install) -> tuple[ModuleType, ModuleType]:
     """The files of block tables and of attention groups."""
-    _load_library()
+    load_library()
     with loaded(install.folder / "vllm", REAL.__contains__, VALUES), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # register_kernels looks at every attribute of every module
         tables = import_module(_TABLES)

@@ -285,7 +285,7 @@ def measure(
     # may have chosen.
     with ProcessPoolExecutor(NUM_WORKERS, get_context("spawn"), _leave_interpreter) as pool:
         with deaf_to_ctrl_c():  # A submit may start a worker.
-            futures = [pool.submit(_measure, *job) for job in todo]
+            futures = [pool.submit(measure_job, *job) for job in todo]
         try:
             for (module, index, target), future in zip(todo, futures, strict=True):
                 try:
@@ -317,7 +317,7 @@ def _leave_interpreter() -> None:
     os.environ.pop("TRITON_INTERPRET", None)
 
 
-def _measure(module: str, index: int, target: str) -> Measurement:
+def measure_job(module: str, index: int, target: str) -> Measurement:
     case = cases_of(module, target)[index]
     measurement = Measurement(case.kernel, case.shape, case.dtype, target, case.state_access, None)
     try:

@@ -88,7 +88,7 @@ def distinct_bytes(call: Callable[[], object], shared: Sequence[torch.Tensor]) -
     return total
 
 
-def _count_scheme(shape: Shape, K: int, n_hist: int | None, flush: bool) -> int:
+def count_scheme(shape: Shape, K: int, n_hist: int | None, flush: bool) -> int:
     """Bytes of one request in one layer; `n_hist` None: scheme `slots`."""
     from hybrid_kv.kernels.gated_delta import gated_delta_recompute, gated_delta_update_slots
     from hybrid_kv.kernels.recompute import (
@@ -218,7 +218,7 @@ def count_bytes() -> list[Count]:
             else:
                 said = sum(step_bytes(shape, fp32, 1 + K, n_hist, flush).values())
             # Groups have nothing in common, so one of them tells of all.
-            bytes_moved = groups * _count_scheme(group, K, n_hist, flush)
+            bytes_moved = groups * count_scheme(group, K, n_hist, flush)
             if bytes_moved != said:
                 what = (
                     "slots"

@@ -206,11 +206,11 @@ class MambaMetadataBuilder:
         self.spec = spec
         self.launches = launches
         self._chunk_size = CHUNK_BYTES // spec.parts[0].dtype.itemsize
-        self._offsets = np.arange(1 + spec.num_speculative_blocks)
+        self.offsets = np.arange(1 + spec.num_speculative_blocks)
         self.window_rows = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         # Window and source of each row, and where its states go.
         self.blocks = torch.zeros(
-            max_num_seqs * (2 + len(self._offsets)), dtype=torch.int64, device=device
+            max_num_seqs * (2 + len(self.offsets)), dtype=torch.int64, device=device
         )
         self._built: tuple[tuple[object, ...], MambaMetadata] | None = None
         self.rollback: Rollback = SCHEMES[spec.rollback.scheme](
@@ -303,8 +303,8 @@ class MambaMetadataBuilder:
             )
         starts = np.arange(num_rows) * width
         sources = self.rollback.source_logical_blocks(prev_step, window_rows)
-        is_target = self._offsets < num_states[:, None]
-        targets = np.where(is_target, current_blocks[:, None] + self._offsets, 0)
+        is_target = self.offsets < num_states[:, None]
+        targets = np.where(is_target, current_blocks[:, None] + self.offsets, 0)
         cells, is_block = MambaIndices.row_cells(
             starts + prev_step, starts + sources, starts[:, None] + targets, is_target
         )

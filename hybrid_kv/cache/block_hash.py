@@ -24,7 +24,7 @@ class BlockHashes:
     """
 
     def __init__(self, salt: str = "") -> None:
-        self._root = blake2b(salt.encode(), digest_size=DIGEST_SIZE, person=b"salt").digest()
+        self.root = blake2b(salt.encode(), digest_size=DIGEST_SIZE, person=b"salt").digest()
         self._chains: dict[int, list[bytes]] = {}
 
     def chain(self, block_size: int, token_ids: Sequence[int], num_tokens: int) -> list[bytes]:
@@ -39,7 +39,7 @@ class BlockHashes:
             data = np.asarray(
                 token_ids[begin * block_size : end * block_size], dtype=np.int64
             ).tobytes()
-            parent = chain[-1] if chain else self._root
+            parent = chain[-1] if chain else self.root
             width = 8 * block_size
             for start in range(0, len(data), width):
                 parent = blake2b(

@@ -21,7 +21,7 @@ BlockKey = tuple[int, bytes]  # group id, hash of all tokens up to the end of th
 NULL_BLOCK = 0
 
 
-class _LRUQueue:
+class LRUQueue:
     """Free published blocks in the order of their release.
 
     Entries are never removed from the middle: an entry counts only while `_position` of its block
@@ -98,7 +98,7 @@ class BlockPool:
         self._ring: BlockIds = np.arange(1, num_blocks, dtype=np.int32)
         self._head = 0
         self._num_unpublished = self._capacity
-        self._lru = _LRUQueue(num_blocks)
+        self._lru = LRUQueue(num_blocks)
         self._published = np.zeros(num_blocks, dtype=bool)
         # Since it was handed out; then requests may share it, also when the cache has been reset
         # meanwhile.

@@ -136,7 +136,7 @@ class MTPDrafter:
         # Slots of all passes at once: every pair of the first, then pass by pass the next one of
         # each reader.
         positions = torch.cat([step.positions, (step.positions[wanted] + step.further).flatten()])
-        all_places, all_slots = self._slots(step.token_rows, positions, step.fits)
+        all_places, all_slots = self.write_slots(step.token_rows, positions, step.fits)
         for observer in observers:
             observer.on_draft(self.group.group_id, step.queried, positions, all_slots)
         num_readers = len(wanted)
@@ -174,7 +174,7 @@ class MTPDrafter:
             drafts.append(self.head.compute_logits(out).argmax(-1))
         return torch.stack(drafts, dim=1)
 
-    def _slots(
+    def write_slots(
         self, rows: torch.Tensor, positions: torch.Tensor, fit: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Position and slot of each token.

@@ -529,7 +529,7 @@ class ExactOracle:
                 else:
                     if letter in WINDOWS:
                         self._forget(sums[i], seen[i], WINDOWS[letter][0])
-                    y = self._attention(self._layers[i], x, position, sums[i], seen[i])
+                    y = self.attention(self._layers[i], x, position, sums[i], seen[i])
                 x = [(x[channel] * 3 + y[channel]) % PRIME for channel in channels]
             position += 1
             if position == len(tokens) and len(output) < max_tokens:
@@ -584,7 +584,7 @@ class ExactOracle:
                 sums[power][i] = (sums[power][i] - key**power * value) % PRIME
 
     @staticmethod
-    def _attention(
+    def attention(
         weights: dict[str, Any],
         x: list[int],
         position: int,

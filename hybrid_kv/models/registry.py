@@ -86,7 +86,7 @@ class HeadFamily:
 # What a family is `checked_against`.
 AS_A_WHOLE = "transformers as a whole; in chunks on a cache it is wrong"
 _SIZES = Path(__file__).with_name("sizes.yaml")
-_FAMILIES: dict[str, Family] = {}
+FAMILIES: dict[str, Family] = {}
 _HEADS: dict[str, HeadFamily] = {}
 
 
@@ -96,7 +96,7 @@ def register(family: Family, *model_types: str) -> None:
     Raises:
         ValueError: one of them is registered already.
     """
-    _add(_FAMILIES, family, model_types)
+    _add(FAMILIES, family, model_types)
 
 
 def register_head(head: HeadFamily, *model_types: str) -> None:
@@ -114,12 +114,12 @@ def family_of(config: ConfigFile) -> Family:
     Raises:
         ConfigError: no family has its `model_type`.
     """
-    if config.model_type not in _FAMILIES:
+    if config.model_type not in FAMILIES:
         raise config.fail(
             f"model_type {config.get('model_type')!r} is not supported; supported are "
-            f"{', '.join(_FAMILIES)}"
+            f"{', '.join(FAMILIES)}"
         )
-    return _FAMILIES[config.model_type]
+    return FAMILIES[config.model_type]
 
 
 def head_of(config: ConfigFile) -> HeadFamily | None:
@@ -129,12 +129,12 @@ def head_of(config: ConfigFile) -> HeadFamily | None:
 
 def runnable() -> list[str]:
     """Return the `model_type`s that can be built, not only planned."""
-    return [name for name, family in _FAMILIES.items() if family.build is not None]
+    return [name for name, family in FAMILIES.items() if family.build is not None]
 
 
 def sizes_of(model_type: str) -> Mapping[str, Mapping[str, Any]]:
     """Return a family's sizes of checkpoints with random weights, see `Family.sizes`."""
-    return _FAMILIES[model_type].sizes or _packaged_sizes().get(model_type, {})
+    return FAMILIES[model_type].sizes or _packaged_sizes().get(model_type, {})
 
 
 @cache
@@ -147,7 +147,7 @@ def _packaged_sizes() -> dict[str, dict[str, dict[str, Any]]]:
 
 def sized() -> dict[str, list[str]]:
     """Return, by `model_type`, the sizes in which random checkpoints can be written."""
-    return {name: list(sizes_of(name)) for name in _FAMILIES if sizes_of(name)}
+    return {name: list(sizes_of(name)) for name in FAMILIES if sizes_of(name)}
 
 
 def overview() -> list[dict[str, Any]]:
@@ -160,7 +160,7 @@ def overview() -> list[dict[str, Any]]:
             "sizes": list(sizes_of(name)),
             "checked_against": family.checked_against if family.build is not None else "",
         }
-        for name, family in _FAMILIES.items()
+        for name, family in FAMILIES.items()
     ]
     by_name = sorted(rows, key=itemgetter("model_type"))
     return sorted(by_name, key=itemgetter("runs"), reverse=True)

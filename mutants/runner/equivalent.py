@@ -20,7 +20,7 @@ from mutants.runner.generated import ARROW, Source
 from mutants.runner.mutant import FOLDER
 
 FILE = FOLDER / "equivalent.yaml"
-_source = cache(Source)
+cached_source = cache(Source)
 
 
 def read_equivalent(file: Path = FILE) -> set[tuple[str, str]]:
@@ -78,6 +78,6 @@ def is_there(path: str, change: str) -> bool:
     function, _, lines = change.partition(": ")
     old, arrow, _ = lines.partition(ARROW)
     try:
-        return bool(arrow) and _source(path).has(function, old)
+        return bool(arrow) and cached_source(path).has(function, old)
     except OSError:
         return False

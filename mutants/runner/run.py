@@ -142,7 +142,7 @@ class Forks:
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, forks.__file__],
             env=environment,
             text=True,
@@ -160,9 +160,9 @@ class Forks:
         (root / forks.TASK).write_text(
             json.dumps({"compiled": True, **task, "limit": limit}), encoding="utf-8"
         )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        print(root, *function.split("."), sep="\t", file=self._process.stdin, flush=True)
-        code = int(self._process.stdout.readline())
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(root, *function.split("."), sep="\t", file=self.process.stdin, flush=True)
+        code = int(self.process.stdout.readline())
         if code == 0:
             return json.loads((root / forks.ANSWER).read_text(encoding="utf-8"))
         if code in (-SIGXCPU, -SIGALRM):
@@ -172,8 +172,8 @@ class Forks:
 
     def close(self) -> None:
         """End it, and what it does."""
-        os.killpg(self._process.pid, SIGKILL)
-        self._process.communicate()
+        os.killpg(self.process.pid, SIGKILL)
+        self.process.communicate()
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def _first(folder: Path, known: dict[str, Answers]) -> Catch:
 
     for family, settings in CELLS:
         guarded = Guarded(KIND, str(folder / family), thorough=False)
-        judge = _judge(folder / family, known.setdefault(family, {}))
+        judge = judge_of(folder / family, known.setdefault(family, {}))
         guarded.judges["float32"] = judge
         try:
             ask(guarded, dict(settings), (), report)
@@ -109,7 +109,7 @@ def _first(folder: Path, known: dict[str, Answers]) -> Catch:
     return Catch(requests=num_answers)
 
 
-def _judge(folder: Path, known: Answers) -> Any:
+def judge_of(folder: Path, known: Answers) -> Any:
     """Return a judge that knows recorded answers, and asks transformers for others."""
     from hybrid_kv.check.probes.judge import RIGHT, AnswerJudgement, Judge, WeightsJudge
     from hybrid_kv.check.targets.target import Answer, Ask

@@ -88,8 +88,8 @@ def test_the_real_worker_keeps_chatter_from_its_answers(
     with VLLMProcess(checkpoint, 8, 512, "bfloat16") as process:
         tokens, seconds = process.generate([[5, 6], [7]], 3)
         assert tokens == [[6, 6, 6], [7, 7, 7]] and seconds >= 0
-        process._said.seek(0)
-        assert "chatter bfloat16 True False" in process._said.read()
+        process.output.seek(0)
+        assert "chatter bfloat16 True False" in process.output.read()
     broken = checkpoint / "broken"
     broken.mkdir()
     (broken / "config.json").write_text('{"architectures": ["Stub"]}')

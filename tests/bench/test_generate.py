@@ -21,18 +21,18 @@ CELLS = generate.contests()
 @pytest.fixture
 def short(monkeypatch):
     monkeypatch.setattr(generate, "NUM_TOKENS", 3)
-    generate._prompts.cache_clear()
+    generate.prompts_and_answers.cache_clear()
     yield [cell for cell in CELLS if cell.quick and cell.benchmark == "greedy"]
-    generate._prompts.cache_clear()
+    generate.prompts_and_answers.cache_clear()
 
 
 @pytest.fixture
 def two(monkeypatch):
     """Three questions, two at a time, with every variant."""
     monkeypatch.setattr(generate, "LONGEST_ANSWER", 16)  # so that answers end for either reason
-    generate._questions.cache_clear()
+    generate.questions_and_answers.cache_clear()
     yield partial(generate.questions, 0, 3, 2)
-    generate._questions.cache_clear()
+    generate.questions_and_answers.cache_clear()
 
 
 def test_every_cell_has_its_rival():
@@ -54,7 +54,7 @@ def test_every_cell_has_its_rival():
 )
 def test_questions_get_the_answers_that_each_gets_alone(two, variant, subject):
     case = two(variant, subject)
-    texts, stop, wanted = generate._questions(3)
+    texts, stop, wanted = generate.questions_and_answers(3)
     assert case.check() == 0
     case.reset()
     assert case.run() == wanted
@@ -65,10 +65,10 @@ def test_questions_get_the_answers_that_each_gets_alone(two, variant, subject):
 
 
 def test_a_cached_run_starts_with_an_empty_cache(two):
-    case, llm = two("cached", ENGINE), generate._engine("guard", 2, "cached")
+    case, llm = two("cached", ENGINE), generate.build_engine("guard", 2, "cached")
     case.run()
     case.reset()
-    texts, params = generate._questions(3)[0], generate.SamplingParams(max_tokens=1)
+    texts, params = generate.questions_and_answers(3)[0], generate.SamplingParams(max_tokens=1)
     outputs = llm.generate(texts, params, progress=False)
     # the others wait for the first
     assert [output.cached_tokens for output in outputs] == [0, 256, 256]
@@ -77,7 +77,7 @@ def test_a_cached_run_starts_with_an_empty_cache(two):
 @pytest.mark.parametrize("wrong", [[[1, 2]], [[1]], [[1, 2, 3], [4]]])
 def test_another_answer_is_no_result(wrong):
     with pytest.raises(WrongResultError):
-        generate._same(wrong, [[1, 3]] if len(wrong) == 1 else [[1, 2], [3, 4]])
+        generate.require_same(wrong, [[1, 3]] if len(wrong) == 1 else [[1, 2], [3, 4]])
 
 
 def test_both_give_the_tokens_of_each_prompt_alone(short):
@@ -96,7 +96,7 @@ def test_another_token_is_no_result(short, subject, monkeypatch):
     engine = SimpleNamespace(
         generate=lambda *_, **__: [SimpleNamespace(token_ids=tokens) for tokens in wrong]
     )
-    monkeypatch.setattr(generate, "_engine", lambda model: engine)
+    monkeypatch.setattr(generate, "build_engine", lambda model: engine)
     monkeypatch.setattr(generate, "_generate", lambda model, ids: wrong)
     with pytest.raises(WrongResultError, match="generate/greedy"):
         checked(cell.key, case)

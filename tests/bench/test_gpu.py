@@ -341,7 +341,7 @@ def test_a_time_outside_of_the_interval_of_its_prediction_fails(us, verdict, cap
     ]
     assert (found.params["subject"], found.verdict) == ("slots", verdict)
     assert found.value == pytest.approx(us / 11.014, rel=1e-3)
-    gpu._print(contest, results, {}, gpu.GPUS["h100"])
+    gpu.print_contest(contest, results, {}, gpu.GPUS["h100"])
     assert capsys.readouterr().out.count("predicted 11.0 us (8.9 to 14.6)") == 1
 
 
@@ -432,7 +432,7 @@ def test_a_call_is_timed_alone_behind_other_buffers(monkeypatch):
     log = []
     log_events(monkeypatch, log, 2000.0)
     device = object.__new__(Cuda)
-    device._evict = lambda: log.append("evict")
+    device.evict = lambda: log.append("evict")
     calls = [(lambda n=n: log.append(f"before {n}"), lambda n=n: log.append(n)) for n in "ab"]
     assert device.time(calls) == [2.0, 2.0]
     parts = [[f"before {n}", "evict", "event", n, "event"] for n in "ab"]
@@ -450,12 +450,12 @@ def test_what_passes_through_the_cache_is_larger_than_it(monkeypatch):
         )
     monkeypatch.setattr(Cuda, "capture", lambda self, run: run)
     device = Cuda()
-    ring = device._ring
+    ring = device.ring
     assert all(part.nbytes >= 4 * 4096 for part in ring)
     ring[0].fill_(7)
-    device._evict()
+    device.evict()
     # written, then another one is read
-    assert bool((ring[1] == 7).all()) and int(device._sum) == ring[2].numel()
+    assert bool((ring[1] == 7).all()) and int(device.ring_sum) == ring[2].numel()
     entry = device.copy()
     assert entry.num_bytes == 2 * ring[0].nbytes
     case = entry.make()

@@ -79,4 +79,4 @@ def test_an_install_that_no_torch_here_can_load_is_one_line(wheel: Path) -> None
 
     peers.use([str(wheel)])
     with pytest.raises(ConfigError, match="name an install that was built for it"):
-        vllm_v1._load_library.__wrapped__()
+        vllm_v1.load_library.__wrapped__()

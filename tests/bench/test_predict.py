@@ -97,18 +97,18 @@ def test_a_row_moves_the_states_that_it_reads_and_writes() -> None:
         "seq_len": 1,
     }
     state, tokens = 32 * 128 * 128 * 4, 2 * (2 * 16 * 128 + 2 * 32 * 128)
-    found = predict._traffic(SimpleNamespace(**row))
+    found = predict.traffic_of(SimpleNamespace(**row))
     assert (found["bytes"], found["footprint"]) == (3 * (2 * state + tokens), 3 * (state + tokens))
     assert (found["family"], found["table"]) == (UPDATE, "GDN update")
     row |= {"kernel": "fused_recurrent_kda", "phase": "verify", "seq_len": 4, "kda": True}
-    found = predict._traffic(SimpleNamespace(**row))
+    found = predict.traffic_of(SimpleNamespace(**row))
     assert (found["bytes"], found["footprint"]) == (
         3 * (5 * state + 4 * tokens),
         3 * (4 * state + 4 * tokens),
     )
     assert (found["tokens"], found["table"]) == (4, "KDA update, 4 tokens")
     row |= {"kernel": predict.CONV}
-    found = predict._traffic(SimpleNamespace(**row))
+    found = predict.traffic_of(SimpleNamespace(**row))
     assert (found["bytes"], found["family"]) == (3 * 2 * 8192 * (3 + 4 + 4 + 6), CONVOLUTION)
 
 

@@ -84,5 +84,5 @@ def test_no_two_prefixes_or_block_sizes_share_a_hash() -> None:
 def test_a_salt_is_no_prefix_of_tokens(text: str) -> None:
     """A salt equal to a parent's bytes and tokens must not collide with them under the same key."""
     data = text.encode()
-    assert BlockHashes(text)._root != blake2b(data, digest_size=DIGEST_SIZE).digest()
-    assert len(BlockHashes(text)._root) == DIGEST_SIZE
+    assert BlockHashes(text).root != blake2b(data, digest_size=DIGEST_SIZE).digest()
+    assert len(BlockHashes(text).root) == DIGEST_SIZE

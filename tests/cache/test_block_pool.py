@@ -171,7 +171,7 @@ def test_the_queue_of_published_blocks_stays_right_and_small_over_long_runs() ->
                 pool.publish((0, step.to_bytes(4, "big") + bytes([block])), block)
             pool.free(got)
         order = [block for block in order if block not in chosen.tolist()] + chosen.tolist()
-        assert pool._lru.ids().tolist() == order
+        assert pool.idle_blocks().tolist() == order
         assert pool._lru._tail <= len(pool._lru._ids) == 18
     pool.check_integrity()
     assert pool.num_evictions == evicted

@@ -469,7 +469,7 @@ def depths(subject: KVCacheManager, owner: Owner) -> list[tuple[int, int]]:
         size = part.spec.block_size
         for block_idx, digest in enumerate(owner.hashes.chain(size, owner.tokens, 0)):
             ends[group, digest] = group, (block_idx + 1) * size
-    keys = [subject.pool.key_of(block) for block in subject.pool._lru.ids().tolist()]
+    keys = [subject.pool.key_of(block) for block in subject.pool.idle_blocks().tolist()]
     return [ends[key] for key in keys if key is not None]
 
 
@@ -495,7 +495,7 @@ def test_states_that_were_given_back_are_as_recent_as_their_request() -> None:
     other.finish()
     long.run(12, 16, 20, 24, 28, 30)
     long.finish()
-    keys = [subject.pool.key_of(block) for block in subject.pool._lru.ids().tolist()]
+    keys = [subject.pool.key_of(block) for block in subject.pool.idle_blocks().tolist()]
     old = {(group, digest) for group in (0, 1) for digest in other.hashes.chain(4, other.tokens, 0)}
     assert [key in old for key in keys] == [True] * 4 + [False] * (7 + 7)
 
@@ -541,7 +541,7 @@ def test_a_block_that_became_another_requests_is_not_refreshed_by_the_one_that_g
     subject = manager(attention(4), mamba(4, "align"), num_blocks=30)
     pool = subject.pool
     long = Owner(subject, "a", TEXT[:30]).run(4, 8, 12)
-    idle = pool._lru.ids().tolist()  # states that it gave back
+    idle = pool.idle_blocks().tolist()  # states that it gave back
     assert idle
     taken = pool.allocate(pool.num_free_blocks)  # evicts them
     assert taken is not None
@@ -549,10 +549,10 @@ def test_a_block_that_became_another_requests_is_not_refreshed_by_the_one_that_g
     pool.free(taken[~np.isin(taken, idle)])
     other = Owner(subject, "b", TEXT[40:45]).run(4, 5)
     other.finish()
-    before = pool._lru.ids().tolist()
+    before = pool.idle_blocks().tolist()
     assert set(before) & set(idle)
     long.finish()
-    assert pool._lru.ids().tolist()[: len(before)] == before, (
+    assert pool.idle_blocks().tolist()[: len(before)] == before, (
         "the older request's blocks are no younger than they were"
     )
 
@@ -571,7 +571,7 @@ def test_a_prefix_lives_as_long_as_any_of_its_copies(mode: str) -> None:
     own = [block for logical_blocks in second.logical_blocks for block in logical_blocks]
     assert subject.pool.allocate(subject.pool.num_free_blocks) is not None  # evicts the first one's
     assert Owner(subject, "c", TEXT[:9]).look().num_tokens == 8
-    assert {subject.pool.lookup(key) for key in subject.pool._blocks} <= set(own)
+    assert {subject.pool.lookup(key) for key in subject.pool.published_keys()} <= set(own)
     second.finish()
     assert Owner(subject, "c", TEXT[:9]).look().num_tokens == 8
     subject.pool.check_integrity()

@@ -226,7 +226,7 @@ def test_memory_sizes_that_mean_nothing(text: str) -> None:
 def test_layers_with_pages_of_their_own_are_listed_one_by_one(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
+    monkeypatch.setattr(registry, "FAMILIES", dict(registry.FAMILIES))
     widths = {
         kind: FullAttentionSpec(1, heads, 8, torch.float32)
         for kind, heads in (("two", 2), ("three", 3))

@@ -113,9 +113,9 @@ def beside(place, slots):
     ],
 )
 def test_the_sanitizer_knows_where_the_head_may_write(monkeypatch, change, rule):
-    plain = drafter.MTPDrafter._slots
+    plain = drafter.MTPDrafter.write_slots
     monkeypatch.setattr(
-        drafter.MTPDrafter, "_slots", lambda self, *args: change(*plain(self, *args))
+        drafter.MTPDrafter, "write_slots", lambda self, *args: change(*plain(self, *args))
     )
     with pytest.raises(SanitizerError) as caught:
         drafts_of(PROMPTS, NUM_TOKENS, max_num_seqs=5, sanitize=True)

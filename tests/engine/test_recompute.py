@@ -135,7 +135,7 @@ def test_a_state_is_published_in_the_step_after_its_boundary_was_passed(mode, k)
 
     def watch(llm):
         for request in llm.scheduler.running:
-            states = sum(key[0] == 0 for key in pool._keys.values())
+            states = sum(key[0] == 0 for key in pool.published_keys())
             seen.append((request.progress.computed, request.progress.flushed, states))
 
     generate(llm, [prompt], on_step=watch)
@@ -213,7 +213,7 @@ def test_a_failed_step_publishes_nothing_and_the_engine_goes_on():
         generate(
             llm,
             [prompt],
-            on_step=lambda llm: (before.update(llm.manager.pool._keys.values()), fail(llm)),
+            on_step=lambda llm: (before.update(llm.manager.pool.published_keys()), fail(llm)),
         )
-    assert set(llm.manager.pool._keys.values()) == before
+    assert set(llm.manager.pool.published_keys()) == before
     assert generate(llm, [prompt], 20)[0].token_ids == answer(prompt, 20)

@@ -115,7 +115,7 @@ def test_buffers_keep_their_address(mode):
             buffers += [
                 value for value in vars(builder).values() if isinstance(value, torch.Tensor)
             ]
-            assert builder._offsets.tolist() == [0, 1, 2, 3]
+            assert builder.offsets.tolist() == [0, 1, 2, 3]
         seen.add(tuple(buffer.data_ptr() for buffer in buffers))
 
     assert run(llm, note) == expected()

@@ -6,7 +6,7 @@ nor touch an address outside of the arguments. `watch` makes each launch of this
 otherwise.
 """
 
-import sys
+import inspect
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ class Launch:
         where, active = np.broadcast_arrays(pointers.data, mask.data.astype(bool))
         at = where[active].astype(np.int64)
         size = pointers.get_element_ty().primitive_bitwidth // 8
-        frame = sys._getframe(2)
+        frame = inspect.currentframe()
         while frame.f_back is not None and frame.f_code.co_name != self.name:
             frame = frame.f_back
         inside = ((at[:, None] >= self.begin) & (at[:, None] + size <= self.end)).any(1)

@@ -17,8 +17,8 @@ class DenseHead:
     """
 
     def __init__(self, folder, modeling, family):
-        config = AutoConfig.from_pretrained(folder)
-        config.layer_types[0], config._attn_implementation = "full_attention", "eager"
+        config = AutoConfig.from_pretrained(folder, attn_implementation="eager")
+        config.layer_types[0] = "full_attention"
         tensors = load_file(folder / "model.safetensors")
         own = {
             name.removeprefix("mtp."): t for name, t in tensors.items() if name.startswith("mtp.")

@@ -13,6 +13,9 @@ from hybrid_kv.models.exact import PRIME, ExactAttention, ExactConfig, ExactOrac
 from hybrid_kv.models.layers import Derived, GatedRMSNorm, Linear, RMSNorm
 from hybrid_kv.models.mixers import conv
 
+# by which oneDNN lays a weight out
+REORDER = "_reorder_linear_weight"
+
 
 @given(st.integers(1, 12), st.integers(0, 99))
 def test_the_oracles_sums_are_attention(length, seed):
@@ -26,7 +29,7 @@ def test_the_oracles_sums_are_attention(length, seed):
     sums = [[0] * 3 for _ in range(3)]
     seen: list[list[tuple[int, int]]] = []
     got = [
-        ExactOracle._attention(weights, token, i, sums, seen) for i, token in enumerate(x.tolist())
+        ExactOracle.attention(weights, token, i, sums, seen) for i, token in enumerate(x.tolist())
     ]
     assert got == expected.tolist()
 
@@ -56,11 +59,11 @@ def test_rms_norm(dtype, tokens):
 def packed(monkeypatch):
     """How often a weight was packed."""
     counts = []
-    reorder = torch.ops.mkldnn._reorder_linear_weight
+    reorder = getattr(torch.ops.mkldnn, REORDER)
     monkeypatch.setattr(layers, "PACKED_ELEMENTS", 24 * 16)
     monkeypatch.setattr(
         torch.ops.mkldnn,
-        "_reorder_linear_weight",
+        REORDER,
         lambda *args: (counts.append(1), reorder(*args))[1],
         raising=False,
     )
@@ -145,7 +148,7 @@ def test_what_weights_give_is_computed_once_until_one_changes():
 
 def test_taps_of_all_channels_lie_together():
     weight = torch.randn(12, 3)
-    derived = Derived(conv._taps)
+    derived = Derived(conv.contiguous_taps)
     assert torch.equal(derived(weight), weight) and derived(weight)[:, 0].is_contiguous()
     weight.add_(1)
     assert torch.equal(derived(weight), weight)

@@ -25,8 +25,7 @@ class DenseHead:
             NemotronHMoE,
         )
 
-        config = NemotronHConfig.from_pretrained(folder)
-        config._attn_implementation = "eager"
+        config = NemotronHConfig.from_pretrained(folder, attn_implementation="eager")
         self.tensors = load_file(folder / "model.safetensors")
         self.attention, self.moe = NemotronHAttention(config, 0), NemotronHMoE(config)
         own = {

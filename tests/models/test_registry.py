@@ -31,7 +31,7 @@ CONFIG = {
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
     """A checkpoint folder of the documentation's family, which lies outside the package."""
-    monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
+    monkeypatch.setattr(registry, "FAMILIES", dict(registry.FAMILIES))
     page = (Path(__file__).parents[2] / "docs" / "adding-a-family.md").read_text(encoding="utf-8")
     exec(page.split("```python\n")[1].split("```")[0], {})
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
@@ -65,11 +65,11 @@ def test_a_family_without_a_head_says_so(tiny):
 
 
 def test_a_model_type_has_one_family(monkeypatch):
-    monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
+    monkeypatch.setattr(registry, "FAMILIES", dict(registry.FAMILIES))
     family = registry.family_of(ConfigFile({"model_type": "bamba"}, "config.json"))
     with pytest.raises(ValueError, match="model_type 'bamba' is registered already"):
         registry.register(family, "new", "bamba")
-    assert "new" not in registry._FAMILIES
+    assert "new" not in registry.FAMILIES
 
 
 def test_engine_cache_sanitizer_and_loader_name_no_family():

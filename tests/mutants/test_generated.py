@@ -67,7 +67,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
     (tmp_path / "cache/g.py").write_text("def g(x):\n    return x + 1\n")
     for module in (generated, sample):
         monkeypatch.setattr(module, "PACKAGE", tmp_path)
-    equivalent._source.cache_clear()
+    equivalent.cached_source.cache_clear()
     return Source("cache/f.py")
 
 

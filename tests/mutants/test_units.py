@@ -57,7 +57,7 @@ def test_the_first_test_that_fails_kills_a_mutant(
         bool(rule),
     )
     assert found.problem == ("" if rule else "not caught")
-    assert left_by(forked._process.pid) == []
+    assert left_by(forked.process.pid) == []
 
 
 def test_a_loop_is_killed(forked: Forks, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def test_each_cell_is_one_of_our_target() -> None:
 def test_an_answer_is_the_recorded_one_or_wrong(
     answer: Answer, verdict: str, tmp_path: Path
 ) -> None:
-    judge = weights._judge(tmp_path, {PROMPT: (1, 2, 3)})
+    judge = weights.judge_of(tmp_path, {PROMPT: (1, 2, 3)})
     assert judge.judge(Ask(PROMPT, max_tokens=2), answer, None).verdict == verdict
 
 

@@ -342,8 +342,9 @@ def free_a_running_block(llm):
 
 
 def damage_published_pages(llm):
-    pages = llm.runner.raw_buffers[0].view(llm.manager.pool.num_blocks, -1)
-    pages[list(llm.manager.pool._keys), 0] ^= 1
+    pool = llm.manager.pool
+    pages = llm.runner.raw_buffers[0].view(pool.num_blocks, -1)
+    pages[[pool.lookup(key) for key in pool.published_keys()], 0] ^= 1
 
 
 ALL = {
@@ -792,9 +793,8 @@ def test_damage_from_outside_is_named(disturb, options, rule):
 
 
 def test_a_report_has_rule_request_group_block_step_and_history(monkeypatch):
-    monkeypatch.setattr(
-        ModelRunner, "_postprocess", around(accept_one_less)(ModelRunner._postprocess)
-    )
+    owner, attribute, bug, *_ = BUGS["accepted off by one"]
+    monkeypatch.setattr(owner, attribute, bug(getattr(owner, attribute)))
     traffic = Traffic(2, **ALL)
     _, report = traffic.run(traffic.llm())
     first, request, group, block, *history = str(report).splitlines()

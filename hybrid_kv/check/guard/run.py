@@ -105,7 +105,7 @@ def run_guard(
     with (
         one_thread(),
         _bar(chosen, runs, options.progress) as advance,
-        _pool(workers, chosen) as pool,
+        worker_pool(workers, chosen) as pool,
     ):
         for check, lines, seconds in _sections(chosen, runs, advance, pool):
             started = time.perf_counter() - begin - seconds
@@ -213,7 +213,7 @@ def _in_worker(module: str, section: str, run: Run) -> tuple[list[CheckResult], 
 
 
 @contextmanager
-def _pool(workers: int, chosen: Sequence[Check]) -> Iterator[Executor | None]:
+def worker_pool(workers: int, chosen: Sequence[Check]) -> Iterator[Executor | None]:
     """Provide processes for sections and exact scenarios; None where this process is enough.
 
     They end with the block.

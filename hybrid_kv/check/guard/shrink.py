@@ -97,7 +97,7 @@ def shrink(failure: ScenarioFailure, seconds: float = 60.0) -> Shrunk:
 
 
 @dataclass(frozen=True)
-class _Prompt:
+class EditedPrompt:
     """A prompt that continues another request, or stands alone.
 
     It is the prompt of request `parent`, the first `num_answer` tokens of that one's answer, and
@@ -109,16 +109,16 @@ class _Prompt:
     num_answer: int = 0
 
 
-def _prompts_of(scenario: Scenario) -> list[_Prompt]:
+def prompts_of(scenario: Scenario) -> list[EditedPrompt]:
     prompts = []
     for i, token_ids in enumerate(scenario.prompts):
-        prompt = _Prompt(token_ids)
+        prompt = EditedPrompt(token_ids)
         for parent in range(i):
             known = [*scenario.prompts[parent], *_answer(scenario, parent)]
             first = len(scenario.prompts[parent])
             same = common_prefix(token_ids, known)
             if same > first + prompt.num_answer:
-                prompt = _Prompt(token_ids[same:], parent, same - first)
+                prompt = EditedPrompt(token_ids[same:], parent, same - first)
         prompts.append(prompt)
     return prompts
 
@@ -128,7 +128,7 @@ def _answer(scenario: Scenario, i: int) -> list[int]:
     return answer_book(scenario.layers).answer(scenario.prompts[i], scenario.params[i], limit)
 
 
-def _with_prompts(scenario: Scenario, prompts: Sequence[_Prompt]) -> Scenario:
+def with_prompts(scenario: Scenario, prompts: Sequence[EditedPrompt]) -> Scenario:
     """Return the scenario with these prompts; an empty one gets a token."""
     made = replace(scenario, prompts=[])
     for prompt in prompts:
@@ -232,12 +232,12 @@ class _Shrinker(Shrinker[Scenario]):
 
     def _layers(self) -> None:
         scenario = self.case
-        prompts = _prompts_of(scenario)
+        prompts = prompts_of(scenario)
 
         def keep(kept: Sequence[str]) -> Scenario | None:
             if not kept:
                 return None
-            return _with_prompts(replace(scenario, layers="".join(kept)), prompts)
+            return with_prompts(replace(scenario, layers="".join(kept)), prompts)
 
         self.leave_out(scenario.layers, keep)
 
@@ -285,7 +285,7 @@ class _Shrinker(Shrinker[Scenario]):
             return i % size * smaller % size < smaller
 
         for keeps in (keeps_first, keeps_some):
-            prompts = _kept(_prompts_of(scenario), scenario, keeps)
+            prompts = _kept(prompts_of(scenario), scenario, keeps)
             for scale in (smaller / size, 1):
                 params = [
                     replace(each, max_tokens=max(1, round(each.max_tokens * scale)))
@@ -295,34 +295,34 @@ class _Shrinker(Shrinker[Scenario]):
                 for backend in backends:
                     options = {**scenario.options, key: smaller, **backend}
                     options["max_num_batched_tokens"] = max(len(prompts), round(budget * scale))
-                    yield _with_prompts(replace(scenario, options=options, params=params), prompts)
+                    yield with_prompts(replace(scenario, options=options, params=params), prompts)
 
     def _tokens(self) -> None:
         """Drop the same tokens of all prompts, preserving shared prefixes; then of each one."""
         scenario = self.case
-        prompts = _prompts_of(self.case)
+        prompts = prompts_of(self.case)
 
         def keep(kept: Sequence[int]) -> Scenario:
             positions = set(kept)
-            return _with_prompts(scenario, _kept(prompts, scenario, positions.__contains__))
+            return with_prompts(scenario, _kept(prompts, scenario, positions.__contains__))
 
         self.leave_out(range(max(map(len, scenario.prompts))), keep)
         for i in range(len(prompts)):
             with_new = self._with_prompt(i, lambda kept: {"new": list(kept)})
-            self.leave_out(_prompts_of(self.case)[i].new, with_new)
+            self.leave_out(prompts_of(self.case)[i].new, with_new)
             with_answer = self._with_prompt(i, lambda kept: {"num_answer": len(kept)})
-            self.leave_out(range(_prompts_of(self.case)[i].num_answer), with_answer)
+            self.leave_out(range(prompts_of(self.case)[i].num_answer), with_answer)
 
     def _with_prompt(
         self, i: int, change: Callable[[Sequence[int]], dict[str, Any]]
     ) -> Callable[[Sequence[int]], Scenario]:
         """Return a function that changes one prompt of the current case."""
         scenario = self.case
-        prompts = _prompts_of(self.case)
+        prompts = prompts_of(self.case)
 
         def changed(kept: Sequence[int]) -> Scenario:
             prompt = replace(prompts[i], **change(kept))
-            return _with_prompts(scenario, [*prompts[:i], prompt, *prompts[i + 1 :]])
+            return with_prompts(scenario, [*prompts[:i], prompt, *prompts[i + 1 :]])
 
         return changed
 
@@ -355,8 +355,8 @@ class _Shrinker(Shrinker[Scenario]):
 
 
 def _kept(
-    prompts: Sequence[_Prompt], scenario: Scenario, keeps: Callable[[int], bool]
-) -> list[_Prompt]:
+    prompts: Sequence[EditedPrompt], scenario: Scenario, keeps: Callable[[int], bool]
+) -> list[EditedPrompt]:
     """Return the tokens at these positions, counted in the prompts as they are."""
     starts = [
         len(token_ids) - len(prompt.new)

@@ -12,11 +12,20 @@ from hybrid_kv.check.guard.kept import Device
 from hybrid_kv.check.guard.published import PublishedPrefixes
 from hybrid_kv.check.guard.step import RuleError, Track, common_prefix, is_prefill
 from hybrid_kv.engine.llm import LLM
+from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.request import Request, ScheduledRequest
 
 # Modes in which a prefill leaves something to hit at each boundary that it passes.
 KEEPS_INSIDE = ("all",)
+
+
+def count_preemptions(scheduler: Scheduler) -> dict[str, int]:
+    """Return the preemptions of each request that has not ended."""
+    return {
+        request.request_id: request.num_preemptions
+        for request in (*scheduler.running, *scheduler.waiting)
+    }
 
 
 class Waiting:
@@ -47,7 +56,7 @@ class Waiting:
 
     def before_step(self) -> None:
         """Remember the preemptions and the free blocks before the next step."""
-        self._preemptions = self._count_preemptions()
+        self._preemptions = count_preemptions(self._llm.scheduler)
         self._idle = self._llm.manager.pool.idle_blocks() if self._llm.scheduler.waiting else NO_IDS
 
     def on_end(self) -> None:
@@ -127,15 +136,8 @@ class Waiting:
     def has_preempted(self) -> bool:
         """Return whether a request lost its blocks for the step."""
         before = self._preemptions
-        return any(count > before.get(name, 0) for name, count in self._count_preemptions().items())
-
-    def _count_preemptions(self) -> dict[str, int]:
-        """Return the preemptions of each request that has not ended."""
-        scheduler = self._llm.scheduler
-        return {
-            request.request_id: request.num_preemptions
-            for request in (*scheduler.running, *scheduler.waiting)
-        }
+        now = count_preemptions(self._llm.scheduler)
+        return any(count > before.get(name, 0) for name, count in now.items())
 
     def _most_blocks(self, request: Request) -> int:
         """Return the blocks of all tokens of a request, shared ones too."""

@@ -48,11 +48,11 @@ class Oracle:
                 rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=chosen)
         except (ValueError, OSError, KeyError) as error:
             raise ConfigError(f"transformers does not load {folder}: {first_line(error)}") from None
-        self._exact = exact.double().train(mode=False)
+        self.exact = exact.double().train(mode=False)
         self._rounded = rounded.train(mode=False)
-        self.vocab_size: int = self._exact.get_input_embeddings().weight.shape[0]
+        self.vocab_size: int = self.exact.get_input_embeddings().weight.shape[0]
         self.rounding = 0.0
-        self._known: dict[tuple[int, ...], torch.Tensor] = {}
+        self.known: dict[tuple[int, ...], torch.Tensor] = {}
         self._num_bytes = 0
 
     def logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
@@ -62,12 +62,12 @@ class Oracle:
             [len(token_ids), vocab_size], float64.
         """
         key = tuple(token_ids)
-        if key not in self._known:
-            self._known[key] = self._whole(self._exact, key)
-            self._num_bytes += self._known[key].nbytes
-            while self._num_bytes > KEPT_BYTES and len(self._known) > 1:
-                self._num_bytes -= self._known.pop(next(iter(self._known))).nbytes
-        return self._known[key]
+        if key not in self.known:
+            self.known[key] = self.whole_logprobs(self.exact, key)
+            self._num_bytes += self.known[key].nbytes
+            while self._num_bytes > KEPT_BYTES and len(self.known) > 1:
+                self._num_bytes -= self.known.pop(next(iter(self.known))).nbytes
+        return self.known[key]
 
     def rounds(self, token_ids: Sequence[int]) -> None:
         """Measure the rounding in this text, and keep the largest."""
@@ -75,7 +75,7 @@ class Oracle:
 
     def rounding_of(self, token_ids: Sequence[int]) -> float:
         """Return the largest difference that rounding makes in this text."""
-        return self._off(token_ids, self._whole(self._rounded, token_ids))
+        return self._off(token_ids, self.whole_logprobs(self._rounded, token_ids))
 
     def moves(self, token_ids: Sequence[int], roundings: float) -> Iterator[float]:
         """Yield how far log-probabilities go if the numbers of the embeddings are off a little.
@@ -96,9 +96,9 @@ class Oracle:
             )
 
         for _ in range(NUM_DRAWS):
-            handle = self._exact.get_input_embeddings().register_forward_hook(move)
+            handle = self.exact.get_input_embeddings().register_forward_hook(move)
             try:
-                rows = self._whole(self._exact, token_ids)
+                rows = self.whole_logprobs(self.exact, token_ids)
             finally:
                 handle.remove()
             yield self._off(token_ids, rows)
@@ -116,7 +116,7 @@ class Oracle:
         return float((rows.amax(-1, keepdim=True) - rows <= limit).double().mean())
 
     @staticmethod
-    def _whole(model: torch.nn.Module, token_ids: Sequence[int]) -> torch.Tensor:
+    def whole_logprobs(model: torch.nn.Module, token_ids: Sequence[int]) -> torch.Tensor:
         with torch.inference_mode():
             logits = model(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
         return logits.double().log_softmax(-1)
@@ -130,4 +130,4 @@ class ExactWeightsOracle(Oracle):
 
     def __init__(self, folder: str | Path) -> None:
         super().__init__(folder)
-        self._exact = self._rounded
+        self.exact = self._rounded

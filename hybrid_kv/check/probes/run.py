@@ -242,9 +242,9 @@ def ask_at_once(runs: Sequence[ProbeRun], jobs: int) -> None:
     """
     queue: SimpleQueue[tuple[int, str, Outcome]] = CONTEXT.SimpleQueue()
     in_flight: dict[Future[None], int] = {}
-    ready = [_Waves(run.waves()) for run in runs]
+    ready = [Waves(run.waves()) for run in runs]
     given = [_given(run.guarded) for run in runs]
-    with processes(jobs, _start, given, shared_loaders(), queue) as pool:
+    with processes(jobs, start_process, given, shared_loaders(), queue) as pool:
         while True:
             for i, run in enumerate(runs):
                 while len(in_flight) < jobs:
@@ -271,10 +271,10 @@ def _submit(pool: Executor, i: int, run: ProbeRun, settings: Settings) -> Future
     judges = run.guarded.judges
     doubted = [dtype for dtype, judge in judges.items() if not judge.trusted]
     with deaf_to_ctrl_c():  # A submit may start a worker.
-        return pool.submit(_ask, i, settings, run.select, run.guarded.shortest, doubted)
+        return pool.submit(ask_in_process, i, settings, run.select, run.guarded.shortest, doubted)
 
 
-class _Waves:
+class Waves:
     """The settings of a run; those of the next wave once none of the last is in flight."""
 
     def __init__(self, waves: Iterator[list[Settings]]) -> None:
@@ -303,7 +303,7 @@ def _given(guarded: Guarded) -> tuple[Any, ...]:
     )
 
 
-def _start(
+def start_process(
     given: Iterable[tuple[Any, ...]],
     loaders: Mapping[tuple[str, str, str], Path],
     queue: SimpleQueue[tuple[int, str, Outcome]],
@@ -317,7 +317,7 @@ def _start(
     _worker = made, queue
 
 
-def _ask(
+def ask_in_process(
     i: int, settings: Settings, select: Sequence[str], shortest: int, doubted: Sequence[str]
 ) -> None:
     every, queue = _worker

@@ -151,7 +151,7 @@ class References:
         self._kind = kind
         self._folder = folder
         self._settings = dict(settings or {})
-        self._target: Target | None = None
+        self.target: Target | None = None
         self._known: dict[Ask, Answer] = {}
 
     def alone(self, ask: Ask) -> Answer:
@@ -162,22 +162,22 @@ class References:
         """
         plain = plainly(ask)
         if plain not in self._known:
-            if self._target is None:
-                self._target = self._kind.start(self._folder, self._settings)
+            if self.target is None:
+                self.target = self._kind.start(self._folder, self._settings)
             try:
-                if "reset" in self._target.can:
-                    self._target.reset()
-                sent = plain if "logprobs" in self._target.can else replace(plain, logprobs=False)
-                (self._known[plain],) = self._target.ask([sent])
+                if "reset" in self.target.can:
+                    self.target.reset()
+                sent = plain if "logprobs" in self.target.can else replace(plain, logprobs=False)
+                (self._known[plain],) = self.target.ask([sent])
             except TargetError:
                 self.close()
                 raise
         return self._known[plain]
 
     def close(self) -> None:
-        if self._target is not None:
-            self._target.close()
-        self._target = None
+        if self.target is not None:
+            self.target.close()
+        self.target = None
 
 
 @dataclass(frozen=True)

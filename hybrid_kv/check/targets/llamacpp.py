@@ -282,13 +282,13 @@ class LlamaServer(ServerTarget):
             self._command = [str(build.server), "-m", str(build.gguf(folder)), *ALWAYS, *arguments]
             self._environment = build.environment()
             self._start()
-            super().__init__(self._url, settings)
+            super().__init__(self.url, settings)
             # The rest of the version names a commit.
             self.version, self.longest = self.version.partition("-")[0], LONGEST
             self.can |= {"reset"}
             if chosen["prefix"] == "files":
                 num_slots = 1 if chosen["slots"] == "one" else NUM_SLOTS
-                self._batch = partial(FilesBatch, slots=num_slots, files=self._files)
+                self.batch_class = partial(FilesBatch, slots=num_slots, files=self._files)
         except BaseException:
             self.close()
             raise
@@ -298,7 +298,7 @@ class LlamaServer(ServerTarget):
         if not self._process.url:
             kind = TargetError if self._process.was_killed else ConfigError
             raise kind(f"llama-server does not start; it said: {said_of(self._process.said())}")
-        self._url = self._process.url
+        self.url = self._process.url
 
     def reset(self) -> None:
         """See `Target.reset`."""

@@ -80,13 +80,13 @@ class Ours:
 
     def __init__(self, folder: str, settings: Mapping[str, str], llm: LLM | None = None) -> None:
         self.settings: Mapping[str, str] = dict(settings)
-        self._llm = LLM(folder, **options_of(folder, settings)) if llm is None else llm
-        self.longest: int = self._llm.config.scheduler.max_model_len
+        self.llm = LLM(folder, **options_of(folder, settings)) if llm is None else llm
+        self.longest: int = self.llm.config.scheduler.max_model_len
         self._counts: Counter[str] = Counter()
 
     def ask(self, requests: Sequence[Ask], preempt_every: int = 0) -> list[Answer]:
         """See `Target.ask`."""
-        llm = self._llm
+        llm = self.llm
         groups: dict[int, list[Request]] = {}
         errors: dict[int, str] = {}
         waiting, undisturbed = list(range(len(requests))), 0
@@ -135,8 +135,8 @@ class Ours:
                 logprobs=NUM_LIKELIEST if ask.logprobs else None,
                 prompt_logprobs=NUM_LIKELIEST if ask.score else None,
             )
-            request = self._llm.make_request(ask.prompt, params)
-            self._llm.scheduler.add(request)
+            request = self.llm.make_request(ask.prompt, params)
+            self.llm.scheduler.add(request)
             group.append(request)
         return group
 
@@ -162,7 +162,7 @@ class Ours:
 
     def reset(self) -> None:
         """See `Target.reset`."""
-        self._llm.reset_prefix_cache()
+        self.llm.reset_prefix_cache()
 
     def close(self) -> None:
         """See `Target.close`."""

@@ -51,7 +51,7 @@ class ServerProcess:
                 stdout=self._log,
                 stderr=self._log,
                 cwd=cwd,
-                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+                preexec_fn=end_with_parent if sys.platform == "linux" else None,
                 env=dict(environment),
             )
         self.url = self._heard(re.compile(announces))
@@ -99,7 +99,7 @@ class ServerProcess:
         self._log.close()
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """End this process with its parent: a guard that is killed closes nothing.
 
     Linux then ends the server, whose port and memory would stay taken.

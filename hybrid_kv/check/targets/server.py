@@ -77,9 +77,9 @@ class ServerTarget:
 
     def __init__(self, url: str, settings: Mapping[str, str]) -> None:
         self.settings: Mapping[str, str] = dict(settings)
-        self._batch: Callable[..., RequestBatch] = RequestBatch
+        self.batch_class: Callable[..., RequestBatch] = RequestBatch
         key = environment.target_key()
-        self._url = url.removesuffix("/").removesuffix("/v1")
+        self.url = url.removesuffix("/").removesuffix("/v1")
         # What is packed may be a thousand times as large.
         self._headers = {"Accept-Encoding": "identity"} | (
             {"Authorization": f"Bearer {key}"} if key else {}
@@ -137,7 +137,7 @@ class ServerTarget:
 
     async def _ask(self, requests: Sequence[Ask], preempt_every: int) -> list[Answer]:
         async with self._session() as session:
-            batch = self._batch(session, self._dialect, self.model, preempt_every)
+            batch = self.batch_class(session, self._dialect, self.model, preempt_every)
             return list(await asyncio.gather(*(batch.ask(ask) for ask in requests)))
 
     def counters(self) -> Mapping[str, float]:
@@ -161,7 +161,7 @@ class ServerTarget:
         # A server may end an idle connection at the moment at which the next request goes into it.
         once = aiohttp.TCPConnector(force_close=True)
         return aiohttp.ClientSession(
-            f"{self._url}/",
+            f"{self.url}/",
             connector=once,
             headers=self._headers,
             timeout=limit,

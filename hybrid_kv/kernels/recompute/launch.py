@@ -29,7 +29,7 @@ COMMIT_BLOCK = 32
 COMMIT_RUNTIME = ("num_reqs", "table_stride")
 
 
-def _constexprs(
+def launch_constexprs(
     x_ring: Sequence[int],
     B_ring: Sequence[int],
     max_query_len: int,
@@ -255,7 +255,9 @@ def _launch(
     rings = (ring.x.shape[1:], ring.B.shape[1:])
     update = cu_seqlens is not None
     dtypes = ssm_state.dtype, ring.x.dtype
-    constexprs = _constexprs(*rings, step.max_query_len, len(step.rows), *dtypes, update, lanes)
+    constexprs = launch_constexprs(
+        *rings, step.max_query_len, len(step.rows), *dtypes, update, lanes
+    )
     jit(recompute_kernel)[(constexprs["HEADS"] // constexprs["HEADS_PER_PROGRAM"], len(step.rows))](
         *(ssm_state, ring.x, ring.B, ring.dt, *inputs),
         *(*step[:6], cu_seqlens),

@@ -74,7 +74,7 @@ def append_rows(path: str | Path, rows: Sequence[Row], **replaced: object) -> No
         HybridKVError: the file cannot be written or has another header.
     """
     path = Path(path)
-    data = _encoded(rows, replaced)
+    data = encode_rows(rows, replaced)
     with _locked(path) as descriptor:
         check_header(path, os.pread(descriptor, 4096, 0))
         size = _cut_torn_line(path, descriptor)
@@ -88,7 +88,7 @@ def append_rows(path: str | Path, rows: Sequence[Row], **replaced: object) -> No
             raise
 
 
-def _encoded(rows: Sequence[Row], replaced: Mapping[str, object]) -> bytes:
+def encode_rows(rows: Sequence[Row], replaced: Mapping[str, object]) -> bytes:
     moment = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     shared = vars(provenance()) | {"schema": SCHEMA, "time_utc": moment, **replaced}
     lines = io.StringIO()

@@ -31,7 +31,7 @@ class Provenance:
     triton: str
 
 
-def _machine() -> str:
+def machine_name() -> str:
     """Return CPU model and cores, never the host's name; `HYBRID_KV_MACHINE` replaces it."""
     name = environment.machine()
     if name:
@@ -62,7 +62,7 @@ def provenance() -> Provenance:
         commit=commit,
         dirty=bool(commit and checkout.git("status", "--porcelain", "--", ".", ":!results")),
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        machine=_machine(),
+        machine=machine_name(),
         python=platform.python_version(),
         torch=str(torch.__version__),
         triton=triton,

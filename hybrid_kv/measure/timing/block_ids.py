@@ -78,7 +78,7 @@ def must_equal(result: npt.NDArray[np.int32], expected: npt.NDArray[np.int32]) -
     return 0.0
 
 
-class _ListStaging:
+class ListStaging:
     """vLLM's V2 runner: per group, Python lists of rows, starts, ends and contents.
 
     A step makes a new tensor of contents.
@@ -148,7 +148,7 @@ class _Ids:
 
 
 def _list_staging(ids: _Ids, expands: bool) -> TimedCase:
-    model = _ListStaging(ids.shape.num_reqs, ids.bpk, expands)
+    model = ListStaging(ids.shape.num_reqs, ids.bpk, expands)
     expected = ids.kernel_blocks
     lists = [tuple(groups.tolist()) for groups in ids.blocks]
     rows = ids.rows

@@ -51,7 +51,7 @@ CACHES = 32  # what passes, in sizes of the L2 cache: 1.6 GB on an H200, 0.3 ms 
 
 
 @cache
-def _passing() -> torch.Tensor:
+def passing_buffer() -> torch.Tensor:
     size = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     return torch.zeros(CACHES * size // 4, dtype=torch.int32, device="cuda")
 
@@ -75,7 +75,7 @@ class DeviceSubject(Subject):
         self.reset()
         for _ in range(repeats):
             torch.cuda.synchronize()
-            _passing().sum()  # Read: nothing of it need be written back while `run` runs.
+            passing_buffer().sum()  # Read: nothing of it need be written back while `run` runs.
             start, end = between_events(self.run)
             end.synchronize()
             total += start.elapsed_time(end) / 1000

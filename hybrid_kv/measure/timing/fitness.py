@@ -111,7 +111,7 @@ def examine(seconds: float = SECONDS) -> Fitness:
         governor=_read(_CPU / "cpu0/cpufreq/scaling_governor"),
         turbo=_turbo(),
         gpu=_gpu(),
-        versions=_versions(CONSTRAINTS) if CONSTRAINTS.exists() else None,
+        versions=differing_versions(CONSTRAINTS) if CONSTRAINTS.exists() else None,
     )
 
 
@@ -155,7 +155,7 @@ def _gpu() -> str:
     return f"{torch.cuda.get_device_name()}, {speed}"
 
 
-def _versions(file: Path) -> tuple[str, ...]:
+def differing_versions(file: Path) -> tuple[str, ...]:
     def differing() -> Iterator[str]:
         for name, pinned in re.findall(r"^([\w.-]+)==([^\s;]+)", file.read_text(), re.MULTILINE):
             try:

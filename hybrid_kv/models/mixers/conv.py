@@ -63,7 +63,7 @@ def _wide(*dtypes: torch.dtype) -> torch.dtype:
     return reduce(torch.promote_types, dtypes, torch.float32)
 
 
-def _taps(weight: torch.Tensor) -> torch.Tensor:
+def contiguous_taps(weight: torch.Tensor) -> torch.Tensor:
     return weight.T.contiguous().T  # each tap of all channels contiguous
 
 
@@ -107,7 +107,7 @@ class ConvMixer(nn.Module):
         self.silu = silu
         self.conv_weight = empty(channels, kernel)
         self.conv_bias = empty(channels) if conv_bias else None
-        self._taps = Derived(_taps)
+        self._taps = Derived(contiguous_taps)
         self._has_role = {
             role: [named == role for named in self.roles] for role in ("window", "state")
         }
@@ -135,7 +135,7 @@ class ConvMixer(nn.Module):
         windows = _joined([metadata.windows(view, self.kernel - 1) for view in kept]).to(
             conv_in.dtype
         )
-        states = self._read(context, metadata)
+        states = self.read_states(context, metadata)
         outputs = []
         rows = metadata.decode_rows
         if rows is not None:
@@ -164,7 +164,7 @@ class ConvMixer(nn.Module):
 
     # What a recurrence replaces.
 
-    def _read(self, context: ForwardContext, metadata: MambaMetadata) -> Tensors:
+    def read_states(self, context: ForwardContext, metadata: MambaMetadata) -> Tensors:
         return ()
 
     def _decode(self, decodes: Tokens, states: Tensors, context: ForwardContext) -> torch.Tensor:
@@ -211,7 +211,7 @@ class RecurrentMixer(ConvMixer):
         """
         raise NotImplementedError
 
-    def _read(self, context: ForwardContext, metadata: MambaMetadata) -> Tensors:
+    def read_states(self, context: ForwardContext, metadata: MambaMetadata) -> Tensors:
         # Row whose state is read here.
         first = 0 if metadata.rollback.history is None else metadata.num_decodes
         return tuple(

@@ -637,7 +637,7 @@ def test_trials_of_another_design_or_other_benchmarks_do_not_count(tmp_path, mon
     }
     assert len(ids) == 3
     assert operating_curve.experiment_id(["b", "a"], SMALL) in ids
-    append_rows(file, [operating_curve._trial_row(trial(5, 3, ("x",), (), ("x", "y")), "one")])
+    append_rows(file, [operating_curve.trial_row(trial(5, 3, ("x",), (), ("x", "y")), "one")])
     assert operating_curve.read_trials(file, "one") == [trial(5, 3, ("x",), (), ("x", "y"))]
     assert operating_curve.read_trials(file, "two") == []
     monkeypatch.setattr(verdicts, "provenance", lambda: type("P", (), {"machine": "another"}))

@@ -30,7 +30,7 @@ def test_typical_is_the_mean_of_the_faster_half(seconds, expected):
 
 def test_the_standard_error_is_yuens():
     # By hand: 6 values, one dropped at each end; winsorised to 2, 2, 3, 4, 5, 5, of variance 1.9.
-    mean, error, freedom = inference._trimmed(np.array([1.0, 2.0, 3.0, 4.0, 5.0, 90.0]))
+    mean, error, freedom = inference.trimmed_mean(np.array([1.0, 2.0, 3.0, 4.0, 5.0, 90.0]))
     assert (float(mean), freedom) == (3.5, 3)
     assert float(error) == pytest.approx(math.sqrt(1.9 * 5 / (4 * 3)))
     assert inference.center([1.0, 2.0, 6.0]) == 3.0  # fewer than 6 pairs: nothing is dropped

@@ -339,7 +339,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Counts have their own tests.
     """
-    once = cache(compile._measure)
+    once = cache(compile.measure_job)
     monkeypatch.setattr(gate, "measure", lambda *what: (once(*job) for job in compile.jobs(*what)))
     monkeypatch.setattr(counts, "count_all", list)
 
@@ -436,7 +436,7 @@ def die(*job: Any) -> None:
 
 def test_a_compiler_that_dies_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile, "NUM_WORKERS", 1)
-    monkeypatch.setattr(compile, "_measure", die)
+    monkeypatch.setattr(compile, "measure_job", die)
     with pytest.raises(
         HybridKVError, match=r"a compiler process died at or after injected\.centre for sm_90"
     ):

@@ -30,7 +30,7 @@ def bytes_of_a_step(shape, K, n_hist, flush):
 @pytest.mark.parametrize(("n_hist", "flush"), [(None, False), (0, False), (9, True)])
 def test_bytes_are_those_of_the_model(shape, n_hist, flush):
     args = shape, 3, n_hist, flush
-    assert interpreted(counts._count_scheme, *args) == bytes_of_a_step(*args)
+    assert interpreted(counts.count_scheme, *args) == bytes_of_a_step(*args)
 
 
 def shared_bytes():
@@ -52,7 +52,7 @@ def test_a_model_that_is_not_what_is_counted_is_wrong(monkeypatch):
     def counted_bytes(shape, K, n_hist, flush):
         return bytes_of_a_step(shape, K, n_hist, flush) + (flush and K == 5)
 
-    monkeypatch.setattr(counts, "_count_scheme", counted_bytes)
+    monkeypatch.setattr(counts, "count_scheme", counted_bytes)
     found = {(one.kernel, one.shape): one for one in count_bytes()}
     assert {name for name, _ in found} == {"bytes.slots", "bytes.recompute", "bytes.record"}
     assert not found["bytes.recompute", "Nemotron-3-Nano, K=3"].wrong

@@ -145,7 +145,7 @@ def test_the_command_shows_them_apart_and_gates_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(
-        gate, "measure", lambda *what: (compile._measure(*job) for job in compile.jobs(*what))
+        gate, "measure", lambda *what: (compile.measure_job(*job) for job in compile.jobs(*what))
     )
     monkeypatch.setattr(counts, "count_all", list)
     file, report = tmp_path / "kernels.csv", tmp_path / "kernels.json"

@@ -58,13 +58,13 @@ def drafting():
 def test_drafts_of_all_rows_that_go_with_a_row_at_its_end_are_seen(drafting, monkeypatch):
     cell = MTP_CELLS[-1]
     drafting.drafts_alone(cell["mamba_cache_mode"])
-    original = MTPDrafter._slots
+    original = MTPDrafter.write_slots
 
     def all_padded(self, rows, positions, fit):
         places, slots = original(self, rows, positions, fit)
         return places, slots if fit else torch.full_like(slots, PAD_SLOT)
 
-    monkeypatch.setattr(MTPDrafter, "_slots", all_padded)
+    monkeypatch.setattr(MTPDrafter, "write_slots", all_padded)
     assert "got other drafts than alone" in drafting.check(cell).problem
     found = drafting.check({key: value for key, value in cell.items() if key != "to_the_end"})
     assert found.problem == "" and found.num_drafts > 40

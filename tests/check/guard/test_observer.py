@@ -18,7 +18,7 @@ from hybrid_kv.cache.spec import MambaSpec, StateProgress
 from hybrid_kv.check.guard.forced import FORCED, Draw
 from hybrid_kv.check.guard.play import Differences, run_scenario
 from hybrid_kv.check.guard.scenario import Disturbance, Scenario, SmallKVFirst
-from hybrid_kv.check.guard.waiting import Waiting
+from hybrid_kv.check.guard.waiting import count_preemptions
 from hybrid_kv.engine import runner, step_inputs
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.engine.runner import ModelRunner
@@ -322,12 +322,11 @@ def test_a_preemption_counts_though_another_request_takes_its_own_along() -> Non
         SimpleNamespace(request_id=name, num_preemptions=n)
         for name, n in (("a", 1), ("b", 0), ("c", 0))
     )
-    scheduler = SimpleNamespace(running=[gone, running], waiting=[head])
-    waiting = Waiting.__new__(Waiting)
-    waiting._llm = SimpleNamespace(scheduler=scheduler)  # type: ignore[assignment]
-    before = waiting._count_preemptions()
+    scheduler: Any = SimpleNamespace(running=[gone, running], waiting=[head])
+    before = count_preemptions(scheduler)
     scheduler.running, head.num_preemptions = [running], 1
-    assert waiting._count_preemptions() == {"c": 0, "b": 1} and before == {"a": 1, "c": 0, "b": 0}
+    assert before == {"a": 1, "c": 0, "b": 0}
+    assert count_preemptions(scheduler) == {"c": 0, "b": 1}
 
 
 def test_metrics_of_an_output_that_did_not_happen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ def test_a_guard_that_fails_fast_runs_no_section_behind_the_failure(toys: dict[s
 
 def test_workers_end_at_once_after_an_interrupt() -> None:
     before = set(active_children())
-    with pytest.raises(KeyboardInterrupt), module._pool(2, load_checks()) as pool:
+    with pytest.raises(KeyboardInterrupt), module.worker_pool(2, load_checks()) as pool:
         assert pool is not None
         pool.submit(time.sleep, 600)
         started = set(active_children()) - before

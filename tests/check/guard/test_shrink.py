@@ -110,10 +110,10 @@ def test_when_the_time_is_up_the_best_so_far_is_kept(monkeypatch: pytest.MonkeyP
 
 def test_a_second_turn_stays_one_while_the_first_becomes_shorter() -> None:
     scenario = draw_scenario(forced("second_turn_all"))
-    text, again = module._prompts_of(scenario)
+    text, again = module.prompts_of(scenario)
     assert again.parent == 0 and again.num_answer >= 12
     text.new[:4] = []
-    made = module._with_prompts(scenario, [text, again])
+    made = module.with_prompts(scenario, [text, again])
     first, second = made.prompts
     answer = answer_book(scenario.layers).answer(first, scenario.params[0], 96)
     assert len(first) == 8 and second == [*first, *answer[: again.num_answer], *again.new]

@@ -56,7 +56,7 @@ def test_two_at_a_time_say_what_one_after_another_says(tmp_path: Path) -> None:
 
 
 def test_a_wave_begins_when_the_last_one_is_done() -> None:
-    waves = at_once._Waves(iter([[{"n": "1"}, {"n": "2"}], [], [{"n": "3"}]]))
+    waves = at_once.Waves(iter([[{"n": "1"}, {"n": "2"}], [], [{"n": "3"}]]))
     assert [waves.next(is_busy) for is_busy in (False, True, True, False, True, False)] == [
         {"n": "1"},
         {"n": "2"},
@@ -69,8 +69,8 @@ def test_a_wave_begins_when_the_last_one_is_done() -> None:
 
 def test_what_cannot_be_started_is_reported_too(folder: str) -> None:
     queue = CONTEXT.SimpleQueue()
-    at_once._start([("ours", None, None, folder, 0, 1, True)], {}, queue)
-    at_once._ask(0, {"spec": "mtp1"}, [], 1, [])
+    at_once.start_process([("ours", None, None, folder, 0, 1, True)], {}, queue)
+    at_once.ask_in_process(0, {"spec": "mtp1"}, [], 1, [])
     i, version, outcome = queue.get()
     assert (i, version, outcome.probe, outcome.verdict) == (
         0,
@@ -84,8 +84,8 @@ def test_doubt_in_the_oracle_goes_along(folder: str, monkeypatch: pytest.MonkeyP
     """Where the plain engine was wrong in a dtype, answers are compared with that engine's own."""
     asked = list[Guarded]()
     monkeypatch.setattr(at_once, "ask", lambda guarded, *_: asked.append(guarded))
-    at_once._start([("ours", None, None, folder, 3, 1, False)], {}, CONTEXT.SimpleQueue())
-    at_once._ask(0, {}, [], 2, ["float32"])
+    at_once.start_process([("ours", None, None, folder, 3, 1, False)], {}, CONTEXT.SimpleQueue())
+    at_once.ask_in_process(0, {}, [], 2, ["float32"])
     (guarded,) = asked
     assert not guarded.judge_of({}).trusted and guarded.judge_of({"dtype": "bfloat16"}).trusted
     assert guarded.kind is ours.KIND and (guarded.seed, guarded.shortest, guarded.thorough) == (
@@ -99,5 +99,5 @@ def test_processes_start_targets_without_an_import_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(remote, "_shared", {})
-    at_once._start([], {("toy", "python", ""): Path("folder")}, CONTEXT.SimpleQueue())
+    at_once.start_process([], {("toy", "python", ""): Path("folder")}, CONTEXT.SimpleQueue())
     assert remote.load("toy", "python") == Path("folder")

@@ -9,9 +9,9 @@ def test_references_have_the_dtype_of_what_they_are_held_against(guarded):
     some = guarded()
     some.kind.factors["dtype"] = ("float32", "bfloat16")
     coarse = some.session({"prefix": "on", "dtype": "bfloat16"}).references
-    assert coarse.alone(Ask((3,))) and coarse._target.settings == {"dtype": "bfloat16"}
+    assert coarse.alone(Ask((3,))) and coarse.target.settings == {"dtype": "bfloat16"}
     fine = some.session({"prefix": "on"}).references
-    assert fine.alone(Ask((3,))) and fine._target.settings == {}
+    assert fine.alone(Ask((3,))) and fine.target.settings == {}
 
 
 def test_the_plainest_setting_of_each_dtype_is_plain(guarded):

@@ -35,9 +35,9 @@ def test_a_servers_dtype_is_the_one_that_the_checkpoint_names(tmp_path):
 def test_a_text_is_computed_once_as_long_as_there_is_room(tmp_path, monkeypatch):
     write_checkpoint("lfm2", tmp_path)
     oracle, computed = Oracle(tmp_path), []
-    whole = oracle._whole
+    whole = oracle.whole_logprobs
     monkeypatch.setattr(
-        oracle, "_whole", lambda model, text: computed.append(text) or whole(model, text)
+        oracle, "whole_logprobs", lambda model, text: computed.append(text) or whole(model, text)
     )
     monkeypatch.setattr(oracle_module, "KEPT_BYTES", 2 * 2 * 101 * 8)
     for text in ((5, 6), (7, 8), (5, 6), (9, 9), (7, 8), (5, 6)):
@@ -50,18 +50,18 @@ def test_a_router_that_is_about_to_choose_another_expert_is_seen(tmp_path):
     oracle, text, inputs = Oracle(tmp_path), tuple(range(5, 60)), []
     apart = [*oracle.moves(text, 8)]
     assert [*oracle.moves(text, 8)] == apart
-    gate = oracle._exact.get_submodule("model.layers.1.feed_forward.gate")
+    gate = oracle.exact.get_submodule("model.layers.1.feed_forward.gate")
     handle = gate.register_forward_hook(
         lambda _, given, __: inputs.append(given[0].reshape(-1, given[0].shape[-1]))
     )
-    oracle._whole(oracle._exact, text)
+    oracle.whole_logprobs(oracle.exact, text)
     handle.remove()
     (last,) = (rows[-1] for rows in inputs)
-    bias = oracle._exact.get_buffer("model.layers.1.feed_forward.expert_bias")
+    bias = oracle.exact.get_buffer("model.layers.1.feed_forward.expert_bias")
     found = (gate.weight.data @ last).sigmoid() + bias
     second, third = found.argsort(descending=True)[1:3]  # two are chosen
     tie = (found[second] - bias[third]).logit()
     gate.weight.data[third] += last * (tie - gate.weight.data[third] @ last) / (last @ last)
-    oracle._known.clear()
+    oracle.known.clear()
     turned = [moved > 10 * max(apart) for moved in oracle.moves(text, 8)]
     assert True in turned and False in turned

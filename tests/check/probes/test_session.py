@@ -83,7 +83,7 @@ def test_draws_are_held_against_those_of_other_settings_only_where_that_is_promi
     calibrate(drafting, VOCAB)
     seeds = run_probe(drafting, "seeds")
     assert (seeds.verdict, seeds.num_answers > 0) == (verdict, True)
-    assert (references._target is not None) == promised, (
+    assert (references.target is not None) == promised, (
         "another engine is started only where it is plain"
     )
 

@@ -97,7 +97,7 @@ def test_slots_may_share_the_tokens_that_each_has(stand_in):
 def test_a_slot_gets_the_file_that_shares_most_with_the_prompt(stand_in):
     target, posted = stand_in
     files = {}
-    target._batch = lambda *given: FilesBatch(*given, slots=1, files=files)
+    target.batch_class = lambda *given: FilesBatch(*given, slots=1, files=files)
     for prompt in ((1, 2, 3), (1, 2, 9), (1, 2, 9, 4), (8,)):
         (answer,) = target.ask([Ask(prompt, max_tokens=1)])
         assert answer.token_ids == (5,) and not answer.error

@@ -63,7 +63,7 @@ def test_what_a_tight_pool_drops_comes_back_from_host_memory(folder):
 def test_a_text_that_ends_the_answer_does_so(folder):
     target = Ours(folder, {})
     (whole,) = target.ask([Ask(PROMPT, max_tokens=6)])
-    text = target._llm.tokenizer.decode(whole.token_ids[1:2])
+    text = target.llm.tokenizer.decode(whole.token_ids[1:2])
     (cut,) = target.ask([Ask(PROMPT, max_tokens=6, stop=(text,))])
     assert 0 < len(cut.token_ids) <= 2 and cut.token_ids == whole.token_ids[: len(cut.token_ids)]
 

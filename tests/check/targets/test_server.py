@@ -23,9 +23,9 @@ PROMPT = tuple((i * 7) % 90 + 1 for i in range(120))
 
 GUARD = f"""
 import ctypes, signal, subprocess, sys
-{inspect.getsource(process._end_with_parent)}
+{inspect.getsource(process.end_with_parent)}
 waiting = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]
-server = subprocess.Popen(waiting, stdin=0, preexec_fn=_end_with_parent)
+server = subprocess.Popen(waiting, stdin=0, preexec_fn=end_with_parent)
 print(server.pid, flush=True)
 server.wait()
 """
@@ -67,7 +67,7 @@ def test_over_http_answers_are_those_of_the_engine(served, folder):
 
 
 def test_what_it_can_do_is_promised_or_found_out(served):
-    attached = kind_of(served._url + "/v1").start("", {})
+    attached = kind_of(served.url + "/v1").start("", {})
     assert (
         served.can == serve.PROMISED | {"batch", "abort"} == attached.can | {"seed in all settings"}
     )
@@ -108,8 +108,8 @@ def test_an_error_in_the_middle_of_an_answer_is_one():
 
 
 def test_a_server_that_is_gone_is_a_finding(served):
-    attached = kind_of(served._url).start("", {})
-    attached._url = "http://127.0.0.1:9"
+    attached = kind_of(served.url).start("", {})
+    attached.url = "http://127.0.0.1:9"
     for call in (lambda: attached.ask([Ask(PROMPT)]), attached.reset, attached.counters):
         with pytest.raises(TargetError, match="does not answer"):
             call()

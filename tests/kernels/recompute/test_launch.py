@@ -857,7 +857,7 @@ def test_a_fifth_of_the_bytes_of_slots(drafts, at_least):
 )
 def test_heads_share_a_program_where_enough_programs_are_left(num_reqs, lanes, heads):
     sizes = (8, 36, 64), (1, 36, 128), 4, num_reqs, torch.int16, torch.bfloat16, True, lanes
-    found = module._constexprs(*sizes)
+    found = module.launch_constexprs(*sizes)
     assert (found["HEADS_PER_PROGRAM"], found["HISTORY"], found["TOKENS"]) == (
         heads,
         32,

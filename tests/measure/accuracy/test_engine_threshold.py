@@ -179,7 +179,7 @@ def test_every_published_series_has_the_claimed_rate_in_its_interval() -> None:
 def test_a_rate_that_is_not_in_the_interval_is_seen() -> None:
     (series,) = [one for one in backtest.read_series() if "jax#1333" in one.source]
     (result,) = backtest.backtest([series])
-    narrow = backtest._result(series, Noise(61, 0.8602, 0.004, 200))
+    narrow = backtest.judge_series(series, Noise(61, 0.8602, 0.004, 200))
     assert result.holds and not narrow.holds and narrow.alarms == (5, 5)
 
 

@@ -125,4 +125,6 @@ def test_nothing_watches_the_engine_after_an_error(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(scoring, "_note", raising(RuntimeError("injected")))
     with pytest.raises(RuntimeError, match="injected"):
         score(llm, PAIRS[:1])
-    assert not llm.observers and not llm.model._forward_hooks and not llm.scheduler.has_requests
+    assert not llm.observers and not llm.scheduler.has_requests
+    # A hook that is left would raise.
+    llm.generate([PAIRS[0][0]], scoring.SamplingParams(max_tokens=1), progress=False)

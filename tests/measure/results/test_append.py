@@ -134,7 +134,7 @@ def test_a_killed_writer_leaves_a_file_that_reads_and_grows(tmp_path, caplog, be
     if before:
         append_rows(path, _rows("old", range(before)))
     batch = _rows("killed", range(100))
-    data = append._encoded(batch, {}) if before else HEADER + append._encoded(batch, {})
+    data = append.encode_rows(batch, {}) if before else HEADER + append.encode_rows(batch, {})
     size = int(share * len(data))
     _killed_while_appending(path, batch, size)
 
@@ -169,7 +169,7 @@ def test_a_torn_line_longer_than_a_read_is_cut_off(tmp_path):
 def test_a_reader_waits_for_a_writer_at_work(tmp_path, monkeypatch, caplog):
     path = tmp_path / "r.csv"
     append_rows(path, [ROW])
-    half = append._encoded([ROW], {})
+    half = append.encode_rows([ROW], {})
     released, release = multiprocessing.Pipe(duplex=False)
     ready, report = multiprocessing.Pipe(duplex=False)
 

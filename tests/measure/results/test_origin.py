@@ -12,9 +12,9 @@ from tests.bench.bisect.toy import commit, git
 
 def test_provenance_does_not_name_the_host(monkeypatch):
     monkeypatch.delenv("HYBRID_KV_MACHINE", raising=False)
-    assert os.uname().nodename not in origin._machine()
+    assert os.uname().nodename not in origin.machine_name()
     monkeypatch.setenv("HYBRID_KV_MACHINE", "h200-a\n b ")
-    assert origin._machine() == "h200-a b"
+    assert origin.machine_name() == "h200-a b"
 
 
 def test_no_git_gives_an_empty_commit(monkeypatch):

@@ -29,12 +29,12 @@ def test_the_guard_gets_every_rival_of_its_scenarios(monkeypatch):
 
 def test_a_wrong_rival_stops_the_guard(monkeypatch):
     monkeypatch.setattr(block_ids, "REQUIRED", {DECODE: {}})
-    right = block_ids._ListStaging.finish
+    right = block_ids.ListStaging.finish
 
     def finish(self):
         right(self)
         self.contents[1] += 1
 
-    monkeypatch.setattr(block_ids._ListStaging, "finish", finish)
+    monkeypatch.setattr(block_ids.ListStaging, "finish", finish)
     with pytest.raises(WrongResultError, match=r"vllm 0.22 V2: the kernel blocks"):
         block_ids.guarded_ratios()

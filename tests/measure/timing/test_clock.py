@@ -75,7 +75,7 @@ def test_a_launch_is_enqueued_while_other_buffers_pass_through_the_cache(monkeyp
     log = []
     log_events(monkeypatch, log, 4000.0)
     monkeypatch.setattr(
-        clock_module, "_passing", lambda: SimpleNamespace(sum=lambda: log.append("pass"))
+        clock_module, "passing_buffer", lambda: SimpleNamespace(sum=lambda: log.append("pass"))
     )
     subject = clock_module.DeviceSubject(lambda: log.append("run"), lambda: log.append("reset"))
     assert subject.sample(2) == 4.0
@@ -96,7 +96,7 @@ def test_what_passes_is_many_times_the_cache(monkeypatch):
         "zeros",
         lambda size, dtype, device: made.append(device) or zeros(size, dtype=dtype),
     )
-    assert clock_module._passing.__wrapped__().nbytes == 32 * 4096
+    assert clock_module.passing_buffer.__wrapped__().nbytes == 32 * 4096
     assert made == ["cuda"]
 
 

@@ -90,7 +90,7 @@ def check_triton(run: Run) -> Iterator[CheckResult]:
         yield _exact(total, run.seed)
         cells, kernels = pool.submit(_ask).result()
     yield from map(_logits, cells)
-    yield _launches(launched | kernels)
+    yield launch_result(launched | kernels)
 
 
 @contextmanager
@@ -158,7 +158,7 @@ def _logits(compared: Compared) -> CheckResult:
     )
 
 
-def _launches(launched: set[str]) -> CheckResult:
+def launch_result(launched: set[str]) -> CheckResult:
     missing = sorted(set(KERNELS) - launched)
     most = len(KERNELS)
     void = f"void: never launched: {', '.join(missing)}" if missing else ""

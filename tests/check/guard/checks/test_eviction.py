@@ -19,7 +19,7 @@ def test_losing_what_was_used_last_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
         self.discard(ids)
         return ids
 
-    monkeypatch.setattr(block_pool._LRUQueue, "pop", youngest)
+    monkeypatch.setattr(block_pool.LRUQueue, "pop", youngest)
     (result,) = check_eviction(Run(3))
     assert not result.passed and "mode all" in result.detail
 

@@ -23,10 +23,10 @@ def one_family(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = RecurrentMixer._read
+    original = RecurrentMixer.read_states
     monkeypatch.setattr(
         RecurrentMixer,
-        "_read",
+        "read_states",
         lambda *arguments: tuple(map(torch.zeros_like, original(*arguments))),
     )
 

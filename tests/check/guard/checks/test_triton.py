@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 
 def test_what_launches_nothing_is_void() -> None:
-    result = triton._launches({*triton.KERNELS} - {"_states"})
+    result = triton.launch_result({*triton.KERNELS} - {"_states"})
     assert not result.passed and result.detail == "void: never launched: _states"
 
 
