@@ -59,7 +59,9 @@ def table_of(rows, width, padding=0):
     return torch.cat([table, torch.full((padding, width), NULL_BLOCK)]).int()
 
 
-def build(subject, builder, computed, lens, num_decodes, prev, accepted, padding=0):
+def build(subject, builder, rows, num_decodes, prev, accepted, padding=0):
+    """`rows`: tokens computed before and new ones, of each."""
+    computed, lens = map(list, zip(*rows, strict=True))
     width = subject.block_table_width(MAX_MODEL_LEN)
     batch = common(computed, lens, num_decodes, padding)
     table = table_of(len(lens), width, padding)
@@ -107,16 +109,7 @@ def test_every_row_reads_and_writes_its_own_logical_blocks(step, launches):
     builder = MambaMetadataBuilder(subject, 6, CPU, launches)
     for buffer in (builder.blocks, builder.window_rows):
         buffer.fill_(-7)  # what a longer step left there
-    metadata = build(
-        subject,
-        builder,
-        [n for n, _ in batch],
-        [q for _, q in batch],
-        len(decodes),
-        prev,
-        accepted,
-        padding,
-    )
+    metadata = build(subject, builder, batch, len(decodes), prev, accepted, padding)
     assert (metadata.spans is not None) == (launches and bool(prefills))
     k, none = subject.num_speculative_blocks, subject.mamba_cache_mode == "none"
     windows, sources, states, boundaries = [], [], [], []
@@ -130,61 +123,66 @@ def test_every_row_reads_and_writes_its_own_logical_blocks(step, launches):
             [block + current_block + j if j < written else NULL_BLOCK for j in range(1 + k)]
         )
         if i >= len(decodes) and subject.mamba_cache_mode == "all":
-            for end in range(n + 1, n + q):
-                if end % subject.block_size == 0:
-                    boundaries.append(
-                        (i - len(decodes), end - n, block + end // subject.block_size - 1)
-                    )
+            boundaries += [
+                (i - len(decodes), end - n, block + end // subject.block_size - 1)
+                for end in range(n + 1, n + q)
+                if end % subject.block_size == 0
+            ]
     assert metadata.window_indices.tolist() == windows + [NULL_BLOCK] * padding
     assert metadata.source_indices.tolist() == sources + [NULL_BLOCK] * padding
     assert metadata.state_indices.tolist() == states + [[NULL_BLOCK] * (1 + k)] * padding
     assert metadata.window_rows.tolist() == [count - 1 for count in accepted] + [0] * padding
     assert metadata.num_decodes == len(decodes) + padding
     assert metadata.num_decode_tokens == sum(q for _, q in decodes) + padding
-    if decodes or padding:
-        assert metadata.decode_rows.lengths.tolist() == (
-            lengths := [q for _, q in decodes] + [1] * padding
-        )
-        assert metadata.cu_seqlens.tolist() == np.cumsum([0, *lengths]).tolist()
-        # Kernels read the first logical block alone, and take the number of logical blocks for that
-        # of tokens.
-        assert (
-            metadata.window_targets[:, 0].tolist()
-            == metadata.state_indices[: len(lengths), 0].tolist()
-        )
-        assert metadata.window_targets.shape == (len(lengths), 1 + subject.num_speculative_tokens)
-    else:
+    check_decodes(metadata, subject, [q for _, q in decodes] + [1] * padding)
+    check_prefills(metadata, prefills, states[len(decodes) :], boundaries)
+
+
+def check_decodes(metadata, subject, lengths):
+    if not lengths:
         assert metadata.decode_rows is None
-    if prefills:
-        assert metadata.prefill_rows.lengths.tolist() == [q for _, q in prefills]
-        assert metadata.has_initial_state.tolist() == [n > 0 for n, _ in prefills]
-        ends = [(row, q, states[len(decodes) + row][0]) for row, (_, q) in enumerate(prefills)]
-        left, starts = sorted(boundaries + ends), np.cumsum([0, *(q for _, q in prefills)]).tolist()
-        assert (
-            sorted(zip(*(part.tolist() for part in metadata.prefill_states), strict=True)) == left
-        )
-        if launches:
-            assert metadata.spans.cu_spans.tolist() == [
-                0,
-                *(starts[row] + offset for row, offset, _ in left),
-            ]
-            assert metadata.spans.span_blocks.tolist() == [block for _, _, block in left]
-            assert metadata.spans.cu_seqlens.tolist() == starts
-            assert metadata.spans.chunk_size == CHUNK_BYTES // torch.int64.itemsize
-    else:
+        return
+    assert metadata.decode_rows.lengths.tolist() == lengths
+    assert metadata.cu_seqlens.tolist() == np.cumsum([0, *lengths]).tolist()
+    # Kernels read the first logical block alone, and take the number of logical blocks for that
+    # of tokens.
+    first_blocks = metadata.state_indices[: len(lengths), 0]
+    assert metadata.window_targets[:, 0].tolist() == first_blocks.tolist()
+    assert metadata.window_targets.shape == (len(lengths), 1 + subject.num_speculative_tokens)
+
+
+def check_prefills(metadata, prefills, states, boundaries):
+    """`boundaries` are (row, offset, block) of the states inside of the prefills."""
+    if not prefills:
         assert metadata.prefill_rows is metadata.has_initial_state is None
+        assert metadata.boundaries is None
+        return
+    assert metadata.prefill_rows.lengths.tolist() == [q for _, q in prefills]
+    assert metadata.has_initial_state.tolist() == [n > 0 for n, _ in prefills]
+    ends = [(row, q, states[row][0]) for row, (_, q) in enumerate(prefills)]
+    left = sorted(boundaries + ends)
+    assert sorted(rows_of(metadata.prefill_states)) == left
+    if metadata.spans is not None:
+        starts = np.cumsum([0, *(q for _, q in prefills)]).tolist()
+        cuts = [0, *(starts[row] + offset for row, offset, _ in left)]
+        assert metadata.spans.cu_spans.tolist() == cuts
+        assert metadata.spans.span_blocks.tolist() == [block for _, _, block in left]
+        assert metadata.spans.cu_seqlens.tolist() == starts
+        assert metadata.spans.chunk_size == CHUNK_BYTES // torch.int64.itemsize
     if boundaries:
-        assert (
-            list(zip(*(part.tolist() for part in metadata.boundaries), strict=True)) == boundaries
-        )
+        assert rows_of(metadata.boundaries) == boundaries
     else:
         assert metadata.boundaries is None
+
+
+def rows_of(columns):
+    return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def test_a_recomputed_row_reads_its_checkpoint_whatever_was_accepted():
     subject = replace(spec("all", 2), rollback=RecomputeSpec(2, default_ring_len(3)))
     builder = MambaMetadataBuilder(subject, 6, CPU, launches=False)
-    metadata = build(subject, builder, [9, 5], [3, 1], 2, [1, 0], [3, 1])
+    metadata = build(subject, builder, [(9, 3), (5, 1)], 2, [1, 0], [3, 1])
     assert metadata.source_indices.tolist() == metadata.window_indices.tolist() == [1001, 2000]
     assert metadata.window_targets.tolist() == [[1002] * 3, [2001] * 3]
 

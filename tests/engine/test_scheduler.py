@@ -1,7 +1,7 @@
 """The scheduler, rule by rule and without a model; the guard checks all rules at once."""
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -30,10 +30,20 @@ MODES = ("none", "align", "all")
 MAX_MODEL_LEN = 40
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Tokens of a step, requests, and tokens of a request."""
+
+    budget: int = 16
+    seqs: int = 4
+    limit: int = MAX_MODEL_LEN
+
+
 class Host:
     """The engine without a model: sampled tokens and right drafts come from each request's text.
 
     Args:
+        limits: see `Limits`.
         late: a step's tokens are known when the next one has been scheduled, as with
             `async_scheduling`.
 
@@ -47,12 +57,11 @@ class Host:
         k=0,
         sizes=(4, 4),
         num_blocks=60,
-        budget=16,
-        seqs=4,
-        limit=MAX_MODEL_LEN,
         late=False,
         seed=0,
+        **limits,
     ):
+        limits = Limits(**limits)
         self.k, self.late, self.rng = k, late, np.random.default_rng(seed)
         mamba, attention = sizes
         self.specs = [
@@ -66,9 +75,10 @@ class Host:
         ]
         groups = tuple(KVCacheGroupSpec((str(i),), spec) for i, spec in enumerate(self.specs))
         self.manager = KVCacheManager(
-            KVCacheConfig(num_blocks, groups), mode != "none", max_model_len=limit
+            KVCacheConfig(num_blocks, groups), mode != "none", max_model_len=limits.limit
         )
-        self.scheduler = Scheduler(SchedulerConfig(seqs, max(budget, seqs), limit), self.manager, k)
+        config = SchedulerConfig(limits.seqs, max(limits.budget, limits.seqs), limits.limit)
+        self.scheduler = Scheduler(config, self.manager, k)
         self.texts, self.known, self.drafts = {}, {}, {}
         self.highest = Counter()
         self.output = []
@@ -178,7 +188,9 @@ def test_a_request_of_the_greatest_length_holds_what_the_plan_says(mode, k, budg
         sizes = mamba.block_size, attention.block_size
         highest = Counter()
         for seed in range(6):
-            target = Host(mode, k, sizes, 200, budget, 1, limit, seed=seed)
+            target = Host(
+                mode, k, sizes, num_blocks=200, budget=budget, seqs=1, limit=limit, seed=seed
+            )
             text = np.random.default_rng(seed).integers(0, 2, limit + 8).tolist()
             target.add(text, 5 + seed, limit)
             target.drain(3 * limit)

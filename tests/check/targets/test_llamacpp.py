@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import random
-from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -159,9 +158,7 @@ class ToyMemory:
 
 def program(kind, has_drafts):
     engine = LlamaEngine()
-    engine._memory, engine._kind, engine._has_drafts = ToyMemory(3 * has_drafts), kind, has_drafts
-    engine._counts = Counter()
-    engine.reset()
+    engine.use(ToyMemory(3 * has_drafts), kind, has_drafts)
     return engine
 
 

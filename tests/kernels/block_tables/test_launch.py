@@ -85,21 +85,27 @@ def first_difference(scenario: Scenario, device: torch.device = CPU) -> str:
         for name in ("flat_tables", "num_blocks", "slot_mappings"):
             if not torch.equal(getattr(fused, name).cpu(), getattr(host, name)):
                 return f"step {number}: {name}"
-        for group, layout in enumerate(layouts):
-            out, both = (
-                fused.input_tables[group],
-                (fused.input_tables[group], host.input_tables[group]),
-            )
-            for position, row in enumerate(batch.rows.tolist()):
-                blocks = host.tables[group][row, : host.num_blocks[row, group]].tolist()
-                due = kernel_blocks(blocks, layout.blocks_per_kv_block, layout.kernel_block_stride)
-                if any(part[position, : len(due)].tolist() != due for part in both):
-                    return f"step {number}: group {group} position {position}"
-            padding = slice(len(batch.rows), batch.num_reqs_padded)
-            if any(part[padding].any() for part in both):
-                return f"step {number}: group {group}: a padding row is not null"
-            if not torch.equal(out[batch.num_reqs_padded :], below[group]):
+        for group in range(len(layouts)):
+            difference = input_difference(group, fused, host, batch)
+            if difference:
+                return f"step {number}: group {group}{difference}"
+            if not torch.equal(fused.input_tables[group][batch.num_reqs_padded :], below[group]):
                 return f"step {number}: group {group}: a row below the batch was written"
+    return ""
+
+
+def input_difference(group: int, fused: DeviceTables, host: HostTables, batch: StepBatch) -> str:
+    """Return where an input table of a group differs from the group's block table."""
+    layout = host.layouts[group]
+    both = fused.input_tables[group], host.input_tables[group]
+    for position, row in enumerate(batch.rows.tolist()):
+        blocks = host.tables[group][row, : host.num_blocks[row, group]].tolist()
+        due = kernel_blocks(blocks, layout.blocks_per_kv_block, layout.kernel_block_stride)
+        if any(part[position, : len(due)].tolist() != due for part in both):
+            return f" position {position}"
+    padding = slice(len(batch.rows), batch.num_reqs_padded)
+    if any(part[padding].any() for part in both):
+        return ": a padding row is not null"
     return ""
 
 

@@ -236,19 +236,7 @@ class Run:
                 ids[index, : start // size] = ids[same, : start // size]
         self.table = torch.zeros(num_reqs + 1, columns, dtype=case.indices)
         self.table[:num_reqs] = ids.to(case.indices)
-        planes = (2,) if case.state == PLANES else ()
-        dtype = torch.int16 if case.state == PLANES else case.state
-        elements = torch.Size((*planes, *shape)).numel()
-        blocks = 1 + num_reqs * columns
-        storage = torch.full((2 + blocks * (elements + case.gap),), 0x7F81, dtype=torch.int16)
-        storage = (
-            storage if dtype == torch.int16 else torch.full(storage.shape, torch.nan, dtype=dtype)
-        )
-        self.storage = storage.to(device)
-        strides = torch.empty(planes + shape).stride()
-        self.state = self.storage.as_strided(
-            (blocks, *planes, *shape), (elements + case.gap, *strides), 2
-        )
+        self.storage, self.state = self.reserve(1 + num_reqs * columns, shape)
         self.dt_bias = torch.rand(self.heads, generator=g).sub(0.5).to(device, case.parameters)
         self.A_log, self.D = (
             torch.randn(self.heads, generator=g).to(device, case.parameters) for _ in range(2)
@@ -275,6 +263,21 @@ class Run:
         ]
         self.shared = self.shared if size is not None and case.starts[0] % size == 0 else []
         self.outputs, self.expected = [], []
+
+    def reserve(self, blocks, shape):
+        """Return storage that holds NaN, and the states in it, with gaps between blocks."""
+        case = self.case
+        planes = (2,) if case.state == PLANES else ()
+        dtype = torch.int16 if case.state == PLANES else case.state
+        elements = torch.Size((*planes, *shape)).numel()
+        storage = torch.full((2 + blocks * (elements + case.gap),), 0x7F81, dtype=torch.int16)
+        storage = (
+            storage if dtype == torch.int16 else torch.full(storage.shape, torch.nan, dtype=dtype)
+        )
+        storage = storage.to(self.device)
+        strides = torch.empty(planes + shape).stride()
+        state = storage.as_strided((blocks, *planes, *shape), (elements + case.gap, *strides), 2)
+        return storage, state
 
     def column(self, pos):
         return 0 if self.case.block_size is None else (pos - 1) // self.case.block_size
@@ -363,7 +366,7 @@ class Run:
         tokens = sum(lengths)
         assert bool((y[tokens] == 0).all()), "outputs of padding"
         self.check_memory(before, written, rings, appended, self.appended(*inputs))
-        self.follow(chosen, lengths, y.cpu(), appended, *(part[:tokens].cpu() for part in inputs))
+        self.follow(chosen, lengths, y.cpu(), *(part[:tokens].cpu() for part in inputs))
         for request, n_flush, block in flushed:
             self.check_flush(request, n_flush, block)
         assert set(written).isdisjoint(self.shared), "a cached block was written"
@@ -386,7 +389,7 @@ class Run:
                 old[row, :, place] = part[row, :, place]
             assert torch.equal(bits(part), bits(old)), "the ring changed elsewhere"
 
-    def follow(self, chosen, lengths, y, appended, x, dt, B, C):
+    def follow(self, chosen, lengths, y, x, dt, B, C):
         """Take the recurrence on; some of the tokens are accepted."""
         first = 0
         A, D = -self.A_log.cpu().double().exp(), self.D.cpu().double()

@@ -279,22 +279,27 @@ class LlamaEngine:
 
     def start(self, folder: str, settings: dict[str, str]) -> dict[str, Any]:
         chunk = settings.get("chunk", "whole")
-        self._has_drafts = settings.get("spec", "none") == "draft"
-        snapshots = NUM_DRAFTS if self._has_drafts else 0
+        has_drafts = settings.get("spec", "none") == "draft"
+        snapshots = NUM_DRAFTS if has_drafts else 0
         unified = settings.get("slots", "one") == "unified"
-        self._memory = Memory(
-            Path(folder), 512 if chunk == "whole" else int(chunk), snapshots, unified
-        )
-        self._kind = {
+        memory = Memory(Path(folder), 512 if chunk == "whole" else int(chunk), snapshots, unified)
+        kind = {
             "off": EmptySequences,
             "on": ContinuedSequences,
             "slots": CopiedSequences,
             "files": SavedSequences,
         }[settings.get("prefix", "off")]
-        self._counts: Counter[str] = Counter()
-        self.reset()
+        self.use(memory, kind, has_drafts)
         can = ["cached", "logprobs", "reset", "abort", "batch", "steps", "preempt"]
         return {"can": can, "longest": LONGEST}
+
+    def use(self, memory: Memory, kind: type[EmptySequences], has_drafts: bool) -> None:
+        """Start over, with sequences of this kind in this memory."""
+        self._memory = memory
+        self._kind = kind
+        self._has_drafts = has_drafts
+        self._counts: Counter[str] = Counter()
+        self.reset()
 
     def counters(self) -> dict[str, float]:
         return {name: float(self._counts[name]) for name in COUNTERS}
