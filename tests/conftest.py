@@ -10,6 +10,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
+# A failed assertion of theirs says the values, as one of a test module does.
+pytest.register_assert_rewrite("tests.support")
+
 # Nothing that a module makes while it is imported is garbage; see `pytest_collection_finish`.
 gc.disable()
 # Tensors this small are slower on several threads, five times so where the workers of a run share

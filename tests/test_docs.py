@@ -9,12 +9,12 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 
 from tests.cli import run as cli
+from tests.support.options import check_options
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -110,24 +110,6 @@ def test_the_commands_of_a_shell_block_exist(block: Block) -> None:
                 "pytest",
                 "pytest-benchmark",
             ), f"{line}: nothing here knows {words[0]}"
-
-
-def check_options(words: list[str], line: str) -> None:
-    """The command is there, and so is every option that the line gives it."""
-    command = SimpleNamespace(commands=cli.commands())
-    if "--" in words:  # what follows is another command's
-        words = words[: words.index("--")]
-    while words and words[0] in getattr(command, "commands", {}):
-        command = command.commands[words.pop(0)]  # type: ignore[attr-defined]
-    command = getattr(command, "default", command)  # `hybrid-kv results` lists
-    assert not hasattr(command, "commands") or not words or words[0].startswith("-"), line
-    known = {
-        option
-        for parameter in command.params
-        for option in (*parameter.opts, *parameter.secondary_opts)
-    }
-    given = {word.split("=")[0] for word in words if re.match(r"--?[A-Za-z]", word)}
-    assert given <= known | {"--help"}, f"{line}: no {sorted(given - known)}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

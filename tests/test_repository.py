@@ -8,14 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.test_docs import check_options
-
-ROOT = Path(__file__).resolve().parents[1]
-PINS = dict(
-    re.match(r"([\w.-]+)==([^ ;]+)", line).groups()
-    for line in (ROOT / "constraints.txt").read_text().splitlines()
-    if line and not line.startswith("#")
-)
+from tests.support.options import check_options
+from tests.support.pins import PINS, ROOT
 
 
 def files():

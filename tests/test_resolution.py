@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_repository import PINS, ROOT
+from tests.support.pins import PINS, ROOT
 
 UV = Path(sys.executable).parent / "uv"
 NO_INDEX = re.compile(r"error sending request|dns error|\(Connect\)|timed out", re.IGNORECASE)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.test_docs import check_options
+from tests.support.options import check_options
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / ".ci/smoke"

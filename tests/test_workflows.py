@@ -15,7 +15,7 @@ from hybrid_kv.check.guard_model import FOLDER
 from hybrid_kv.measure.results import read_rows
 from tests.bench.harness.toy import git
 from tests.check.serve.conftest import OPTIONS, served
-from tests.test_docs import check_options
+from tests.support.options import check_options
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))

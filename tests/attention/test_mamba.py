@@ -25,7 +25,7 @@ from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.common.upload import now
 from hybrid_kv.kernels.recompute import default_ring_len
 from hybrid_kv.kernels.ssd import CHUNK_BYTES
-from tests.attention.test_paged import common
+from tests.support.batches import common
 
 CPU = torch.device("cpu")
 MAX_MODEL_LEN = 40

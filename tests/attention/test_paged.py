@@ -10,43 +10,24 @@ from dataclasses import replace
 from functools import partial
 from types import ModuleType, SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_kv.attention import paged
-from hybrid_kv.attention.common import CommonAttentionMetadata
 from hybrid_kv.attention.paged import AttentionPart, build_paged_attention_metadata, compute_of
 from hybrid_kv.cache.backend import get_backend
 from hybrid_kv.cache.spec import FullAttentionSpec
 from hybrid_kv.config import ConfigError
 from hybrid_kv.kernels.common.ragged import Ragged
-from hybrid_kv.kernels.common.upload import now
 from hybrid_kv.kernels.paged_attention.reference import FOLDED_QUERIES
 from hybrid_kv.models.attention import GridAttention
 from hybrid_kv.models.config_file import ConfigFile
 from tests.kernels.harness import GAPS, check, equality, shapes
 from tests.kernels.interpreter import interpreted
-from tests.kernels.paged_attention.test_launch import MIXED, Attention, attention
-
-
-def common(computed, lens, num_decodes, padding=0):
-    """Return a batch of `num_decodes` decodes, then padding rows (only without prefills)."""
-    computed, lens = [*computed, *[0] * padding], [*lens, *[1] * padding]
-    positions = [torch.arange(start, start + n) for start, n in zip(computed, lens, strict=True)]
-    made = CommonAttentionMetadata(
-        num_reqs=len(lens) - padding,
-        num_reqs_padded=len(lens),
-        num_decodes=num_decodes + padding,
-        num_decode_tokens=sum(lens[:num_decodes]) + padding,
-        query_lens=np.array(lens, dtype=np.int64),
-        num_computed_tokens=np.array(computed, dtype=np.int64),
-        positions=torch.cat(positions),
-    )
-    now(made.positions.device, made.stage_rows())
-    return made
+from tests.support.batches import common
+from tests.support.paged_attention import MIXED, Attention, attention
 
 
 @given(

@@ -13,7 +13,7 @@ from bench.harness.cells import Count, grid
 from bench.harness.registry import cells
 from hybrid_kv.errors import CheckFailedError, HybridKVError
 from hybrid_kv.measure.results import read_rows
-from tests.bench.harness.test_measurement import cell, failing_after, steady
+from tests.support.cells import cell, failing_after, steady
 
 
 @pytest.fixture

@@ -36,16 +36,16 @@ from hybrid_kv.measure.results import COLUMNS
 from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.models.registry import sized
 from mutants.runner.mutant import FOLDER as MUTANTS
-from tests.check.probes.test_reproducer import CASE
 from tests.check.probes.toy import ToyOracle
 from tests.check.targets import hostile as peer
 from tests.cli import run as cli
 from tests.fuzz import values
-from tests.measure.accuracy.test_compare import logged, record
 from tests.measure.dashboard.kinds import everything
 from tests.measure.dashboard.rows import write
-from tests.measure.timing.test_fitness import QUIET
 from tests.model_configs import CONFIGS
+from tests.support.answers import logged, record
+from tests.support.fitness import QUIET
+from tests.support.reproducer import CASE
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = (
@@ -462,7 +462,7 @@ def stubs(folder: Path, passes: bool) -> ExitStack:
     from bench.harness.versions import find_revision
     from bench.static.compile import Measurement, Metrics
     from hybrid_kv.check.guard.registry import CheckResult
-    from tests.measure.accuracy.test_threshold import result_of
+    from tests.support.answers import result_of
 
     check = CheckResult(
         "views", 0, "views", "0", 1, "" if passes else "page 1 is elsewhere", section="layout"

@@ -3,8 +3,8 @@
 import torch
 from hypothesis import strategies as st
 
-from tests.kernels.common.test_spans import Cut
 from tests.kernels.harness import Operation, shapes, update_rows
+from tests.support.spans import Cut
 
 
 class Recurrent(Operation):

@@ -9,8 +9,8 @@ from hybrid_kv.config import EngineConfig
 from hybrid_kv.models.layers import ForwardContext
 from hybrid_kv.models.loader import load_head, load_model
 from hybrid_kv.models.mtp import NAME
-from tests.attention.test_paged import common
 from tests.models.parity import TOLERANCE
+from tests.support.batches import common
 
 CPU = torch.device("cpu")
 

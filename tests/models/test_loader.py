@@ -20,6 +20,7 @@ from hybrid_kv.models.loader import load_head, load_model, load_tokenizer
 from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.models.rope import read_rope
 from tests.models.tiny_nemotron import Characters, write_tiny
+from tests.support.checkpoints import edit, edit_config
 
 
 @pytest.fixture(scope="module")
@@ -46,20 +47,6 @@ def refused(folder, match, tokenizer=None):
             max_model_len=32,
         )
     assert "\n" not in str(caught.value)
-
-
-def edit(folder, change):
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
-def edit_config(folder, **changes):
-    """Replace some keys; `None` removes one."""
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(
-        json.dumps({k: v for k, v in config.items() if v is not None})
-    )
 
 
 def truncate(path):

@@ -19,7 +19,7 @@ from hybrid_kv.config import CacheConfig, ConfigError, EngineConfig
 from hybrid_kv.models.loader import load_head, load_model
 from hybrid_kv.models.random_checkpoint import write_checkpoint
 from tests.models.paged_head import CPU, Paged, pairs
-from tests.models.test_loader import edit, edit_config
+from tests.support.checkpoints import edit, edit_config
 
 TOLERANCE = 1e-9
 LENGTHS = (70, 33, 5, 48)

@@ -10,7 +10,7 @@ from bench.bisect.profile import TURNS, moved, story
 from bench.bisect.question import NotMeasurableError
 from bench.bisect.times import Times
 from bench.harness.worker import _function
-from tests.bench.bisect.test_times import history, row
+from tests.support.timed_history import history, row
 
 
 def turns(seed: int, **seconds: float) -> list[dict[str, float]]:

@@ -4,33 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Generator
 
 import pytest
 
 from bench.bisect import times
 from bench.bisect.find import Finding, find
-from bench.bisect.question import ENDS, NotMeasurableError, Outcome
+from bench.bisect.question import ENDS, Outcome
 from bench.bisect.times import LOOKS, MOST_PAIRS, Times, decide, typical_spread
-
-SHIFT = math.log(1.05)
-Measured = Callable[[str, str], Generator[float, None, None]]
-
-
-def history(
-    levels: dict[str, float], spread: float, seed: int = 0
-) -> tuple[Measured, list[tuple[str, str]]]:
-    """Pairs of commits whose times differ by `levels`; and which pairs were measured."""
-    rng, measured = random.Random(seed), list[tuple[str, str]]()
-
-    def measure(base: str, head: str) -> Generator[float, None, None]:
-        while True:
-            measured.append((base, head))
-            if math.isnan(levels[head]):
-                raise NotMeasurableError("cannot run: ImportError")
-            yield levels[head] - levels[base] + rng.gauss(0, spread)
-
-    return measure, measured
+from tests.support.timed_history import SHIFT, history, row
 
 
 def bisected(
@@ -39,10 +20,6 @@ def bisected(
     measure, measured = history(levels, spread)
     good, *commits = levels
     return find(good, tuple(commits), Times(measure)), measured
-
-
-def row(first_bad: int, num: int = 30, shift: float = SHIFT) -> dict[str, float]:
-    return {str(number): shift * (number >= first_bad) for number in range(num)}
 
 
 def test_a_slower_commit_is_found_with_few_pairs() -> None:

@@ -15,7 +15,7 @@ from bench.harness import asv_classes, history, registry
 from bench.harness.asv_classes import Compared, Counted, Grid, Timed, TimedOnDevice
 from bench.harness.cells import Case, Cell, Count, WrongResultError
 from hybrid_kv.errors import HybridKVError
-from tests.bench.harness.test_measurement import failing_after
+from tests.support.cells import failing_after
 
 ROOT = Path(asv_classes.__file__).resolve().parents[2]
 RATIOS = {"kernel_blocks.Lead"}

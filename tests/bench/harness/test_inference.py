@@ -7,17 +7,9 @@ import pytest
 
 from bench.harness import inference
 from bench.harness.inference import clopper_pearson, estimate, holm, p_faster, p_slower, typical
+from tests.support.noise import heavy, normal
 
 ALPHA = 0.05
-
-
-def normal(rng, n):
-    return rng.normal(0, 0.02, n)
-
-
-def heavy(rng, n):
-    """A pair in ten is off tenfold."""
-    return rng.normal(0, 0.02, n) * np.where(rng.random(n) < 0.1, 10, 1)
 
 
 @pytest.mark.parametrize(

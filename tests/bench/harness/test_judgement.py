@@ -11,7 +11,7 @@ from bench.harness.compare import Measured, take_times
 from bench.harness.inference import center, clopper_pearson, kept, p_slower
 from bench.harness.judgement import Design, Times, confirmed, verdict
 from bench.harness.verdicts import timed_outcomes
-from tests.bench.harness.test_inference import heavy, normal
+from tests.support.noise import heavy, normal
 
 
 @pytest.fixture(autouse=True)

@@ -4,43 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from bench.harness.cells import Case, Cell, Count, WrongResultError, grid
+from bench.harness.cells import Case, Count, WrongResultError, grid
 from bench.harness.measurement import Counted, Measurement, groups, measure_together
 from hybrid_kv.measure.results import Receipt
 from hybrid_kv.measure.timing import together
 from hybrid_kv.measure.timing.clock import Interval
-
-
-def cell(make, tier="cpu", promise=None, **params):
-    return Cell(
-        "offload",
-        "b",
-        params,
-        tier,
-        make,
-        quick=True,
-        promise=promise,
-        units={"blocks": "blocks"} if tier == "count" else {},
-    )
-
-
-def steady(error=0.0):
-    return Case(lambda: None, lambda: error)
-
-
-def failing_after(count, error=None):
-    """Right `count` times; then beyond its tolerance, or with this error."""
-    left = [count]
-
-    def check():
-        left[0] -= 1
-        if left[0] >= 0:
-            return 0.0
-        if error is None:
-            raise WrongResultError("the injected mistake")
-        return error
-
-    return Case(lambda: None, check)
+from tests.support.cells import cell, failing_after, steady
 
 
 @pytest.mark.parametrize("count", [0, 1])

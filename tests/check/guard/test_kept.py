@@ -17,7 +17,7 @@ from hybrid_kv.check.guard.scenario import Scenario
 from hybrid_kv.check.guard.traffic import draw_scenario
 from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.request import Request
-from tests.check.guard.test_shrink import forced
+from tests.support.forced import forced
 
 
 def rule(scenario: Scenario) -> str:

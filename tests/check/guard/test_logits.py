@@ -20,7 +20,7 @@ from hybrid_kv.check.guard.trained import TRAINED
 from hybrid_kv.config import ConfigError
 from hybrid_kv.engine.llm import LLM, RequestOutput
 from hybrid_kv.models.mixers import conv
-from tests.check.guard.checks.test_families import late_window, next_expert, no_states
+from tests.support.injected_mistakes import late_window, next_expert, no_states
 
 PROMPTS = [list(range(3, 23)), [*range(3, 20), 50, 51], [7] * 9]
 ALONE = LogitCase(

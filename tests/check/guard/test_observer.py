@@ -17,34 +17,14 @@ from hybrid_kv.cache.request_blocks import PrefixHit, RequestBlocks
 from hybrid_kv.cache.spec import MambaSpec, StateProgress
 from hybrid_kv.check.guard.forced import FORCED, Draw
 from hybrid_kv.check.guard.play import Differences, run_scenario
-from hybrid_kv.check.guard.scenario import Disturbance, Scenario, SmallKVFirst
+from hybrid_kv.check.guard.scenario import Disturbance, Scenario
 from hybrid_kv.check.guard.waiting import count_preemptions
 from hybrid_kv.engine import runner, step_inputs
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.engine.runner import ModelRunner
 from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.sampling import SamplingParams
-
-
-def scenario(mode: str, K: int = 0, drafts: str = "none", **options: Any) -> Scenario:
-    """Three prompts, twice."""
-    d, layers = Draw(4), "**" if mode == "attention" else "M*MM*"
-    options = {
-        "attention_backend": SmallKVFirst.name,
-        "max_num_batched_tokens": 20,
-        "max_model_len": 80,
-    } | options
-    prompts = d.prompts(13, 24, 31) * 2
-    return d.scenario(
-        prompts,
-        [14] * 6,
-        modes=(mode,),
-        layers=layers,
-        num_drafts=K,
-        drafts=drafts,
-        waves=(3, 3),
-        **options,
-    )
+from tests.support.scenarios import scenario
 
 
 def wrong(result: Differences) -> str:

@@ -11,7 +11,7 @@ from hybrid_kv.check.guard.patterns import REQUIRED
 from hybrid_kv.check.guard.play import run_scenario
 from hybrid_kv.check.guard.traffic import draw_scenario
 from hybrid_kv.sampling import SamplingParams
-from tests.check.guard.test_observer import scenario
+from tests.support.scenarios import scenario
 
 
 @pytest.mark.parametrize("names", FORCED)

@@ -15,8 +15,8 @@ from hybrid_kv.check.guard.poison import StaleBlocks, poison
 from hybrid_kv.check.guard.scenario import Scenario, answer_book, cache_options
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.sampling import SamplingParams
-from tests.check.guard.test_observer import scenario
 from tests.kernels.interpreter import interpreted
+from tests.support.scenarios import scenario
 
 TABLES = {"torch": BlockTables, "triton": LaunchedBlockTables}
 

@@ -13,8 +13,8 @@ from hybrid_kv.check.guard.cases import tell
 from hybrid_kv.check.guard.replay import from_json, to_json
 from hybrid_kv.check.guard.traffic import draw_scenario
 from hybrid_kv.config import ConfigError
-from tests.check.guard.test_shrink import forced, no_copies
 from tests.cli.run import run
+from tests.support.forced import forced, no_copies
 
 BOUNDARY = forced("rejected_at_boundary")
 

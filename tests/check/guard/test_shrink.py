@@ -13,7 +13,6 @@ import torch
 from hybrid_kv.cache.block_hash import BlockHashes
 from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.check.guard import shrink as module
-from hybrid_kv.check.guard.forced import FORCED
 from hybrid_kv.check.guard.play import ScenarioFailure, run_scenario
 from hybrid_kv.check.guard.registry import CheckResult
 from hybrid_kv.check.guard.replay import from_json
@@ -21,14 +20,9 @@ from hybrid_kv.check.guard.run import GuardRunOptions, run_guard
 from hybrid_kv.check.guard.scenario import answer_book
 from hybrid_kv.check.guard.shrink import shrink
 from hybrid_kv.check.guard.traffic import draw_scenario
-from hybrid_kv.engine import runner
 from hybrid_kv.sampling import SamplingParams
 from hybrid_kv.spec_decode import verify
-
-
-def forced(name: str) -> int:
-    """The number of the scenario that a pattern is forced in."""
-    return next(number for number, names in enumerate(FORCED) if name in names.split(", "))
+from tests.support.forced import forced, no_copies
 
 
 def failure(number: int) -> ScenarioFailure:
@@ -37,10 +31,6 @@ def failure(number: int) -> ScenarioFailure:
 
 def num_prompt_tokens(found: ScenarioFailure) -> int:
     return sum(map(len, found.scenario.prompts))
-
-
-def no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "postprocess_mamba", lambda *_: None)
 
 
 def no_salt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from hybrid_kv.config import CheckFailedError
 from hybrid_kv.observe import EngineObserver
 from hybrid_kv.request import Request, ScheduledRequest
 from tests.check.serve.conftest import OPTIONS, QUESTION, Served, served
-from tests.check.serve.test_metrics import counters
+from tests.support.metrics import counters
 
 LONG = {"prompt": QUESTION, "max_tokens": 400, "temperature": 0, "ignore_eos": True}
 LONGER = LONG | {"prompt": QUESTION * 5, "max_tokens": 30, "return_token_ids": True}

@@ -10,24 +10,9 @@ from hybrid_kv.check.guard_model import FOLDER
 from hybrid_kv.check.serve.app import Access
 from hybrid_kv.models.exact import ExactConfig, ExactModel
 from tests.check.serve.conftest import OPTIONS, Served, served
+from tests.support.metrics import counters
 
 PROMPT = [9 + 5 * i % 70 for i in range(200)]
-
-
-def counters(server: Served) -> dict[str, float]:
-    """By name, and by the label that tells samples of one name apart."""
-    answer = server.http.get("/metrics")
-    assert answer.headers["content-type"].startswith("text/plain")
-    found = {}
-    for family in text_string_to_metric_families(answer.text):
-        for sample in family.samples:
-            label = sample.labels.get("finished_reason", sample.labels.get("position", ""))
-            found[f"{sample.name}{label and ' '}{label}"] = sample.value
-    return {
-        name.removeprefix("hybrid_kv:"): value
-        for name, value in found.items()
-        if not name.endswith("_created")
-    }
 
 
 def send(server: Served, **more: object) -> dict[str, float]:

@@ -9,6 +9,7 @@ from hybrid_kv.check.targets.remote import python_of
 from hybrid_kv.config import ConfigError
 
 RNG = random.Random(0)
+PROMPT = tuple(1 + i * i % 89 for i in range(40))
 PROMPTS = [tuple(RNG.randrange(1, 101) for _ in range(length)) for length in (30, 7, 1, 18)]
 
 

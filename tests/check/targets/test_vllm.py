@@ -21,9 +21,7 @@ from hybrid_kv.check.targets.target import Ask
 from hybrid_kv.check.targets.workers import vllm_case
 from hybrid_kv.check.targets.workers.vllm import MAX_MODEL_LEN, ROOM, arguments
 from hybrid_kv.config import ConfigError
-from tests.check.targets.models import installed
-
-PROMPT = tuple(1 + i * i % 89 for i in range(40))
+from tests.check.targets.models import PROMPT, installed
 
 
 def test_every_level_is_known_to_the_worker() -> None:

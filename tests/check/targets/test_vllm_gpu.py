@@ -21,9 +21,7 @@ from hybrid_kv.check.targets.exact import ExactAnswers, write_exact_checkpoint
 from hybrid_kv.check.targets.target import Ask
 from hybrid_kv.check.targets.workers import vllm_gpu
 from hybrid_kv.check.targets.workers.vllm_gpu import copies, graphs, streams, uva
-from tests.check.targets.models import installed
-
-PROMPT = tuple(1 + i * i % 89 for i in range(40))
+from tests.check.targets.models import PROMPT, installed
 
 
 @pytest.fixture(autouse=True)

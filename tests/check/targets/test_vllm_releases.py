@@ -12,7 +12,7 @@ from hybrid_kv.check.targets.remote import Remote
 from hybrid_kv.check.targets.target import Ask
 from hybrid_kv.check.targets.workers.vllm_releases import DRIFTS, drifts_of
 from hybrid_kv.config import ConfigError
-from tests.check.targets.test_vllm import PROMPT
+from tests.check.targets.models import PROMPT
 
 RELEASES = ("0.22", "0.24", "0.28", "0.33")
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 pytest.importorskip("numba")
 
 from hybrid_kv.kernels.block_tables import HostTables, TableLayout, host
-from tests.kernels.block_tables.test_launch import Scenario, scenarios, tensors
+from tests.support.block_table_steps import Scenario, scenarios, tensors
 
 LAYOUTS = [TableLayout(3, 4, 2, 2), TableLayout(5, 4, 1, 1)]
 

@@ -10,7 +10,6 @@ from hybrid_kv.kernels.causal_conv1d import causal_conv1d_prefill, causal_conv1d
 from hybrid_kv.kernels.causal_conv1d import prefill as module
 from tests.kernels.causal_conv1d.layer import Layer
 from tests.kernels.causal_conv1d.test_update import BASE, LAYOUTS, NANO
-from tests.kernels.common.test_spans import Cut, Row, rows
 from tests.kernels.harness import (
     FLOATS,
     Operation,
@@ -25,6 +24,7 @@ from tests.kernels.harness import (
     shapes,
 )
 from tests.kernels.interpreter import backwards, interpreted, programs
+from tests.support.spans import Cut, Row, rows
 
 
 class Prefill(Operation, Layer):

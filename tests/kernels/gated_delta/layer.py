@@ -4,7 +4,18 @@ import numpy as np
 import torch
 
 from tests.kernels import definitions
-from tests.kernels.harness import Pool, defined, flat_tokens, spread_time_steps
+from tests.kernels.harness import FLOATS, GAPS, INTS, Pool, defined, flat_tokens, spread_time_steps
+
+# that any operand may have
+LAYOUTS = {
+    "per_channel": [False, True],
+    "beta_scale": [1.0, 2.0],
+    "gap": GAPS,
+    "dtype": FLOATS,
+    "state_dtype": FLOATS,
+    "index_dtype": INTS,
+    "initial": [0.0, 1.0],
+}
 
 
 def operands(q, k, v, dt, dt_bias, A_log, beta, scale):

@@ -17,9 +17,7 @@ from hypothesis import strategies as st
 from hybrid_kv.kernels.gated_delta import gated_delta_prefill, gated_delta_prefill_reference
 from hybrid_kv.kernels.gated_delta import prefill as module
 from tests.kernels import recurrent
-from tests.kernels.common.test_spans import Cut, Row, rows
-from tests.kernels.gated_delta.layer import Layer
-from tests.kernels.gated_delta.test_slots import LAYOUTS
+from tests.kernels.gated_delta.layer import LAYOUTS, Layer
 from tests.kernels.harness import (
     FLOATS,
     Expected,
@@ -36,6 +34,7 @@ from tests.kernels.harness import (
     shapes,
 )
 from tests.kernels.interpreter import backwards, interpreted, programs
+from tests.support.spans import Cut, Row, rows
 
 EXACT = 2e-5
 PRODUCTS = {torch.float32: 0.0, torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}

@@ -27,9 +27,9 @@ from hybrid_kv.kernels.recompute import (
     recompute_flush_reference,
 )
 from tests.kernels.gated_delta.layer import operands, rule
-from tests.kernels.harness import compiled, defined, flat_tokens, rejections
+from tests.kernels.harness import compiled, defined, flat_tokens, rejections, shapes
 from tests.kernels.interpreter import interpreted
-from tests.kernels.recompute import test_launch as mamba2
+from tests.support import recompute as mamba2
 
 OUTPUTS = {
     torch.float64: 1e-12,
@@ -159,7 +159,7 @@ def check(case, every=4):
 def cases(dtypes, states):
     drawn = mamba2.cases(dtypes, states)
     more = {"per_channel": [False, True], "beta_scale": [1.0, 2.0], "rows": [16, 64]}
-    return drawn.flatmap(lambda case: mamba2.shapes(case, **more))
+    return drawn.flatmap(lambda case: shapes(case, **more))
 
 
 # The first differs from the second in time steps alone.

@@ -17,11 +17,9 @@ from hybrid_kv.kernels.gated_delta import (
     gated_delta_update_slots_reference,
 )
 from hybrid_kv.kernels.gated_delta import slots as module
-from tests.kernels.gated_delta.layer import Layer
+from tests.kernels.gated_delta.layer import LAYOUTS, Layer
 from tests.kernels.harness import (
     FLOATS,
-    GAPS,
-    INTS,
     Expected,
     Shape,
     check,
@@ -82,15 +80,6 @@ BASE = Shape(
     seed=0,
 )
 BY_CHANNEL = BASE.but(per_channel=True, key=11)
-LAYOUTS = {
-    "per_channel": [False, True],
-    "beta_scale": [1.0, 2.0],
-    "gap": GAPS,
-    "dtype": FLOATS,
-    "state_dtype": FLOATS,
-    "index_dtype": INTS,
-    "initial": [0.0, 1.0],
-}
 
 
 CASES = verify_steps(

@@ -6,7 +6,16 @@ import torch
 import torch.nn.functional as F
 
 from tests.kernels import definitions
-from tests.kernels.harness import Pool, defined, flat_tokens, spread_time_steps
+from tests.kernels.harness import FLOATS, GAPS, INTS, Pool, defined, flat_tokens, spread_time_steps
+
+# that any operand may have
+LAYOUTS = {
+    "gap": GAPS,
+    "dtype": FLOATS,
+    "state_dtype": FLOATS,
+    "index_dtype": INTS,
+    "initial": [0.0, 1.0],
+}
 
 mamba2 = partial(defined, definitions.mamba2)
 

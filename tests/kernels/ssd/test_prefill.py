@@ -19,7 +19,6 @@ from hybrid_kv.kernels.common.spans import Spans
 from hybrid_kv.kernels.ssd import chunk_scan_prefill, chunk_scan_prefill_reference
 from hybrid_kv.kernels.ssd import prefill as module
 from tests.kernels import recurrent
-from tests.kernels.common.test_spans import Cut, Row, rows
 from tests.kernels.harness import (
     FLOATS,
     Expected,
@@ -42,8 +41,8 @@ from tests.kernels.interpreter import (
     programs,
     share_memory_with_the_interpreter,
 )
-from tests.kernels.ssd.layer import Layer, mamba2
-from tests.kernels.ssd.test_slots import LAYOUTS
+from tests.kernels.ssd.layer import LAYOUTS, Layer, mamba2
+from tests.support.spans import Cut, Row, rows
 
 EXACT = 1e-5
 PRODUCTS = {torch.float32: 0.0, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}

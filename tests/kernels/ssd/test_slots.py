@@ -19,8 +19,6 @@ from hybrid_kv.kernels.ssd import (
 from hybrid_kv.kernels.ssd import slots as module
 from tests.kernels.harness import (
     FLOATS,
-    GAPS,
-    INTS,
     Expected,
     Shape,
     check,
@@ -32,7 +30,7 @@ from tests.kernels.harness import (
 )
 from tests.kernels.interpreter import interpreted
 from tests.kernels.recurrent import VerifyStep, verify_steps
-from tests.kernels.ssd.layer import Layer
+from tests.kernels.ssd.layer import LAYOUTS, Layer
 
 STATES, OUTPUTS = 5e-6, 1e-5
 
@@ -78,13 +76,6 @@ BASE = Shape(
     tile_bytes=512,
     seed=0,
 )
-LAYOUTS = {
-    "gap": GAPS,
-    "dtype": FLOATS,
-    "state_dtype": FLOATS,
-    "index_dtype": INTS,
-    "initial": [0.0, 1.0],
-}
 
 
 CASES = verify_steps(

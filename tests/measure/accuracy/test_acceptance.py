@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from hybrid_kv.engine import runner
 from hybrid_kv.measure.accuracy import acceptance, compare, judge, run
 from hybrid_kv.measure.accuracy.acceptance import AcceptanceChange, DraftCounts
 from hybrid_kv.measure.accuracy.samples import answers_of
 from hybrid_kv.measure.results import read_rows
-from hybrid_kv.spec_decode.verify import verify
-from tests.measure.accuracy.test_compare import call, record, result_of, write
+from tests.support.acceptance import accepts_everything
+from tests.support.answers import call, record, result_of, write
 
 SPECULATIVE = {
     "speculative_method": "ngram",
@@ -32,18 +30,6 @@ def questions(lengths: Sequence[float], steps: int = 20) -> list[DraftCounts]:
 
 def drawn(mean: float, seed: int, count: int = 100) -> list[DraftCounts]:
     return questions(np.random.default_rng(seed).normal(mean, 0.3, count).clip(1, 4).tolist())
-
-
-def accepts_everything(
-    logits: torch.Tensor, draws: Any, drafts: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A verifier with a bug."""
-    tokens, accepted = verify(logits, draws, drafts)
-    if accepted is None:
-        return tokens, None
-    ids, rows = drafts
-    tokens[rows[ids >= 0]] = ids[ids >= 0]
-    return tokens, (ids >= 0).sum(1)
 
 
 def test_the_length_is_that_of_vllm() -> None:

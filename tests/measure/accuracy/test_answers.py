@@ -15,7 +15,8 @@ from hybrid_kv.measure.accuracy.answers import Answers, Protocol, Totals
 from hybrid_kv.measure.accuracy.read import read_run
 from hybrid_kv.measure.results import read_rows
 from tests.cli.run import refused
-from tests.measure.accuracy.test_compare import PARAMS, call, record, write
+from tests.support.answers import PARAMS, call, record, write
+from tests.support.foreign_answers import sgl_metrics, vllm_result
 
 QUESTION = "Ann has {} pens and buys 4 more. How many pens has she?"
 CHAT = {"endpoint": "chat", "num_shots": 0, "max_tokens": 16384, "thinking": True}
@@ -38,40 +39,6 @@ def sgl_line(number: int, outcome: str = "right", **changes: Any) -> dict[str, A
         "generation_end_time": 2.0,
         "predicted_answer": predicted,
         "symbolic_correct": outcome == "right",
-        **changes,
-    }
-
-
-def sgl_metrics(questions: int, score: float, repeats: int = 1, **changes: Any) -> dict[str, Any]:
-    """sgl-eval 0.1.3's metrics.json."""
-    gen = {
-        "temperature": 0.6,
-        "top_p": 0.95,
-        "max_tokens": 16384,
-        "chat_template_kwargs": {"thinking": True},
-    }
-    return {
-        "name": "gsm8k",
-        "num_examples": questions,
-        "n_repeats": repeats,
-        "latency_seconds": 3.0,
-        "output_throughput_tps": 100.0,
-        "total_completion_tokens": 40 * questions,
-        "total_prompt_tokens": 90 * questions,
-        "token_usage": {"completion_tokens": {"mean": 40.0, "count": questions}},
-        "aggregate": {
-            "score": score,
-            "no_answer": 0.0,
-            "stop_rate": 1.0,
-            "truncated_rate": 0.0,
-            "error_rate": 0.0,
-        },
-        "timestamp": "20261128-120000",
-        "model": "org/Model",
-        "base_url": "http://localhost:30000/v1",
-        "num_threads": 64,
-        "gen": gen,
-        "sgl_eval_version": "0.1.3",
         **changes,
     }
 
@@ -124,31 +91,6 @@ def lm_eval_files(
     }
     (folder / "results_2026-11-28T12-00-00.5.json").write_text(json.dumps(results))
     return write(folder / "samples_gsm8k_2026-11-28T12-00-00.5.jsonl", lines)
-
-
-def vllm_result(file: Path, right: int, questions: int = 1319, **request: Any) -> Path:
-    """What vLLM's gsm8k_eval.py saves."""
-    document: dict[str, Any] = {
-        "accuracy": right / questions,
-        "invalid_rate": 0.0,
-        "latency": 30.0,
-        "questions_per_second": questions / 30,
-        "total_output_tokens": 100 * questions,
-        "tokens_per_second": 100 * questions / 30,
-        "num_questions": questions,
-        "num_shots": 5,
-        "max_tokens": 256,
-        "timestamp": 1.0 + right,
-    }
-    if request:
-        document["request_params"] = {
-            "endpoint": "completions",
-            "model": None,
-            "temperature": 0.0,
-            **request,
-        }
-    file.write_text(json.dumps(document, indent=2))
-    return file
 
 
 def own_file(file: Path, outcomes: Sequence[str], **params: Any) -> Path:

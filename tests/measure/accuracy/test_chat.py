@@ -18,7 +18,7 @@ from hybrid_kv.measure.accuracy.chat import ChatMode, mode_of
 from hybrid_kv.measure.accuracy.tasks import NO_ANSWER
 from tests.check.serve.conftest import OPTIONS, Served, served
 from tests.cli.run import refused
-from tests.measure.accuracy.test_compare import call
+from tests.support.answers import call
 
 LIMIT = 4
 # The guard model writes a calculation, `####` and the result: the calculation is its reasoning.

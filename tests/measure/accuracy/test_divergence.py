@@ -22,7 +22,7 @@ from hybrid_kv.measure.accuracy.divergence import Divergence, Passage, measure
 from hybrid_kv.measure.results import read_rows
 from tests.check.serve.conftest import OPTIONS, served
 from tests.cli.run import printed, refused
-from tests.measure.accuracy.test_acceptance import accepts_everything
+from tests.support.acceptance import accepts_everything
 
 ENGINE = {"device": "cpu", "max_model_len": 640, "mamba_cache_mode": "align"}
 DOUBLE = {"dtype": "float64", "mamba_ssm_cache_dtype": "float64"}

@@ -20,8 +20,8 @@ from hybrid_kv.measure.accuracy.noise import (
     tensorrt_llm_threshold,
 )
 from tests.cli.run import refused
-from tests.measure.accuracy.test_answers import sgl_metrics, vllm_result
-from tests.measure.accuracy.test_compare import call, record, write
+from tests.support.answers import call, record, write
+from tests.support.foreign_answers import sgl_metrics, vllm_result
 
 RIGHT = [1246, 1240, 1251, 1243, 1238, 1249, 1245, 1235, 1244, 1250, 1241, 1247]
 

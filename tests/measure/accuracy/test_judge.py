@@ -13,8 +13,8 @@ import pytest
 from hybrid_kv.measure.accuracy import judge, run, tasks
 from hybrid_kv.measure.results import append, read_rows
 from tests.cli.run import raising, refused
-from tests.measure.accuracy.test_compare import COMMIT, PARAMS, call, record, result_of, write
-from tests.measure.accuracy.test_tasks import write_gsm8k
+from tests.support.answers import COMMIT, PARAMS, call, record, result_of, write
+from tests.support.gsm8k import write_gsm8k
 
 
 @pytest.fixture

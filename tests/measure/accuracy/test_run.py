@@ -19,8 +19,8 @@ from hybrid_kv.measure.results import provenance, read_rows
 from hybrid_kv.models.loader import load_tokenizer
 from tests.cli import run as cli
 from tests.measure.accuracy.lm import engine_model
-from tests.measure.accuracy.test_compare import result_of
-from tests.measure.accuracy.test_tasks import write_gsm8k
+from tests.support.answers import result_of
+from tests.support.gsm8k import write_gsm8k
 
 LIMIT = 6
 ENGINE = {"max_num_seqs": 3, "max_model_len": 640, "device": "cpu"}

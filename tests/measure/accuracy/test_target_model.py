@@ -17,7 +17,7 @@ from hybrid_kv.models.loader import load_tokenizer
 from tests.check.serve.conftest import OPTIONS, QUESTION, Served, served
 from tests.cli.run import raising, refused
 from tests.measure.accuracy.lm import instance
-from tests.measure.accuracy.test_compare import call
+from tests.support.answers import call
 
 UNTIL = {"until": ["Question:"], "max_gen_toks": 40, "do_sample": False}
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from hybrid_kv.check.guard_model import problems
 from hybrid_kv.config import ConfigError
 from hybrid_kv.measure.accuracy import tasks
+from tests.support.gsm8k import write_gsm8k
 
 OURS = {"task", "custom_dataset", "fewshot_config", "metadata"}
 THEIRS = {"task", "tag", "dataset_path", "dataset_name", "metadata"}
@@ -18,17 +18,6 @@ THEIRS = {"task", "tag", "dataset_path", "dataset_name", "metadata"}
 @pytest.fixture(scope="module")
 def synth() -> Any:
     return tasks.load_task("gsm8k_synth", limit=12)
-
-
-def write_gsm8k(folder: Path, num_train: int = 8, num_test: int = 3) -> Path:
-    """A folder in the format of GSM8K, with documents of our own."""
-    import json
-
-    docs = problems.dataset(1, num_train + num_test).docs
-    lines = [json.dumps({"question": doc["question"], "answer": doc["answer"]}) for doc in docs]
-    (folder / "train.jsonl").write_text("\n".join(lines[:num_train]) + "\n")
-    (folder / "test.jsonl").write_text("\n".join(lines[num_train:]) + "\n")
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from hybrid_kv.measure import results
 from hybrid_kv.measure.accuracy import run, threshold
 from hybrid_kv.measure.accuracy.threshold import Floor, floor_of
 from tests.cli.run import refused
-from tests.measure.accuracy.test_compare import call, result_of
 from tests.measure.dashboard.rows import row, write
+from tests.support.answers import call, result_of
 
 COMMIT, OLDER = "c" * 40, "b" * 40
 PLAIN = {

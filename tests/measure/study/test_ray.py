@@ -13,7 +13,6 @@ import pytest
 from hybrid_kv.measure.results.store import read_rows
 from hybrid_kv.measure.study import swarm, work
 from hybrid_kv.measure.study.run import gather, locally, over_ray, run_study
-from tests.measure.study.test_run import study  # noqa: F401
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install .[cluster]")
 
@@ -35,9 +34,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.filterwarnings("ignore")  # Ray's own
 def test_a_node_that_is_killed_loses_and_doubles_no_row(
-    study: Any,  # noqa: F811 - the fixture of the module above
-    cluster: Any,
-    tmp_path: Path,
+    study: Any, cluster: Any, tmp_path: Path
 ) -> None:
     second = cluster.add_node(num_cpus=1, object_store_memory=10**8)
     cells = study("guard --n={n}", levels=range(40))

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
 
@@ -10,26 +10,11 @@ import pytest
 import yaml
 
 from hybrid_kv.measure.results.store import read_rows
-from hybrid_kv.measure.study import matrix
 from hybrid_kv.measure.study.cell import Done, Running, run_cell
-from hybrid_kv.measure.study.matrix import StudyCell, read_study
+from hybrid_kv.measure.study.matrix import StudyCell
 from hybrid_kv.measure.study.run import gather, locally, run_study
 from tests.cli import run as cli
-
-Study = Callable[..., list[StudyCell]]
-
-
-@pytest.fixture
-def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Study:
-    """Writes a study of the stub and reads it."""
-    monkeypatch.setitem(matrix.PROGRAMS, "guard", (("tests.measure.study.stub",), "--results", ""))
-
-    def write(*runs: str, levels: Sequence[int] = (0,)) -> list[StudyCell]:
-        file = tmp_path / "study.yaml"
-        file.write_text(yaml.safe_dump({"runs": list(runs), "axes": {"n": list(levels)}}))
-        return read_study(file)
-
-    return write
+from tests.measure.study.conftest import Study
 
 
 def test_what_was_done_is_not_run_again_and_no_row_is_doubled(study: Study, tmp_path: Path) -> None:

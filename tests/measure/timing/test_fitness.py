@@ -11,10 +11,9 @@ import pytest
 
 from hybrid_kv.measure.timing import fitness
 from hybrid_kv.measure.timing.clock import Interval
-from hybrid_kv.measure.timing.fitness import Fitness, examine
+from hybrid_kv.measure.timing.fitness import examine
 from tests.cli.run import run
-
-QUIET = Fitness(0.004, 0.001, Interval(1.0, 0.994, 1.005), "performance", "off", "", ())
+from tests.support.fitness import QUIET
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from hybrid_kv.check.guard.checks import families
 from hybrid_kv.check.guard.checks.families import check_families
 from hybrid_kv.check.guard.exactness import SLOTS_CELLS, Alone
 from hybrid_kv.check.guard.registry import CheckResult, Run
-from hybrid_kv.models import moe
-from hybrid_kv.models.mixers import conv
-from hybrid_kv.models.mixers.conv import RecurrentMixer
 from hybrid_kv.models.registry import sized
+from tests.support.injected_mistakes import no_states
 
 KNOWN = sorted(sized())
 
@@ -20,33 +17,6 @@ KNOWN = sorted(sized())
 @pytest.fixture(autouse=True)
 def one_family(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybrid_kv.models.registry.sized", lambda: {"qwen3_5_text": ["tiny"]})
-
-
-def no_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = RecurrentMixer.read_states
-    monkeypatch.setattr(
-        RecurrentMixer,
-        "read_states",
-        lambda *arguments: tuple(map(torch.zeros_like, original(*arguments))),
-    )
-
-
-def next_expert(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = moe.apply_experts
-    monkeypatch.setattr(
-        moe,
-        "apply_experts",
-        lambda x, ids, weights, up, *rest: original(x, (ids + 1) % len(up), weights, up, *rest),
-    )
-
-
-def late_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = conv.windows_at
-    monkeypatch.setattr(
-        conv,
-        "windows_at",
-        lambda inputs, rows, first, size: original(inputs, rows, (first - 1).clamp(min=0), size),
-    )
 
 
 def test_damage_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from hybrid_kv.check.guard.exactness import FLOAT64_LIMIT
 from hybrid_kv.check.guard.registry import Run
 from hybrid_kv.check.guard.trained import TRAINED
 from hybrid_kv.models.mtp import MTPHead
-from tests.check.guard.checks import test_families as injected
+from tests.support import injected_mistakes as injected
 
 MODEL = TRAINED["qwen3_5_moe_text"]
 
