@@ -110,13 +110,22 @@ class Layer:
         if not seen:
             self.states[slot] = 0  # SGLang's, when it gives a slot to a request
         mixed = kernels.causal_conv1d_fn(
-            self.parts(x).T, self.weight, None, conv_states=self.windows, cache_indices=slots,
-            has_initial_state=torch.tensor([seen]), query_start_loc=starts,
-        ).T  # fmt: skip
+            self.parts(x).T,
+            self.weight,
+            None,
+            conv_states=self.windows,
+            cache_indices=slots,
+            has_initial_state=torch.tensor([seen]),
+            query_start_loc=starts,
+        ).T
         y, _, before = kernels.chunk_rule(
-            *self.heads_of(mixed), g=self.to_map, beta=self.out, initial_state=self.states,
-            cu_seqlens=starts, initial_state_indices=slots,
-        )  # fmt: skip
+            *self.heads_of(mixed),
+            g=self.to_map,
+            beta=self.out,
+            initial_state=self.states,
+            cu_seqlens=starts,
+            initial_state_indices=slots,
+        )
         return y[0, :, 0], before
 
     def update(self, x, slots, tree=None, scratch=None):
@@ -124,17 +133,27 @@ class Layer:
         rows, drafts = len(slots), len(x) // len(slots)
         more = {"intermediate_state_indices": torch.arange(rows)} if scratch else {}
         mixed = kernels.causal_conv1d_update(
-            self.parts(x).view(rows, drafts, -1).transpose(1, 2), self.windows, self.weight, None,
-            conv_state_indices=slots, **(tree or {}), **more,
+            self.parts(x).view(rows, drafts, -1).transpose(1, 2),
+            self.windows,
+            self.weight,
+            None,
+            conv_state_indices=slots,
+            **(tree or {}),
+            **more,
             intermediate_conv_window=scratch and scratch[0],
-        )  # fmt: skip
+        )
         y = kernels.recurrent_rule(
-            *self.heads_of(mixed.transpose(1, 2).flatten(0, 1)), A_log=self.to_map,
-            dt_bias=self.out, initial_state_source=self.states, initial_state_indices=slots,
-            cu_seqlens=torch.arange(0, len(x) + 1, drafts), disable_state_update=bool(scratch),
+            *self.heads_of(mixed.transpose(1, 2).flatten(0, 1)),
+            A_log=self.to_map,
+            dt_bias=self.out,
+            initial_state_source=self.states,
+            initial_state_indices=slots,
+            cu_seqlens=torch.arange(0, len(x) + 1, drafts),
+            disable_state_update=bool(scratch),
             intermediate_states_buffer=scratch and scratch[1],
-            retrieve_parent_token=(tree or {}).get("retrieve_parent_token"), **more,
-        )  # fmt: skip
+            retrieve_parent_token=(tree or {}).get("retrieve_parent_token"),
+            **more,
+        )
         return y[0, :, 0]
 
 
@@ -250,8 +269,11 @@ def target(folder) -> Iterator[Remote]:
 def test_it_answers_as_the_exact_model_does(folder, target):
     answers = ExactAnswers(folder)
     requests = [
-        Ask(PROMPT), Ask(PROMPT, salt="a"), Ask(PROMPT[:1], 3, step=2), Ask(PROMPT, abort_after=2)
-    ]  # fmt: skip
+        Ask(PROMPT),
+        Ask(PROMPT, salt="a"),
+        Ask(PROMPT[:1], 3, step=2),
+        Ask(PROMPT, abort_after=2),
+    ]
     before = dict(target.counters())
     for preempt_every in (0, 0, 5):
         got = target.ask(requests, preempt_every)
