@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -65,8 +66,7 @@ def test_what_a_checkpoint_takes_is_printed_before_it_is_loaded(
         err,
         re.M,
     )
-    # printed although nothing could be loaded
-    monkeypatch.setattr("hybrid_kv.engine.build.load_model", None)
-    with pytest.raises(TypeError):
+    monkeypatch.setattr("hybrid_kv.engine.build.load_model", Mock(side_effect=LookupError))
+    with pytest.raises(LookupError):
         run(capsys, *options)
     assert "B of weights on disk" in capsys.readouterr().err

@@ -166,8 +166,8 @@ SLEEP = replace(
 @pytest.mark.parametrize(
     ("owner", "name", "broken", "traffic", "said"),
     [
-        (KVCacheManager, "allocate_slots", with_one_more_block, scenario("none"), "are due"),
-        (RequestBlocks, "give_back", held_too_long, STATES, "are due"),
+        (KVCacheManager, "allocate_slots", with_one_more_block, scenario("none"), "blocks-held"),
+        (RequestBlocks, "give_back", held_too_long, STATES, "blocks-held"),
         (MambaSpec, "max_blocks_per_request", one_less, STATES, "are planned"),
         (BlockPool, "allocate", views, scenario("none"), "were handed out"),
         (
@@ -197,7 +197,7 @@ SLEEP = replace(
             "gained",
             lambda f: lambda *given: [tokens[:1] for tokens in f(*given)],
             scenario("none", 3, "right"),
-            "are due",
+            "step-tokens",
         ),
         (Scheduler, "schedule", starving, scenario("none"), "left out of a step"),
         (
