@@ -143,7 +143,7 @@ class Layer:
             intermediate_conv_window=scratch and scratch[0],
         )
         y = kernels.recurrent_rule(
-            *self.heads_of(mixed.transpose(1, 2).flatten(0, 1)),
+            *self.heads_of(mixed.transpose(1, 2).view(len(x), -1)),
             A_log=self.to_map,
             dt_bias=self.out,
             initial_state_source=self.states,

@@ -156,7 +156,7 @@ class SglangEngine:
 
     def counters(self) -> dict[str, float]:
         """Return what occurred since the start."""
-        return self._engine.counters
+        return self._engine.counters()
 
     def reset(self) -> None:
         """Forget the prefix cache."""

@@ -139,7 +139,8 @@ def causal_conv1d_update(
         places = given["intermediate_state_indices"][: len(x)].long()[alive]
         for i, window in enumerate(windows):
             scratch[places, i] = window[alive].to(scratch.dtype)
-    return torch.stack(outputs, 2).view(x.shape)
+    y = torch.stack(outputs, 1).transpose(1, 2)  # laid out as SGLang lays out x
+    return y if x.dim() == 3 else y[..., 0]
 
 
 def gating(to_map: torch.Tensor, a: Any, b: Any, out: torch.Tensor) -> Any:

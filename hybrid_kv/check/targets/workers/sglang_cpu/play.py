@@ -67,7 +67,8 @@ class SglangScheduler:
         publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
         sender: Any = SenderWrapper
         sender.send_output = lambda _, output, request=None: self._receive(output)
-        self.counters = dict.fromkeys(("hits", "verifications", "accepted", "preemptions"), 0.0)
+        self._counts = dict.fromkeys(("hits", "verifications", "accepted", "preemptions"), 0.0)
+        self._num_drafts = options.get("speculative_num_draft_tokens", 1) - 1
         self._play: _RequestPlay | None = None
         self._num_sent = 0
         self.scheduler = module.Scheduler(args, PortArgs.init_new(args))
@@ -89,7 +90,7 @@ class SglangScheduler:
 
     def _receive(self, output: Any) -> None:
         if self._play is not None:
-            self._play.receive(output, self.counters)
+            self._play.receive(output, self._counts)
 
     def ask(self, requests: list[dict[str, Any]], preempt_every: int = 0) -> list[dict[str, Any]]:
         """Play requests until all have ended; answers have the fields of `targets.target`."""
@@ -100,6 +101,10 @@ class SglangScheduler:
         except _EndOfPlay:
             return self._play.answers
         raise RuntimeError("SGLang's event loop has ended")
+
+    def counters(self) -> dict[str, float]:
+        """Return what occurred since the start; each verification is of as many drafts."""
+        return {**self._counts, "drafts": self._num_drafts * self._counts["verifications"]}
 
     def reset(self) -> None:
         """Forget the prefix cache.
