@@ -233,6 +233,8 @@ class _RequestPlay:
         if output.finished_reasons[row] is None:
             return
         self._running.discard(i)
+        # With drafts SGLang does not cut an aborted answer at its length.
+        answer["token_ids"] = answer["token_ids"][: self._requests[i]["max_tokens"]]
         counters["hits"] += output.cached_tokens[row]
         rows = {
             "preemptions": output.retraction_counts,
