@@ -1,4 +1,8 @@
-"""`python -m bench [--quick] [--suite NAME] [-k PART] [--tier gpu] [--peers FOLDER …] [--json] [--out FILE.csv]`."""
+"""Measure the benchmarks of all suites, or of some.
+
+python -m bench [--quick] [--suite NAME] [-k PART] [--tier gpu] [--peers FOLDER …] [--json]
+    [--out FILE.csv]
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from hybrid_kv.errors import run_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """See `bench.harness.command`, whose imports take seconds: here Ctrl-C is one line in them, too."""
+    """Run `bench.harness.command`, whose imports take seconds: Ctrl-C is one line in them, too."""
     from bench.harness import command
 
     return command.main(arguments)

@@ -1,8 +1,12 @@
-"""Cases of any recurrent layer: the verify step that stores a state after every token, and the scan of a prefill."""
+"""Cases of any recurrent layer.
+
+They are the verify step that stores a state after every token, and the scan of a prefill.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -17,65 +21,85 @@ from hybrid_kv.kernels.common.spans import Spans
 Expected = Callable[[torch.Tensor, Sequence[torch.Tensor], int], tuple[Floats, Floats]]
 
 
-def verify_step(
-    state_size: Sequence[int], inputs: Sequence[torch.Tensor], num_reqs: int, K: int, implementation: Any, device: str,
-    g: torch.Generator, expected_of: Expected, tolerances: tuple[float, float],
-) -> Case:  # fmt: skip
-    """Read one state of each request, write the one after each of 1 + K tokens to a block of its own.
+@dataclass(frozen=True)
+class Layer:
+    """A recurrent layer that is timed: its sizes, its inputs, its kernel and the right results.
 
-    Args:
-        expected_of: gives the states after every token.
+    Attributes:
+        state_size: of a request.
+        inputs: of all tokens, as the layer projects them.
+        implementation: gets states, inputs, and where each request's states lie.
+        expected_of: gives the outputs and states, of which each case takes those that it writes.
         tolerances: of outputs and states, shares of their largest value.
     """
+
+    state_size: Sequence[int]
+    inputs: Sequence[torch.Tensor]
+    implementation: Any
+    device: str
+    expected_of: Expected
+    tolerances: tuple[float, float]
+
+
+def verify_step(layer: Layer, num_reqs: int, K: int, g: torch.Generator) -> Case:
+    """Build a step that reads a state of each request and writes those after each of 1 + K tokens.
+
+    Each state is written to its own block. The layer expects the states after every token.
+    """
     columns = 1 + K
-    state = torch.randn(1 + num_reqs * (1 + columns), *state_size, generator=g)
+    state = torch.randn(1 + num_reqs * (1 + columns), *layer.state_size, generator=g)
     ids = 1 + torch.randperm(num_reqs * (1 + columns), generator=g).view(num_reqs, 1 + columns)
     # Blocks of their own for what is written, so that a call leaves its input as it was.
     sources, targets = ids[:, 0].contiguous(), ids[:, 1:].contiguous()
-    arguments = (state, *inputs, torch.arange(num_reqs + 1) * columns, sources, targets)
-    on_device = [part.to(device) for part in arguments]
+    arguments = (state, *layer.inputs, torch.arange(num_reqs + 1) * columns, sources, targets)
+    on_device = [part.to(layer.device) for part in arguments]
     return stateful_case(
-        lambda: implementation(*on_device),
-        lambda: expected_of(state[sources], inputs, num_reqs),
-        on_device[0], targets.to(device), tolerances,
-    )  # fmt: skip
+        lambda: layer.implementation(*on_device),
+        lambda: layer.expected_of(state[sources], layer.inputs, num_reqs),
+        on_device[0],
+        targets.to(layer.device),
+        layer.tolerances,
+    )
 
 
 def equal_spans(
     num_tokens: int, num_reqs: int, chunk_size: int, device: str
 ) -> tuple[Spans, torch.Tensor]:
-    """Prompts of one length, whose states go to the first blocks; and the blocks that they start from."""
+    """Return prompts of one length, and the blocks that they start from.
+
+    Their states go to the first blocks.
+    """
     lengths = torch.full((num_reqs,), num_tokens // num_reqs)
     blocks = torch.arange(1, num_reqs + 1, device=device)
     return Spans(lengths, blocks, chunk_size=chunk_size), blocks + num_reqs
 
 
-def prefill(
-    state_size: Sequence[int], inputs: Sequence[torch.Tensor], num_reqs: int, chunk_size: int, implementation: Any,
-    device: str, g: torch.Generator, expected_of: Expected, tolerance: float,
-) -> Case:  # fmt: skip
-    """Prompts back to back, each from a state, and the state behind each.
+def prefill(layer: Layer, num_reqs: int, chunk_size: int, g: torch.Generator) -> Case:
+    """Build a step of prompts back to back, each from a state; it writes the state after each.
 
-    Args:
-        expected_of: gives the last states.
-        tolerance: of outputs and states, a share of their largest value.
+    The layer expects the last states.
     """
-    state = torch.randn(1 + 2 * num_reqs, *state_size, generator=g)
-    spans, sources = equal_spans(len(inputs[0]), num_reqs, chunk_size, device)
-    on_device = [part.to(device) for part in (state, *inputs)]
+    state = torch.randn(1 + 2 * num_reqs, *layer.state_size, generator=g)
+    spans, sources = equal_spans(len(layer.inputs[0]), num_reqs, chunk_size, layer.device)
+    on_device = [part.to(layer.device) for part in (state, *layer.inputs)]
     initial = torch.ones_like(sources, dtype=torch.bool)
     return stateful_case(
-        lambda: implementation(*on_device, spans, sources, initial),
-        lambda: expected_of(state[sources.cpu()], inputs, num_reqs),
-        on_device[0], sources - num_reqs, (tolerance, tolerance),
-    )  # fmt: skip
+        lambda: layer.implementation(*on_device, spans, sources, initial),
+        lambda: layer.expected_of(state[sources.cpu()], layer.inputs, num_reqs),
+        on_device[0],
+        sources - num_reqs,
+        layer.tolerances,
+    )
 
 
 def stateful_case(
-    run: Callable[[], torch.Tensor], expected_of: Callable[[], tuple[Floats, Floats]], state: torch.Tensor,
-    targets: torch.Tensor, tolerances: tuple[float, float],
-) -> Case:  # fmt: skip
-    """What returns outputs and writes the blocks `targets` of `state`.
+    run: Callable[[], torch.Tensor],
+    expected_of: Callable[[], tuple[Floats, Floats]],
+    state: torch.Tensor,
+    targets: torch.Tensor,
+    tolerances: tuple[float, float],
+) -> Case:
+    """Build a case that returns outputs and writes the blocks `targets` of `state`.
 
     Args:
         expected_of: both, computed once.

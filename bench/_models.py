@@ -1,4 +1,4 @@
-"""Engines for the suites that need a whole one: the exact model, and a tiny NemotronH with random weights."""
+"""Engines for the suites that need a whole one: the exact model, and a tiny random NemotronH."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Right:
 
 
 def answers(texts: Sequence[Sequence[int]], length: int) -> list[list[int]]:
-    """What the exact model must say, by its oracle: each request alone, without a cache."""
+    """Return the exact model's answers, by its oracle: each request alone, without a cache."""
     oracle = ExactOracle(ExactModel())
     return [oracle.generate(text, length) for text in texts]
 
 
 def exact_engine(mode: str, K: int, num_reqs: int, proposer: Any, **options: Any) -> LLM:
-    """The exact model with room for `num_reqs` requests."""
+    """Return the exact model with room for `num_reqs` requests."""
     drafts = {"num_speculative_tokens": K, "proposer": proposer} if K else {}
     return LLM(
         ExactModel(num_speculative_tokens=K),
@@ -55,7 +55,7 @@ def exact_engine(mode: str, K: int, num_reqs: int, proposer: Any, **options: Any
 
 
 def tiny_engine(seed: int, mode: str) -> LLM:
-    """A NemotronH of a Mamba layer, one of attention, another Mamba layer and an MLP, in float32.
+    """Return a NemotronH of two Mamba layers, one of attention and an MLP, in float32.
 
     Its weights are random, with healthy margins between the best two tokens.
     """

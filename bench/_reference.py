@@ -1,4 +1,4 @@
-"""What results are compared with: the plainest loops, in float64, in numpy, by none of the code that is timed."""
+"""References of all results: the plainest loops, in float64, in numpy, without the timed code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def equal(what: str, result: Any, expected: Any) -> float:
 
 
 def near(what: str, result: Any, expected: Any, tolerance: float) -> float:
-    """The largest error as a share of the largest expected magnitude."""
+    """Return the largest error as a share of the largest expected magnitude."""
     got, wanted = np.asarray(result, dtype=np.float64), np.asarray(expected, dtype=np.float64)
     if got.shape != wanted.shape:
         raise WrongResultError(f"{what} has shape {got.shape}, expected {wanted.shape}")
@@ -47,7 +47,10 @@ def softplus(x: Floats) -> Floats:
 
 
 def convolution(window: Floats, x: Floats, weight: Floats, bias: Floats) -> Floats:
-    """SiLU of a causal depthwise convolution: window [rows, kernel - 1, channels], x [rows, len, channels]."""
+    """Return SiLU of a causal depthwise convolution.
+
+    window: [rows, kernel - 1, channels]; x: [rows, len, channels].
+    """
     inputs = np.concatenate([window, x], axis=1)
     kernel = weight.shape[1]
     steps = [(inputs[:, t : t + kernel] * weight.T).sum(1) + bias for t in range(x.shape[1])]
@@ -64,7 +67,9 @@ def recurrence(
     D: Floats,
     last: bool = False,
 ) -> tuple[Floats, Floats]:
-    """Mamba-2, token by token: outputs [rows, len, heads, head_dim], states after each [rows, len, heads, head_dim, N].
+    """Return Mamba-2's outputs and states, token by token.
+
+    Outputs: [rows, len, heads, head_dim]; states after each: [rows, len, heads, head_dim, N].
 
     Args:
         last: of the states only the last ones, [rows, heads, head_dim, N]; those of a prompt are
@@ -87,7 +92,9 @@ def recurrence(
 def delta_rule(
     state: Floats, q: Floats, k: Floats, v: Floats, decays: Floats, beta: Floats, last: bool = False
 ) -> tuple[Floats, Floats]:
-    """The gated delta rule, token by token: outputs [rows, len, heads, V], states after each [rows, len, heads, V, K].
+    """Return the outputs and states of the gated delta rule, token by token.
+
+    Outputs: [rows, len, heads, V]; states after each: [rows, len, heads, V, K].
 
     Args:
         last: see `recurrence`.
@@ -106,7 +113,10 @@ def delta_rule(
 
 
 def attention(query: Floats, key: Floats, value: Floats, scale: float) -> Floats:
-    """Causal softmax attention of one row, its queries being the last tokens: [len, heads, size] of [tokens, kv, …]."""
+    """Return causal softmax attention of one row, whose queries are the last tokens.
+
+    query: [len, heads, size]; key, value: [tokens, kv heads, size].
+    """
     length, tokens = len(query), len(key)
     per_head = query.shape[1] // key.shape[1]
     k, v = np.repeat(key, per_head, axis=1), np.repeat(value, per_head, axis=1)

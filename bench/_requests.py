@@ -1,4 +1,4 @@
-"""Requests, pools and schedulers as the engine makes them, without a model: for suites that time the host."""
+"""Requests, pools and schedulers as the engine makes them, without a model: to time the host."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ def manager(mode: str, K: int, num_blocks: int) -> KVCacheManager:
 def scheduler(
     subject: KVCacheManager, mode: str, K: int, max_num_seqs: int, budget: int = 1 << 16
 ) -> Scheduler:
-    """The budget, in tokens of a step, holds every prompt of the suites unless a smaller one is given."""
+    """Return a scheduler.
+
+    Its budget, in tokens of a step, holds every prompt of the suites unless a smaller one is given.
+    """
     config = SchedulerConfig(max_num_seqs, budget, LIMIT)
     return Scheduler(config, subject, K)
 
@@ -71,7 +74,7 @@ def prompts(seed: int, num_reqs: int, length: int) -> list[list[int]]:
 
 
 def requests(prompt_tokens: Sequence[Sequence[int]], max_tokens: int) -> list[Request]:
-    """Requests that never end: a suite makes fewer steps than they have tokens to come."""
+    """Return requests that never end: a suite makes fewer steps than they have tokens to come."""
     params = SamplingParams(max_tokens=max_tokens)
     return [Request(str(i), list(tokens), params, i) for i, tokens in enumerate(prompt_tokens)]
 

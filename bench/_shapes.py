@@ -42,7 +42,7 @@ class LayerShape:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: x, B and C."""
+        """Return the channels of the convolution: x, B and C."""
         return self.inner + 2 * self.groups * self.state_size
 
     @property
@@ -51,7 +51,10 @@ class LayerShape:
         return self.heads, self.head_dim, self.state_size, self.groups
 
     def of_rank(self, num_ranks: int) -> LayerShape:
-        """What one of `num_ranks` tensor-parallel ranks computes with: at least one group and one K/V head."""
+        """Return the shape that one of `num_ranks` tensor-parallel ranks computes with.
+
+        It has at least one group and one K/V head.
+        """
         return replace(
             self,
             heads=self.heads // num_ranks,
@@ -87,7 +90,7 @@ class DeltaShape:
     per_channel: bool
 
     def of_rank(self, num_ranks: int) -> DeltaShape:
-        """What one of `num_ranks` tensor-parallel ranks computes with."""
+        """Return the shape that one of `num_ranks` tensor-parallel ranks computes with."""
         return replace(self, key_heads=self.key_heads // num_ranks, heads=self.heads // num_ranks)
 
 

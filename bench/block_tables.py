@@ -1,4 +1,4 @@
-"""A step's block tables: ids staged and applied, the batch's rows as kernel blocks, its tokens mapped to slots.
+"""Block tables of a step: ids staged and applied, rows as kernel blocks, tokens mapped to slots.
 
 `total` is all of that on a CPU, in two equal groups of 8 kernel blocks per block, beside the real
 code of vLLM's V1 runner where `--peers` names installs of it (`bench.peers`): host and device part
@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from bench._reference import equal
-from bench.harness.cells import Case, Cell, Scalar, grid, seed
+from bench.harness.cells import Case, Cell, Scalar, grid, promised, seed
 from bench.harness.contest import Contest, Rival, models
 from bench.peers import Install, installs
 from hybrid_kv.cache.block_table import BlockTables
@@ -42,7 +42,7 @@ STEPS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """A step, several times over: `appends` of `num_reqs` requests get `blocks` blocks in each group.
+    """A step, several times over: `appends` of `num_reqs` requests get `blocks` in each group.
 
     `held`: before the first. 0: new requests, whose last `tokens` tokens run. Mamba groups have no
     slots, kernel blocks as long as their blocks, and room for the states of drafts.
@@ -61,7 +61,7 @@ class Shape:
 
     @property
     def layouts(self) -> list[TableLayout]:
-        """Of each group."""
+        """Return the layout of each group."""
         bpk = self.block_size // self.kernel_block_size
         mamba = TableLayout(self.width + 3, self.block_size, 1, 1, has_slots=False)
         attention = TableLayout(self.width, self.block_size, bpk, bpk)
@@ -173,7 +173,7 @@ def _engine_step(data: Steps) -> tuple[Callable[[], object], Callable[[int], Fou
     def reset() -> None:
         if not is_new:
             for row, ids in enumerate(held):
-                tables.append_block_ids(row, ids, held_counts, True)
+                tables.append_block_ids(row, ids, held_counts, overwrite=True)
             tables.update(batch, ones, nothing, len(batch), len(batch))
 
     def run(step: int) -> Found:
@@ -214,7 +214,7 @@ def _peer_step(
 
 
 def _case(data: Steps, restore: Callable[[], object], one: Callable[[int], Found]) -> Case:
-    """A whole step; `reset` goes back to the first of `STEPS_IN_A_ROW`."""
+    """Return the case of a whole step; `reset` goes back to the first of `STEPS_IN_A_ROW`."""
     step = 0
 
     def reset() -> None:
@@ -235,13 +235,13 @@ def _case(data: Steps, restore: Callable[[], object], one: Callable[[int], Found
 
 
 def step(seed: int, model: str, step: str) -> Case:
-    """What the engine does on the CPU."""
+    """Build the engine's step on the CPU."""
     data = Steps(seed, _shape(model, step))
     return _case(data, *_engine_step(data))
 
 
 def total(seed: int, scenario: str, subject: str) -> Case:
-    """The same in two equal groups of attention, and by others."""
+    """Build the same in two equal groups of attention, by the engine or by others."""
     data = Steps(seed, TOTALS[scenario])
     if subject == ENGINE:
         return _case(data, *_engine_step(data))
@@ -250,7 +250,7 @@ def total(seed: int, scenario: str, subject: str) -> Case:
 
 
 def update_kernel(seed: int, model: str, step: str, device: str = "cuda") -> Case:
-    """The first of these steps as one launch."""
+    """Build the first of these steps as one launch."""
     from hybrid_kv.kernels.block_tables import (
         DeviceTables,
         StagedBlocks,
@@ -275,7 +275,8 @@ def update_kernel(seed: int, model: str, step: str, device: str = "cuda") -> Cas
         parts = (torch.from_numpy(everyone), begins, positions)
         return StepBatch(*(part.to(device) for part in parts), len(everyone), len(positions))
 
-    before, new = staged(everyone, data.held, True), staged(data.rows, data.new[0], data.is_new)
+    before = staged(everyone, data.held, overwrite=True)
+    new = staged(data.rows, data.new[0], overwrite=data.is_new)
     first = batch(1, torch.zeros(len(everyone), dtype=torch.int64))
     this = batch(shape.tokens, data.positions[0])
 
@@ -301,12 +302,15 @@ def _name(install: Install) -> str:
 
 
 def _promise(scenario: str, subject: str) -> float | None:
-    """Twice as fast where ids change, and never slower."""
+    """Return the promise of a rival: twice as fast where ids change, and never slower."""
     return None if subject == ENGINE else 2.0 if TOTALS[scenario].appends else 1.0
 
 
 def table_updates(device: str, model: str, step: str) -> Contest:
-    """All groups' block tables of a step in one launch: a few bytes, so only its time says anything."""
+    """Return the contest of all groups' block tables of a step in one launch.
+
+    They are a few bytes, so only its time says anything.
+    """
     params = {"model": model, "step": step}
     make = partial(update_kernel, seed("block_tables", params), model, step, device)
     return Contest("block_tables", params, {"triton": Rival(make, 0)})
@@ -319,21 +323,14 @@ def gpu_contests(quick: bool, device: str) -> Iterator[Contest]:
 
 
 def cells() -> list[Cell]:
-    """Whole steps beside others; a step and a launch for two models."""
+    """Return the cells of whole steps, with rivals, and of a step and a launch for two models."""
     values: dict[str, tuple[Scalar, ...]] = {"model": tuple(LAYOUTS), "step": tuple(STEPS)}
     quick = [("nemotron-3-nano",)]
     subjects = (ENGINE, *(_name(install) for install in installs()))
     totals: dict[str, tuple[Scalar, ...]] = {"scenario": tuple(TOTALS), "subject": subjects}
+    quick_totals = [("16 of 256 append, width 40",)]
     return [
-        *grid(
-            "block_tables",
-            "total",
-            "cpu",
-            total,
-            totals,
-            [("16 of 256 append, width 40",)],
-            _promise,
-        ),
+        *promised(_promise, grid("block_tables", "total", "cpu", total, totals, quick_totals)),
         *grid("block_tables", "step", "cpu", step, values, quick),
         *grid("block_tables", "update_kernel", "gpu", update_kernel, values, quick),
     ]

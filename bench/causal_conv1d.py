@@ -107,8 +107,10 @@ def update(
     return stateful_case(
         lambda: implementation(*on_device),
         lambda: (convolution(*wide), kept),
-        on_device[0], blocks[1].to(device), tolerances,
-    )  # fmt: skip
+        on_device[0],
+        blocks[1].to(device),
+        tolerances,
+    )
 
 
 def prompts(
@@ -133,8 +135,10 @@ def prompts(
     return stateful_case(
         lambda: implementation(*on_device, spans, sources, first, initial),
         lambda: (convolution(*wide), kept),
-        on_device[0], sources - num_reqs, (ROUNDED, 0.0),
-    )  # fmt: skip
+        on_device[0],
+        sources - num_reqs,
+        (ROUNDED, 0.0),
+    )
 
 
 def vllm_conv_update() -> Prepare:
@@ -202,7 +206,7 @@ def conv_prefills(device: str, model: str, num_tokens: int, num_reqs: int) -> Co
 
 
 def gpu_contests(quick: bool, device: str) -> Iterator[Contest]:
-    """Of verify steps, as `bench.state_update` has them, and of prefills."""
+    """Yield contests of verify steps, as `bench.state_update` has them, and of prefills."""
     for model in models(quick):
         batches = (128,) if quick else (1, 16, 128) if model == MODELS[0] else (16,)
         for num_reqs, K in product(batches, (0, 3) if quick else (0, 1, 3, 5, 7)):

@@ -35,7 +35,7 @@ Tensors = list[torch.Tensor]  # of one layer's cache of a kind, [batch, ...] eac
 
 
 class Cell(NamedTuple):
-    """What is damaged, and how."""
+    """The part of a cache that is damaged, and how."""
 
     cache: str
     scope: str
@@ -74,7 +74,7 @@ class Model:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
 
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train(False)
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.family: str = self._model.config.model_type
         self.vocab_size: int = self._model.config.vocab_size
 
@@ -193,7 +193,10 @@ KINDS: dict[str, Damage] = {
 
 
 def damaged(texts: Texts, cell: Cell, damage: Damage, draw: Choices) -> Any:
-    """Return a copy of the right cache with damage in all layers, or in a drawn one of each text."""
+    """Return a copy of the right cache with damage in all layers, or in one of each text.
+
+    That one is drawn.
+    """
     broken = copy.deepcopy(texts.right)
     layers = [i for i, layer in enumerate(broken.layers) if tensors_of(layer, cell.cache)]
     count = len(texts.answers)

@@ -1,12 +1,13 @@
-"""What a step costs its host on a GPU, by count: the engine runs the guard model on the pretend device.
+"""Counts of what a step costs its host on a GPU: the guard model runs on the pretend device.
 
-    python -m bench.device                        # all modes and schemes on Triton; fails if a
-    target is missed python -m bench.device torch align slots 2    # kernels, mode, scheme, drafts:
-    where the host waits and uploads
+    python -m bench.device                        # all; fails if a target is missed
+    python -m bench.device torch align slots 2    # kernels, mode, scheme, drafts: its waits
+
+The first runs all modes and schemes on Triton, the second says where the host waits and uploads.
 
 What runs before does not count: all of it on torch's kernels, for constants, and a request, for
 what an engine makes at its first use. Of each kind of step the largest count of any such step is
-given. With drafts a step of decodes verifies them. In a *hit* step a request starts behind what is
+given. With drafts a step of decodes verifies them. In a *hit* step a request starts after what is
 cached, in a *resume* step it starts again after a preemption; *store* and *load* are between steps,
 when blocks go to the offload tier or come back. A step of decodes, all of one length, is capturable
 if the model launched the same, with the same arguments, as in the one before of that size. Launches
@@ -20,18 +21,21 @@ import logging
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from itertools import cycle, product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
 from bench.harness.cells import Cell, Count, Counts, WrongResultError, grid
 from hybrid_kv.kernels.common.interpreter import start_interpreter
+
+if TYPE_CHECKING:
+    import torch
 
 METRICS = {
     "launches": ("launch", "launches"),
@@ -76,7 +80,7 @@ PROMPTS = {"none": (20, 37), "align": (20, 77), "all": (20, 93)}
 
 
 class Step(NamedTuple):
-    """One step: its kind, what was counted, and of each wait and upload its kind, what it was, and where.
+    """One step: its kind, its counts, and of each wait and upload its kind, what it was, and where.
 
     `stale`: why a graph of the step before could not be replayed for it; None: there is none of the
     same size.
@@ -121,7 +125,7 @@ def _engine(
 
 
 def _tokens(llm: Any, mode: str) -> list[list[int]]:
-    """Of all outputs."""
+    """Return the token ids of all outputs."""
     from hybrid_kv.sampling import SamplingParams
 
     def preempt(llm: Any) -> None:
@@ -151,95 +155,125 @@ def _kind(batch: Any) -> str:
     return "decode" if all(decodes) else "mixed" if any(decodes) else "prefill"
 
 
+class Notes:
+    """Steps of an engine on the pretend device, noted as they run.
+
+    Attributes:
+        steps: in their order; store and load are steps of their own.
+    """
+
+    def __init__(self, gpu: Any, llm: Any) -> None:
+        self.steps: list[Step] = []
+        self._gpu, self._llm = gpu, llm
+        self._execute, self._forward = llm.runner.execute, type(llm.runner.model).forward
+        # By tokens of each request, the launches of the last such step, of which a graph would be.
+        self._graphs: dict[tuple[int, ...], Any] = {}
+        self._launches: Any = None  # of the model in this step
+        self._layer_begin = 0  # the first event of this layer
+        self._of_layers = Counter[str]()  # by kind of layer, the fewest launches of any such one
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Note the steps of the engine until the context ends."""
+        from hybrid_kv.models.attention import PagedAttention
+        from hybrid_kv.models.mixers.conv import RecurrentMixer
+
+        def captured(model: Any, *arguments: Any) -> torch.Tensor:
+            with self._gpu.captured() as self._launches:
+                return self._forward(model, *arguments)
+
+        def begin(*_: Any) -> None:
+            self._layer_begin = len(self._gpu.events)
+
+        def end(layer: torch.nn.Module, *_: Any) -> None:
+            kind = "attention" if isinstance(layer, PagedAttention) else "mamba"
+            count = self._gpu.counts(self._layer_begin)["launch"]
+            self._of_layers[kind] = min(self._of_layers.get(kind, count), count)
+
+        runner, offload = self._llm.runner, self._llm.manager.offload
+        with ExitStack() as stack:
+            for layer in runner.model.modules():
+                if isinstance(layer, PagedAttention | RecurrentMixer):
+                    stack.callback(layer.register_forward_pre_hook(begin).remove)
+                    stack.callback(layer.register_forward_hook(end).remove)
+            stack.enter_context(patch.object(type(runner.model), "forward", captured))
+            stack.enter_context(patch.object(runner, "execute", self._run))
+            for kind in OFFLOAD if offload is not None else ():
+                stack.enter_context(patch.object(offload, kind, self._around(offload, kind)))
+            yield
+
+    def _run(self, scheduled: Any) -> Any:
+        since = len(self._gpu.events)
+        self._of_layers.clear()
+        output = self._execute(scheduled)
+        kind = _kind(output.batch)
+        stale = self._why_stale(kind, tuple(item.num_tokens for item in output.batch))
+        self._note(kind, since, stale, **self._launched(since) if kind == "decode" else {})
+        return output
+
+    def _why_stale(self, kind: str, size: tuple[int, ...]) -> str | None:
+        """Return why a graph of the step of that size before cannot be replayed; see `Step`."""
+        from hybrid_kv.measure.device import why_not_replayed
+
+        before, self._graphs[size] = self._graphs.get(size), self._launches
+        if before is None or kind != "decode" or len({*size}) != 1:
+            return None
+        return why_not_replayed(before, self._launches)
+
+    def _launched(self, since: int) -> dict[str, int]:
+        """Return the launches by kind of layer, of the tables and of sampling."""
+        launched = [event for event in self._gpu.events[since:] if event.kind == "launch"]
+        return {
+            "_block_tables": sum(event.operation == "_block_tables" for event in launched),
+            **self._of_layers,
+            "sampling": sum(event.where.startswith(SAMPLING) for event in launched),
+        }
+
+    def _around(self, offload: Any, kind: str) -> Callable[..., None]:
+        """Return the offload's function of that name, which notes a step if it does anything."""
+        run = getattr(offload, kind)
+
+        def noted(*arguments: Any) -> None:
+            since = len(self._gpu.events)
+            run(*arguments)
+            if len(self._gpu.events) > since:
+                self._note(kind, since)
+
+        return noted
+
+    def _note(self, kind: str, since: int, stale: str | None = None, **more: int) -> None:
+        events = self._gpu.events[since:]
+        sites = [event[:3] for event in events if event.kind in ("wait", "upload")]
+        self.steps.append(Step(kind, self._gpu.counts(since) | more, sites, stale))
+
+
 def play(kernels: str, mode: str, scheme: str, K: int) -> list[Step]:
-    """Its steps on the pretend device.
+    """Return the steps of an engine on the pretend device.
 
     Raises:
         WrongResultError: other tokens than the CPU's.
     """
     import torch
 
-    from hybrid_kv.measure.device import pretend_gpu, why_not_replayed
-    from hybrid_kv.models.attention import PagedAttention
-    from hybrid_kv.models.mixers.conv import RecurrentMixer
+    from hybrid_kv.measure.device import pretend_gpu
     from hybrid_kv.sampling import SamplingParams
 
     torch.set_num_threads(1)
-    wanted, steps = _tokens(_engine("cpu", "torch", mode, scheme, K), mode), list[Step]()
+    right = _tokens(_engine("cpu", "torch", mode, scheme, K), mode)
     with pretend_gpu() as gpu:
         _tokens(_engine("cuda:0", "torch", mode, scheme, K), mode)
         llm = _engine("cuda:0", kernels, mode, scheme, K)
         llm.generate([[5] * 20], SamplingParams(max_tokens=4, cache_salt="before"), progress=False)
-        execute, forward, graphs = (
-            llm.runner.execute,
-            type(llm.runner.model).forward,
-            dict[Any, Any](),
-        )
-        began, of_layers = [0], Counter[str]()
-
-        def begin(*_: Any) -> None:
-            began[0] = len(gpu.events)
-
-        def end(layer: torch.nn.Module, *_: Any) -> None:
-            kind = "attention" if isinstance(layer, PagedAttention) else "mamba"
-            own = gpu.counts(began[0])["launch"]
-            of_layers[kind] = min(of_layers.get(kind, own), own)
-
-        for layer in llm.runner.model.modules():
-            if isinstance(layer, PagedAttention | RecurrentMixer):
-                layer.register_forward_pre_hook(begin)
-                layer.register_forward_hook(end)
-
-        def captured(model: Any, input_ids: torch.Tensor, *arguments: Any) -> torch.Tensor:
-            with gpu.captured() as launches:
-                hidden = forward(model, input_ids, *arguments)
-            graphs[None] = launches
-            return hidden
-
-        def note(kind: str, since: int, stale: str | None = None, **more: int) -> None:
-            sites = [event[:3] for event in gpu.events[since:] if event.kind in ("wait", "upload")]
-            steps.append(Step(kind, gpu.counts(since) | more, sites, stale))
-
-        def counted(scheduled: Any) -> Any:
-            since = len(gpu.events)
-            of_layers.clear()
-            output = execute(scheduled)
-            launched = [event for event in gpu.events[since:] if event.kind == "launch"]
-            more = {
-                "_block_tables": sum(event.operation == "_block_tables" for event in launched),
-                **of_layers,
-            }
-            more["sampling"] = sum(event.where.startswith(SAMPLING) for event in launched)
-            kind, size = _kind(output.batch), tuple(item.num_tokens for item in output.batch)
-            before, graphs[size] = graphs.get(size), graphs.pop(None)
-            is_known = before is not None and kind == "decode" and len({*size}) == 1
-            stale = why_not_replayed(before or (), graphs[size]) if is_known else None
-            note(kind, since, stale, **more if kind == "decode" else {})
-            return output
-
-        def around(kind: str) -> Any:
-            def noted(*args: Any) -> None:
-                since = len(gpu.events)
-                run(*args)
-                if len(gpu.events) > since:
-                    note(kind, since)
-
-            run = getattr(llm.manager.offload, kind)
-            return patch.object(llm.manager.offload, kind, noted)
-
-        with ExitStack() as stack:
-            stack.enter_context(patch.object(type(llm.runner.model), "forward", captured))
-            stack.enter_context(patch.object(llm.runner, "execute", counted))
-            for kind in OFFLOAD if llm.manager.offload is not None else ():
-                stack.enter_context(around(kind))
-            found = _tokens(llm, mode)
-    if found != wanted:
-        raise WrongResultError(f"tokens {found} instead of the CPU's {wanted}")
-    return steps
+        notes = Notes(gpu, llm)
+        with notes.taken():
+            tokens = _tokens(llm, mode)
+    if tokens != right:
+        raise WrongResultError(f"tokens {tokens} instead of the CPU's {right}")
+    return notes.steps
 
 
 def check_family(name: str, mode: str) -> None:
-    """A tiny model of random weights on torch's kernels.
+    """Check the tokens of a tiny model of random weights on torch's kernels.
 
     Raises:
         WrongResultError: other tokens than the CPU's.
@@ -280,7 +314,9 @@ def played(kernels: str, mode: str, scheme: str, K: int) -> list[Step]:
 
 
 def steps(seed: int, kernels: str, mode: str, scheme: str, K: int, step: str) -> Counts:
-    """The largest counts of any such step, and whether each step of decodes can be replayed from the one before it.
+    """Return the largest counts of any such step.
+
+    Also return whether each step of decodes can be replayed from the one before it.
 
     Raises:
         WrongResultError: no two steps of decodes have one size.
@@ -296,7 +332,7 @@ def steps(seed: int, kernels: str, mode: str, scheme: str, K: int, step: str) ->
 
 
 def _most(steps: Sequence[Step]) -> dict[str, int]:
-    """By metric."""
+    """Return the largest count of any step, by metric."""
     known = {name: kind for name, (kind, _) in METRICS.items() if kind in steps[0].counts}
     return {name: max(one.counts[kind] for one in steps) for name, kind in known.items()}
 
@@ -367,7 +403,8 @@ def table() -> int:
         for one in checked:
             one.result()
     print(
-        f"tokens are the CPU's: in all of these, and with torch's kernels in {len(families)} families"
+        "tokens are the CPU's: in all of these, "
+        f"and with torch's kernels in {len(families)} families"
     )
     return int(failed)
 

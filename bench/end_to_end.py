@@ -17,7 +17,7 @@ def _generate(llm: LLM, texts: list[list[int]], length: int) -> list[list[int]]:
 
 
 def exact(seed: int, mode: str, K: int, num_reqs: int) -> Case:
-    """The exact model, 16 tokens each, all drafts right."""
+    """Build the exact model's case, 16 tokens each, all drafts right."""
     length = 16
     texts = [[token % VOCAB for token in prompt] for prompt in prompts(seed, num_reqs, 56)]
     wanted = answers(texts, length)
@@ -33,7 +33,10 @@ def exact(seed: int, mode: str, K: int, num_reqs: int) -> Case:
 
 
 def nemotron(seed: int, mode: str, num_reqs: int) -> Case:
-    """A tiny NemotronH, 8 tokens each, against a recomputation of the whole text for every token."""
+    """Build the case of a tiny NemotronH, 8 tokens each.
+
+    The whole text is computed again for every token to check it.
+    """
     length = 8
     texts = [[token % VOCAB for token in prompt] for prompt in prompts(seed, num_reqs, 56)]
     llm = tiny_engine(seed, mode)

@@ -23,7 +23,10 @@ OPERATIONS = {"operations": "operations"}
 
 
 def decode_block(seed: int, mode: str, K: int, num_reqs: int) -> Case:
-    """Every request decodes one block of tokens, in `BLOCK_SIZE // (1 + K)` steps; all drafts are right."""
+    """Build a case in which every request decodes one block of tokens.
+
+    It takes `BLOCK_SIZE // (1 + K)` steps; all drafts are right.
+    """
     texts = [[token % 97 for token in prompt] for prompt in prompts(seed, num_reqs, PROMPT)]
     length = (BLOCKS + 1) * BLOCK_SIZE
     wanted = answers(texts, length)
@@ -77,7 +80,10 @@ class _Operations(TorchDispatchMode):
 
 
 def operations(seed: int, mode: str) -> Counts:
-    """Torch operations of one decode step of a NemotronH with two Mamba layers and one of attention, 4 requests."""
+    """Count the torch operations of one decode step of 4 requests.
+
+    The model is a NemotronH with two Mamba layers and one of attention.
+    """
     llm = tiny_engine(seed, mode)
     for text in prompts(seed, 4, PROMPT):
         llm.scheduler.add(

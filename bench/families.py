@@ -1,4 +1,6 @@
-"""The engine beside vLLM and transformers: one checkpoint of each family, greedy, one core, float32 or another dtype.
+"""The engine next to vLLM and transformers: a checkpoint of each family, greedy, on one core.
+
+It runs in float32 or another dtype.
 
 Each family's is the one that `hybrid-kv checkpoint FAMILY FOLDER` writes; `guard` is the guard
 model. Nothing is cached or drafted, prompts have one length. All three get the same token ids, and
@@ -226,7 +228,7 @@ def measure(
     rounds: int,
     dtype: str = "float32",
 ) -> list[Measurement]:
-    """Prefill and decode of sides that are right, interleaved; a side that is wrong once is none of them.
+    """Measure prefill and decode of the sides that are right, in turns.
 
     Raises:
         WrongResultError: a side's tokens have changed.
@@ -260,7 +262,13 @@ def measure(
             )
             cell = Cell(SUITE, label, params, "cpu", nothing)
             found.append(
-                Measurement(cell, median(own), times_engine, rounds, Receipt(True, True, 0.0))
+                Measurement(
+                    cell,
+                    median(own),
+                    times_engine,
+                    rounds,
+                    Receipt(checked_before=True, checked_after=True, max_error=0.0),
+                )
             )
     return found
 
@@ -289,8 +297,9 @@ class Difference:
 
     def __str__(self) -> str:
         return (
-            f"token {self.place} is {self.own}, transformers has {self.other}; in float64 {self.other} is "
-            f"{self.margin:+.1e} of the largest logit above {self.own}, rounding costs {self.cost:.1e}: "
+            f"token {self.place} is {self.own}, transformers has {self.other}; in float64 "
+            f"{self.other} is {self.margin:+.1e} of the largest logit above {self.own}, "
+            f"rounding costs {self.cost:.1e}: "
             f"{'rounding' if self.is_rounding else 'more than rounding'}"
         )
 
@@ -298,7 +307,10 @@ class Difference:
 def difference(
     model: Any, exact: Any, prompt: list[int], wanted: list[int], tokens: list[int]
 ) -> Difference:
-    """Where `tokens` leave `wanted`, as transformers in its dtype (`model`) and in float64 (`exact`) see it."""
+    """Return the first place where `tokens` leave `wanted`.
+
+    transformers sees it in its dtype (`model`) and in float64 (`exact`).
+    """
     place = next(
         i for i, (own, other) in enumerate(zip(tokens, wanted, strict=True)) if own != other
     )
@@ -314,7 +326,7 @@ def difference(
 
 
 def lines(found: Family) -> Iterator[list[str]]:
-    """The table's lines of one family, one for each rival."""
+    """Yield the table's lines of one family, one for each rival."""
     cells = [
         (one.cell.params["subject"], one.cell.params["batch"], one.cell.benchmark)
         for one in found.measured

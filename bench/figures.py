@@ -50,7 +50,7 @@ CLASSES = {
 
 
 def rewrite(text: str, results: Results) -> str:
-    """A page with every block made anew; a block without rows stays as it is.
+    """Return a page with every block made anew; a block without rows stays as it is.
 
     Raises:
         HybridKVError: the name of a block is unknown, or its end is missing.
@@ -70,7 +70,7 @@ def rewrite(text: str, results: Results) -> str:
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The first column left, the others right."""
+    """Return a Markdown table, its first column left, the others right."""
     lines = [re.sub(r"\|  (?=\|)", "| ", f"| {' | '.join(line)} |") for line in [head, *rows]]
     return "\n".join([lines[0], f"|---|{'--:|' * (len(head) - 1)}", *lines[1:]])
 
@@ -90,8 +90,8 @@ def mutants_table(results: Results) -> str | None:
     caught = rows[rows["value"] == 1]
     quick = caught[caught["by"] == "quick"]
     text = (
-        f"{len(caught)} of {len(rows)} are caught, {len(quick)} of them by the quick guard or unit tests, "
-        f"{sum(quick['seconds'] <= SOON)} in {SOON} s of one core at most; the median takes "
+        f"{len(caught)} of {len(rows)} are caught, {len(quick)} of them by the quick guard or unit "
+        f"tests, {sum(quick['seconds'] <= SOON)} in {SOON} s of one core at most; the median takes "
         f"{quick['seconds'].median():.1f} s."
     )
     firsts = Counter(caught["section"]).most_common()
@@ -102,7 +102,7 @@ def mutants_table(results: Results) -> str | None:
 
 
 def first_catches(results: Results) -> pd.DataFrame:
-    """A row for each known bug: of the first of `RUNS` that caught it, if one did.
+    """Return a row for each known bug: that of the first of `RUNS` that caught it, if one did.
 
     Of each the newest row counts.
     """
@@ -117,7 +117,10 @@ def first_catches(results: Results) -> pd.DataFrame:
 
 
 def families_table(results: Results) -> str | None:
-    """What the newest full guard found for each family: its distance from transformers, and its cells in float64."""
+    """Return what the newest full guard found for each family.
+
+    That is its distance from transformers, and its cells in float64.
+    """
     rows = results.of("guard", "families")
     # A guard that is not long computes states next to other activations of all families, logits of
     # a few.
@@ -145,7 +148,9 @@ def families_table(results: Results) -> str | None:
 
 
 def step_table(results: Results) -> str | None:
-    """CPU time of a whole block-table step, host and device part, beside the real code of other engines.
+    """Return the CPU times of a whole block-table step, with the real code of other engines.
+
+    Host and device part count together.
 
     Of the scenarios those in which an engine is nearest to ours, and furthest from it.
     """
@@ -203,12 +208,13 @@ def expansion_table(results: Results) -> str | None:
     text = f"{expansion.crossover_text(found)} {expansion.launch_text()}"
     made = f"{text}\n\n{markdown_table([expansion.WAY_HEAD, *expansion.head()], lines)}"
     if compiled := expansion.predicted(results):
-        made += f"\n\n{expansion.PREDICTED_TEXT}\n\n{markdown_table(expansion.PREDICTED_HEAD, compiled)}"
+        table = markdown_table(expansion.PREDICTED_HEAD, compiled)
+        made += f"\n\n{expansion.PREDICTED_TEXT}\n\n{table}"
     return made
 
 
 def expansion_short_table(results: Results) -> str | None:
-    """The same at 8 kernel blocks per block."""
+    """Return the table of expansions at 8 kernel blocks per block."""
     found = expansion.ways(results)
     if not found:
         return None
@@ -220,7 +226,10 @@ def expansion_short_table(results: Results) -> str | None:
 
 
 def exact_engines_table(results: Results) -> str | None:
-    """In which dtypes each engine computes exact checkpoints to the bit, by family; and each difference."""
+    """Return the dtypes in which each engine computes exact checkpoints to the bit, by family.
+
+    Each difference follows.
+    """
     rows = with_params(
         results.of(EXACT, "engines"),
         family=str,
@@ -258,7 +267,10 @@ def exact_engines_table(results: Results) -> str | None:
 
 
 def exact_damage_table(results: Results) -> str | None:
-    """How often damage shows in the tokens of exact checkpoints: in one layer / in all, by family."""
+    """Return how often damage shows in the tokens of exact checkpoints, by family.
+
+    It is in one layer / in all.
+    """
     rows = with_params(results.of(EXACT, "damage"), family=str, cache=str, scope=str, kind=str)
     if rows.empty:
         return None
@@ -286,11 +298,15 @@ def exact_damage_table(results: Results) -> str | None:
         if trials[0] == trials[1]
         else f"{trials[0]} to {trials[1]} trials each"
     )
-    return f"One layer / all layers; {said}.\n\n{markdown_table(['', *(f'`{f}`' for f in families)], lines)}"
+    table = markdown_table(["", *(f"`{family}`" for family in families)], lines)
+    return f"One layer / all layers; {said}.\n\n{table}"
 
 
 def exact_mutants_text(results: Results) -> str | None:
-    """How many of the known bugs that make the quick guard see wrong tokens exact weights find by themselves."""
+    """Return how many of the known bugs exact weights find by themselves.
+
+    The bugs are those that make the quick guard see wrong tokens.
+    """
     rows = with_params(results.of(MUTANTS), by=str, rule=str)
     newest = rows.drop_duplicates(["benchmark", "by", "metric"], keep="last")
     caught = newest[newest["metric"] == "caught"]
@@ -304,15 +320,15 @@ def exact_mutants_text(results: Results) -> str | None:
     found = own[own["value"] == 1]["benchmark"]
     missed = " ".join(sorted({*own["benchmark"]} - {*found}))
     text = (
-        f"Of {len(changing)} known bugs that change tokens, {len(own)} were run: {len(found)} are found "
-        f"({len(found) / len(own):.0%}), in a median of {seconds[found].median():.1f} s of one core, at most "
-        f"{seconds[found].max():.0f} s."
+        f"Of {len(changing)} known bugs that change tokens, {len(own)} were run: {len(found)} are "
+        f"found ({len(found) / len(own):.0%}), in a median of {seconds[found].median():.1f} s of "
+        f"one core, at most {seconds[found].max():.0f} s."
     )
     return f"{text} Not found: {missed}." if missed else text
 
 
 def _marked(cells: Sequence[str]) -> list[str]:
-    """What is not measured in italics, so that it looks like no number."""
+    """Return the cells with what is not measured in italics, so that it looks like no number."""
     return [f"*{cell}*" if cell == expansion.NOT_MEASURED else cell for cell in cells]
 
 

@@ -1,4 +1,6 @@
-"""The gated delta rule of a delta net or a KDA layer: a verify step of 1 + K tokens of each request, and a prefill.
+"""The gated delta rule of a delta net or a KDA layer: a verify step and a prefill.
+
+The verify step has 1 + K tokens of each request.
 
 Tolerances: float32 arithmetic errs by 1e-5 of the largest value
 (tests/kernels/gated_delta/test_slots.py derives it); bfloat16 outputs are rounded by 2^-8 at most,
@@ -16,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench._layers import prefill, verify_step
+from bench._layers import Layer, prefill, verify_step
 from bench._reference import Floats, delta_rule, softplus
 from bench._shapes import DELTA_SHAPES, DeltaShape
 from bench.harness.cells import Case, Cell, grid
@@ -50,7 +52,10 @@ def layer(
 def expected_of(
     initial: torch.Tensor, inputs: Sequence[torch.Tensor], num_rows: int, last: bool = False
 ) -> tuple[Floats, Floats]:
-    """Outputs of equally long rows and the states after every token, or the last, [num_rows, len, …], in float64."""
+    """Return the outputs of equally long rows and their states, in float64.
+
+    The states are those after every token, or the last, [num_rows, len, …].
+    """
     q, k, v, dt, dt_bias, A_log, beta = (np.asarray(part.double()) for part in inputs)
     q, k, v, dt, beta = (
         part.reshape(num_rows, -1, *part.shape[1:]) for part in (q, k, v, dt, beta)
@@ -80,14 +85,11 @@ def update(
 ) -> Case:
     """See `verify_step`."""
     shape, g = DELTA_SHAPES[model], torch.Generator().manual_seed(seed)
-    size, inputs = (
-        (shape.heads, shape.value_dim, shape.key_dim),
-        layer(shape, num_reqs * (1 + K), dtype, g),
-    )
+    size = (shape.heads, shape.value_dim, shape.key_dim)
+    inputs = layer(shape, num_reqs * (1 + K), dtype, g)
     tolerances = (EXACT if dtype == torch.float32 else ROUNDED), EXACT
-    return verify_step(
-        size, inputs, num_reqs, K, implementation, device, g, expected_of, tolerances
-    )
+    timed = Layer(size, inputs, implementation, device, expected_of, tolerances)
+    return verify_step(timed, num_reqs, K, g)
 
 
 def prompts(
@@ -101,14 +103,16 @@ def prompts(
 ) -> Case:
     """See `prefill`."""
     shape, g = DELTA_SHAPES[model], torch.Generator().manual_seed(seed)
-    size, inputs = (shape.heads, shape.value_dim, shape.key_dim), layer(shape, num_tokens, dtype, g)
+    size = (shape.heads, shape.value_dim, shape.key_dim)
+    inputs = layer(shape, num_tokens, dtype, g)
     tolerance = 2 * EXACT if dtype == torch.float32 else PRODUCTS
     last_of = partial(expected_of, last=True)
-    return prefill(size, inputs, num_reqs, 64, implementation, device, g, last_of, tolerance)
+    timed = Layer(size, inputs, implementation, device, last_of, (tolerance, tolerance))
+    return prefill(timed, num_reqs, 64, g)
 
 
 def token_bytes(shape: DeltaShape) -> int:
-    """Inputs and outputs of a token in bfloat16."""
+    """Return the bytes of a token's inputs and outputs in bfloat16."""
     values, gates = (
         2 * shape.heads * shape.value_dim,
         shape.heads * (shape.key_dim if shape.per_channel else 1),

@@ -1,4 +1,4 @@
-"""The output norm of a Mamba-2 layer: `weight * norm(x * silu(gate))`, each group of channels by itself.
+"""The output norm of a Mamba-2 layer: `weight * norm(x * silu(gate))`, by group of channels.
 
 Its arithmetic is float32, which errs by a few 1e-7 of the largest value; bfloat16 rounds the
 result.
@@ -29,7 +29,7 @@ EPS = 1e-5
 def norm(
     seed: int, model: str, num_tokens: int, implementation: Any, device: str, dtype: torch.dtype
 ) -> Case:
-    """The norm of every token."""
+    """Build the norm of every token."""
     shape = SHAPES[model]
     g = torch.Generator().manual_seed(seed)
     channels = shape.heads * shape.head_dim
@@ -66,7 +66,7 @@ def norm_cpu(seed: int, model: str, num_tokens: int) -> Case:
 
 
 def norms(device: str, model: str, num_tokens: int) -> Contest:
-    """The output norm of a layer, `weight * norm(x * silu(gate))`."""
+    """Return the contest of a layer's output norm, `weight * norm(x * silu(gate))`."""
     params = {"model": model, "num_tokens": num_tokens}
     shape, build = SHAPES[model], partial(norm, device=device, dtype=torch.bfloat16)
     moved = 3 * num_tokens * shape.heads * shape.head_dim * 2
@@ -76,13 +76,13 @@ def norms(device: str, model: str, num_tokens: int) -> Contest:
 
 
 def gpu_contests(quick: bool, device: str) -> Iterator[Contest]:
-    """The tokens of a prefill."""
+    """Yield the contest of a prefill's tokens."""
     for model, num_tokens in product(models(quick), (2048,) if quick else (2048, 8192)):
         yield norms(device, model, num_tokens)
 
 
 def cells() -> list[Cell]:
-    """Of decodes and of a prefill."""
+    """Return the cells of decodes and of a prefill."""
     steps = {"model": ("nemotron-3-nano-tp8", "granite-4-h-small-tp8"), "num_tokens": (16, 256)}
     launches = {"model": ("nemotron-3-nano", "granite-4-h-small"), "num_tokens": (128, 2048)}
     on_gpu = partial(norm, implementation=gated_rms_norm, device="cuda", dtype=torch.bfloat16)

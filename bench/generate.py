@@ -1,4 +1,4 @@
-"""`LLM.generate` against transformers' `generate`: same checkpoint, same greedy tokens, one thread, one process.
+"""`LLM.generate` against transformers' `generate`: same checkpoint, same greedy tokens, one thread.
 
 Both must give the tokens that transformers gives for each prompt alone, before and after they are
 timed. A time holds everything from token ids to token ids: prefill, every step, sampling,
@@ -40,7 +40,7 @@ import torch
 
 from bench._reference import equal
 from bench.harness.arguments import ArgumentParser
-from bench.harness.cells import Case, Cell, grid
+from bench.harness.cells import Case, Cell, grid, promised
 from bench.harness.command import measure
 from bench.harness.measurement import ROUNDS
 from hybrid_kv.check.guard_model import FOLDER as GUARD_MODEL
@@ -87,14 +87,17 @@ RANDOM = {
 
 @cache
 def _random_checkpoint() -> TemporaryDirectory[str]:
-    """Random weights with healthy margins between the best two tokens; deleted when the process ends."""
+    """Write random weights with healthy margins between the best two tokens.
+
+    They are deleted when the process ends.
+    """
     folder = TemporaryDirectory()
     write_checkpoint("nemotron_h", folder.name, keys=RANDOM)
     return folder
 
 
 def load_transformers(folder: str | Path, dtype: torch.dtype) -> Any:
-    """A checkpoint in transformers, where no token ends an answer."""
+    """Return a checkpoint in transformers, where no token ends an answer."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -147,7 +150,7 @@ def prompts_and_answers(
 
 
 def continued(model: Any, ids: torch.Tensor, num_tokens: int, **options: Any) -> list[list[int]]:
-    """What transformers' greedy `generate` puts behind ids [batch, len]."""
+    """Return what transformers' greedy `generate` puts after ids [batch, len]."""
     fixed = {"max_new_tokens": num_tokens, "do_sample": False, "use_cache": True, "pad_token_id": 0}
     with torch.inference_mode():
         out = model.generate(ids, **{"attention_mask": torch.ones_like(ids), **fixed, **options})
@@ -182,7 +185,7 @@ def greedy(seed: int, model: str, batch: int, prompt: int, subject: str) -> Case
 
 @cache
 def questions_and_answers(count: int) -> tuple[list[list[int]], int, list[list[int]]]:
-    """Token ids of each prompt, the token that ends an answer, and the answers, that token included."""
+    """Return the prompts, the token that ends an answer, and the answers, that token included."""
     from accuracy.tokenizer import NEXT_QUESTION, encode, token_ids
     from hybrid_kv.check.guard_model.problems import dataset
 
@@ -196,7 +199,10 @@ def questions_and_answers(count: int) -> tuple[list[list[int]], int, list[list[i
 
 
 def _in_batches(texts: list[list[int]], batch: int, stop: int) -> list[list[int]]:
-    """transformers' answers, in the order of the texts; left-padded batches, the longest texts first."""
+    """Return transformers' answers, in the order of the texts.
+
+    The batches are left-padded, the longest texts first.
+    """
     answers: list[list[int]] = [[] for _ in texts]
     order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
     for start in range(0, len(order), batch):
@@ -262,7 +268,7 @@ def contests() -> list[Cell]:
         "prompt": (32, 256),
         "subject": (ENGINE, "transformers"),
     }
-    found = list(grid("generate", "greedy", "cpu", greedy, values, [("guard", 8, 32)], _promise))
+    found = [*grid("generate", "greedy", "cpu", greedy, values, [("guard", 8, 32)])]
     for counts, batch in (((24, 64), 8), ((24,), 1)):
         values = {
             "count": counts,
@@ -270,8 +276,8 @@ def contests() -> list[Cell]:
             "variant": tuple(VARIANTS),
             "subject": (ENGINE, "transformers"),
         }
-        found += grid("generate", "questions", "cpu", questions, values, [(24, 8)], _promise)
-    return found
+        found += grid("generate", "questions", "cpu", questions, values, [(24, 8)])
+    return [*promised(_promise, found)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

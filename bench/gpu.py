@@ -1,4 +1,6 @@
-"""`python -m bench.gpu [--quick] --out CSV`: our kernels, plain torch and other projects' kernels on a GPU.
+"""Our kernels, plain torch and other projects' kernels on a GPU.
+
+    python -m bench.gpu [--quick] --out CSV
 
 A *contest* is one task and its rivals, the first of which is what the others are compared with.
 Every result is checked before and after it is timed. Each round times every rival once, in a new
@@ -48,8 +50,11 @@ SUITE = "gpu"
 ROUNDS, QUICK_ROUNDS = 51, 15
 # Contests of decode and verify steps, and the family that a prediction knows them by.
 PREDICTED = {
-    "state_update": UPDATE, "delta_update": UPDATE, "conv_update": CONVOLUTION, "paged_attention": WIDTH_LAST,
-}  # fmt: skip
+    "state_update": UPDATE,
+    "delta_update": UPDATE,
+    "conv_update": CONVOLUTION,
+    "paged_attention": WIDTH_LAST,
+}
 OURS = ("slots", "recompute_step", "recompute_flush", "triton")
 # the copy, in sizes of the L2 cache: what of it stays there is then an eighth of a time at most
 CACHES = 8
@@ -105,7 +110,10 @@ class Cuda:
     def time(
         self, calls: Sequence[tuple[Callable[[], object], Callable[[], object]]]
     ) -> list[float]:
-        """Seconds of each call, given as what is to be done before it, untimed, and the call; one wait for all."""
+        """Return the seconds of each call, which waits once for all.
+
+        A call is given with what is to be done before it, untimed.
+        """
         events = []
         for before, call in calls:
             before()
@@ -115,7 +123,7 @@ class Cuda:
         return [start.elapsed_time(end) / 1000 for start, end in events]
 
     def whole(self, case: Case) -> EndToEnd:
-        """Of a case whose `reset` is the host's part of its task."""
+        """Return the times of a case whose `reset` is the host's part of its task."""
 
         def both() -> None:
             case.reset()
@@ -125,14 +133,14 @@ class Cuda:
 
 
 def known_gpu(name: str) -> GPU | None:
-    """The data sheet of a device, as CUDA names it: NVIDIA H100 80GB HBM3."""
+    """Return the data sheet of a device, as CUDA names it: NVIDIA H100 80GB HBM3."""
     words = {*name.lower().split()}
     return next((gpu for key, gpu in GPUS.items() if {*key.split("_")} <= words), None)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one rival took in each round, in seconds, what it moved, and that it was right.
+    """The times of one rival in each round, in seconds, the bytes that it moved, and its check.
 
     Attributes:
         seconds: of the device.
@@ -148,7 +156,7 @@ class Result:
 
     @property
     def compared(self) -> npt.NDArray[np.float64]:
-        """What rivals are compared by."""
+        """Return the times that rivals are compared by."""
         return np.array([one.wall for one in self.whole]) if self.whole else self.seconds
 
 
@@ -194,7 +202,9 @@ def race(
     after = {name: checked(f"{where}, {name}", case) for name, case in cases.items()}
     results = {}
     for name in cases:
-        receipt = Receipt(True, True, max(before[name], after[name]))
+        receipt = Receipt(
+            checked_before=True, checked_after=True, max_error=max(before[name], after[name])
+        )
         rival = everybody[name]
         results[name] = Result(
             name, taken[name], rival.num_bytes, receipt, rival.graph, whole[name]
@@ -205,14 +215,21 @@ def race(
             mean,
             sum((one.seconds * weight for one, weight in parts), np.zeros(rounds)),
             sum(one.num_bytes * weight for one, weight in parts),
-            Receipt(True, True, max(one.receipt.max_error for one, _ in parts)),
+            Receipt(
+                checked_before=True,
+                checked_after=True,
+                max_error=max(one.receipt.max_error for one, _ in parts),
+            ),
             all(one.graph for one, _ in parts),
         )
     return list(results.values()), missing
 
 
 def predicted(contest: Contest, one: Result, gpu: GPU | None) -> Priced | None:
-    """What a launch of ours should take that finds nothing in the cache; None of what predictions do not know."""
+    """Return the predicted time of a launch of ours that finds nothing in the cache.
+
+    None of what predictions do not know.
+    """
     family = PREDICTED.get(contest.benchmark)
     if gpu is None or family is None or one.name not in OURS:
         return None
@@ -221,9 +238,11 @@ def predicted(contest: Contest, one: Result, gpu: GPU | None) -> Priced | None:
 
 
 def rows(contest: Contest, results: Sequence[Result], gpu: GPU | None = None) -> Iterator[Row]:
-    """Time, bandwidth and its share of the copy's in the same rounds, and the time as a multiple of the first one's and
-    of the predicted one; in a contest that is timed end to end the host's time and that of both,
-    too.
+    """Yield the rows of a contest.
+
+    They have the time, the bandwidth and its share of the copy's in the same rounds, and the time
+    as a multiple of the first one's and of the predicted one; in a contest that is timed end to end
+    the host's time and that of both, too.
     """
     copy = next(one for one in results if one.name == COPY)
     first = results[0]

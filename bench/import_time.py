@@ -1,4 +1,4 @@
-"""What `import` costs: the project's own modules, and what they bring along."""
+"""Costs of `import`: the project's own modules, and those of others that they bring along."""
 
 from __future__ import annotations
 
@@ -33,11 +33,17 @@ def _own() -> dict[str, ModuleType]:
 
 
 def again(seed: int, entry: str) -> Case:
-    """Import the entry and all of the project's modules that it needs; torch and others are there already."""
+    """Build a case that imports the entry and all of the project's modules that it needs.
+
+    torch and others are there already.
+    """
     import_module(entry)
 
     def fresh(look: Callable[[], object]) -> None:
-        """The modules that the process works with come back afterwards, the new ones are forgotten."""
+        """Call `look` with the process's modules forgotten; they come back afterwards.
+
+        The new ones are forgotten.
+        """
         kept = _own()
         for name in kept:
             del sys.modules[name]
@@ -67,7 +73,10 @@ def again(seed: int, entry: str) -> Case:
 
 
 def modules(seed: int, entry: str) -> Counts:
-    """Modules in a new process after the import, the project's own and those that should come late."""
+    """Count the modules in a new process after the import.
+
+    They are the project's own and those that should come late.
+    """
     look = f"import json, sys, {entry}; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
     names = json.loads(done.stdout)
@@ -80,7 +89,7 @@ def modules(seed: int, entry: str) -> Counts:
 
 
 def cells() -> list[Cell]:
-    """The package, the command line, the cache alone, the engine."""
+    """Return the cells of the package, the command line, the cache alone and the engine."""
     values = {"entry": ENTRIES}
     return [
         *grid("import_time", "again", "cpu", again, values, [("hybrid_kv.cache.manager",)]),

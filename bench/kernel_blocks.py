@@ -31,7 +31,7 @@ import numpy.typing as npt
 import torch
 
 from bench._reference import equal
-from bench.harness.cells import Case, Cell, Count, Counts, grid, seed
+from bench.harness.cells import Case, Cell, Count, Counts, grid, promised, seed
 from bench.harness.contest import Contest, Rival
 from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.common.interpreter import start_interpreter
@@ -113,7 +113,7 @@ class Task:
 
     @cached_property
     def expected(self) -> Int32s:
-        """[num_kernel_blocks]"""
+        """Return the right kernel blocks, [num_kernel_blocks]."""
         ids = np.array(self.ids, dtype=np.int64)[:, None]
         return (
             (ids * self.blocks_per_kv_block + np.arange(self.blocks_per_kv_block))
@@ -134,11 +134,14 @@ class Way(ABC):
 
     @abstractmethod
     def send(self) -> torch.Tensor:
-        """Upload what is prepared, launch, and return [num_kernel_blocks] int32 on the device; wait for nothing."""
+        """Upload what is prepared, launch, and return the kernel blocks; wait for nothing.
+
+        They are [num_kernel_blocks] int32 on the device.
+        """
 
     @abstractmethod
     def prepared(self) -> torch.Tensor:
-        """Return the kernel blocks of what is prepared, made on the host without the code that is timed."""
+        """Return the kernel blocks of what is prepared, made on the host without the timed code."""
 
     @abstractmethod
     def forget(self) -> None:
@@ -219,7 +222,9 @@ class TritonWay(TorchWay):
 
 
 class EngineWay(Way):
-    """The engine's block tables on a GPU: ids are staged, and expanded by the launch that a step needs anyway.
+    """The engine's block tables on a GPU.
+
+    Ids are staged, and expanded by the launch that a step needs anyway.
 
     The list becomes an int32 array first, the form in which the engine's own block pool holds ids.
     """
@@ -242,7 +247,7 @@ class EngineWay(Way):
 
     def prepare(self) -> None:
         ids = np.frombuffer(array("i", self.task.ids), dtype=np.int32)
-        self.tables.append_block_ids(0, ids, self.counts, True)
+        self.tables.append_block_ids(0, ids, self.counts, overwrite=True)
         self.staged = self.tables.stage(self.row, self.one_token, self.position, 1, 1)
 
     def send(self) -> torch.Tensor:
@@ -274,7 +279,7 @@ WAYS: dict[str, type[Any]] = {
 
 
 def way(seed: int, num_ids: int, blocks_per_kv_block: int, subject: str, device: str) -> Way:
-    """A way with a task whose ids are drawn."""
+    """Return a way with a task whose ids are drawn."""
     drawn = np.random.default_rng(seed).integers(1, MAX_ID, num_ids)
     made: Way = WAYS[subject](Task(drawn.tolist(), blocks_per_kv_block, device))
     return made
@@ -284,7 +289,7 @@ def way(seed: int, num_ids: int, blocks_per_kv_block: int, subject: str, device:
 
 
 def host_part(seed: int, num_ids: int, blocks_per_kv_block: int, subject: str) -> Case:
-    """The host's part of a way."""
+    """Build the host's part of a way."""
     subject_way = way(seed, num_ids, blocks_per_kv_block, subject, "cpu")
 
     def check() -> float:
@@ -311,13 +316,13 @@ def device_part(
 
 
 def counts(seed: int, num_ids: int, blocks_per_kv_block: int, subject: str) -> Counts:
-    """What `send` uploads and launches."""
+    """Count what `send` uploads and launches."""
     return _counted()[num_ids, blocks_per_kv_block, subject]
 
 
 @cache
 def _counted() -> dict[tuple[int, int, str], Counts]:
-    """Of every cell, in one process that interprets Triton's kernels."""
+    """Count every cell's, in one process that interprets Triton's kernels."""
     with ProcessPoolExecutor(1, get_context("spawn"), start_interpreter) as pool:
         return pool.submit(_count_all).result()
 
@@ -327,7 +332,9 @@ def _count_all() -> dict[tuple[int, int, str], Counts]:
 
 
 def count(num_ids: int, blocks_per_kv_block: int, subject: str) -> Counts:
-    """Uploads and launches of a way on the pretend device, in a process that interprets Triton's kernels.
+    """Count uploads and launches of a way on the pretend device.
+
+    The process interprets Triton's kernels.
 
     Raises:
         WrongResultError: the device's kernel blocks are not those of the ids.
@@ -358,7 +365,7 @@ def contest(device: str, num_ids: int, blocks_per_kv_block: int) -> Contest:
 
 
 def gpu_contests(quick: bool, device: str) -> Iterator[Contest]:
-    """By the number of ids and the kernel blocks of a block."""
+    """Yield contests by the number of ids and the kernel blocks of a block."""
     for num_ids, bpk in [(1024, 8)] if quick else product(NUM_IDS, BLOCKS_PER_KV_BLOCK):
         yield contest(device, num_ids, bpk)
 
@@ -367,19 +374,25 @@ def gpu_contests(quick: bool, device: str) -> Iterator[Contest]:
 
 
 def _step_promise(**params: Any) -> float | None:
-    """Of a rival in a whole step."""
+    """Return the promise of a rival in a whole step."""
     if params["subject"] == ENGINE:
         return None
     return block_ids.required_ratio(params["scenario"], params["subject"])
 
 
 def _expand_promise(**params: Any) -> float | None:
-    """Of a rival none: what the engine does in its part is a whole step's, and more than the rival does."""
+    """Return the promise of a rival: none.
+
+    What the engine does in its part is a whole step's, and more than the rival does.
+    """
     return None if params["subject"] == ENGINE else 0.0
 
 
 def cells() -> list[Cell]:
-    """The ways, on the host, on a GPU, and in counts; and whole steps of the engine and its rivals."""
+    """Return the cells of the ways, on the host, on a GPU, and in counts; and of whole steps.
+
+    The steps are the engine's and its rivals'.
+    """
     expansions = {
         "num_ids": NUM_IDS,
         "blocks_per_kv_block": BLOCKS_PER_KV_BLOCK,
@@ -392,13 +405,17 @@ def cells() -> list[Cell]:
     }
     quick_steps = [(name, 8) for name in block_ids.REQUIRED]
     found = [
-        *grid(SUITE, "expand", "cpu", host_part, expansions, QUICK_CELLS, _expand_promise),
-        *grid(SUITE, "step", "cpu", block_ids.step, steps, quick_steps, _step_promise),
-        *grid(SUITE, "expand_device", "gpu", device_part, expansions, [(1024, 8)], _expand_promise),
+        *promised(
+            _expand_promise, grid(SUITE, "expand", "cpu", host_part, expansions, QUICK_CELLS)
+        ),
+        *promised(_step_promise, grid(SUITE, "step", "cpu", block_ids.step, steps, quick_steps)),
+        *promised(
+            _expand_promise,
+            grid(SUITE, "expand_device", "gpu", device_part, expansions, [(1024, 8)]),
+        ),
     ]
-    if (
-        find_spec("triton") is not None and torch.version.cuda is None
-    ):  # or there is no pretend device
+    # There is no pretend device with a real one.
+    if find_spec("triton") is not None and torch.version.cuda is None:
         counted = {**expansions, "num_ids": COUNTED_IDS}
         found += grid(SUITE, "expand_counts", "count", counts, counted, units=COUNTED)
     return found

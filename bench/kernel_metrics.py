@@ -1,4 +1,4 @@
-"""What a few Triton kernels compile to: exact for one Triton version.
+"""Metrics of a few compiled Triton kernels: exact for one Triton version.
 
 `hybrid-kv kernels` has all, and gates them.
 """
@@ -26,7 +26,7 @@ UNITS = {
 
 
 def compiled(seed: int, kernel: str, target: str) -> Counts:
-    """Registers, spills, shared memory and instructions at the shape of one model."""
+    """Return registers, spills, shared memory and instructions at the shape of one model."""
     cases = (case for module in MODULES for case in cases_of(module, target))
     case = next(case for case in cases if (case.kernel, case.shape) == (kernel, KERNELS[kernel]))
     metrics = read_metrics(case, target, compile_case(case, target))

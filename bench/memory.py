@@ -34,7 +34,9 @@ MEMORY, MAX_MODEL_LEN = 60 << 30, 131072
 
 
 def held(seed: int, mode: str, K: int) -> Counts:
-    """Blocks of one request with a prompt of 1,000 tokens in chunks of at most 256, and of one that decoded 128 more.
+    """Count the blocks of one request after its prompt, and after 128 decoded tokens.
+
+    The prompt has 1,000 tokens, in chunks of at most 256.
 
     Mamba blocks are those of four groups.
     """

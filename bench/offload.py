@@ -1,4 +1,4 @@
-"""Blocks to host memory or a folder and back: an attention group and a Mamba group of two layers each.
+"""Blocks to host memory or a folder and back: attention and Mamba groups of two layers each.
 
 The pages are those of Nemotron-3-Nano on one of eight ranks: a float32 state, padded to the
 attention page.
@@ -133,7 +133,11 @@ def load(seed: int, tier: str, num_blocks: int) -> Case:
 
 
 def cells() -> list[Cell]:
-    """Both tiers. Storing is in no quick run: the system's page allocator makes pairs of equal code differ by 14 %."""
+    """Return the cells of both tiers.
+
+    Storing is in no quick run: the system's page allocator makes pairs of equal code differ by 14
+    %.
+    """
     values = {"tier": ("folder", "host"), "num_blocks": (4, 16)}
     return [
         *grid("offload", "store", "cpu", store, values),

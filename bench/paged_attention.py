@@ -34,7 +34,10 @@ PAGE = 16  # the same on a GPU
 
 
 def write(seed: int, model: str, num_tokens: int) -> Case:
-    """K and V of a step's tokens into the slots of their blocks, two of the tokens being padding."""
+    """Build the writing of K and V of a step's tokens into the slots of their blocks.
+
+    Two of the tokens are padding.
+    """
     from hybrid_kv.kernels.paged_attention import slot_cells  # which older versions lack
 
     shape = SHAPES[model]
@@ -62,10 +65,20 @@ def write(seed: int, model: str, num_tokens: int) -> Case:
 
 
 def pages(
-    seed: int, model: str, num_reqs: int, length: int, context: int, implementation: Any, device: str,
-    dtype: torch.dtype = torch.bfloat16, block_size: int = PAGE,
-) -> Case:  # fmt: skip
-    """`length` queries of each request over `context` tokens, their own included, in pages all over the cache."""
+    seed: int,
+    model: str,
+    num_reqs: int,
+    length: int,
+    context: int,
+    implementation: Any,
+    device: str,
+    dtype: torch.dtype = torch.bfloat16,
+    block_size: int = PAGE,
+) -> Case:
+    """Build the attention of `length` queries of each request over `context` tokens.
+
+    The context includes the queries' own tokens; its pages lie all over the cache.
+    """
     shape = SHAPES[model]
     g = torch.Generator().manual_seed(seed)
     count = context // block_size
@@ -104,7 +117,7 @@ def pages(
 
 
 def by_kernel(query, block_table, positions, starts, totals, key_cache, value_cache, scale):  # type: ignore[no-untyped-def]
-    """An implementation of `pages`: one launch."""
+    """Compute `pages` in one launch."""
     length = query.shape[1]
     return paged_attention_varlen(
         query.flatten(0, 1), key_cache, value_cache, block_table, starts, totals, length, scale
@@ -112,7 +125,7 @@ def by_kernel(query, block_table, positions, starts, totals, key_cache, value_ca
 
 
 def by_torch(query, block_table, positions, starts, totals, key_cache, value_cache, scale):  # type: ignore[no-untyped-def]
-    """Another one."""
+    """Compute `pages` by torch's own operations."""
     num_keys = int(positions.max()) + 1
     index = token_index(key_cache, block_table, positions[:, -1], num_keys)
     key, value = (
@@ -124,7 +137,7 @@ def by_torch(query, block_table, positions, starts, totals, key_cache, value_cac
 
 
 def attentions(device: str, model: str, num_reqs: int, length: int, context: int) -> Contest:
-    """Paged attention of a decode or of a chunk behind a context."""
+    """Paged attention of a decode or of a chunk after a context."""
     params = {"model": model, "num_reqs": num_reqs, "length": length, "context": context}
     shape = SHAPES[model]
     per_token = shape.head_size * 2
@@ -135,7 +148,7 @@ def attentions(device: str, model: str, num_reqs: int, length: int, context: int
 
 
 def gpu_contests(quick: bool, device: str) -> Iterator[Contest]:
-    """Decodes, and a chunk behind a context."""
+    """Yield contests of decodes, and of a chunk after a context."""
     decodes = ((128, 1, 2048), (128, 4, 2048), (1, 2048, 4096))
     for model, (num_reqs, length, context) in product(
         models(quick), decodes[:1] if quick else decodes
@@ -144,7 +157,9 @@ def gpu_contests(quick: bool, device: str) -> Iterator[Contest]:
 
 
 def cells() -> list[Cell]:
-    """Decodes and a chunk behind a context, on a CPU and a GPU, and the writing on a CPU.
+    """Return the cells of decodes and of a chunk after a context, on a CPU and a GPU.
+
+    The writing is on a CPU.
 
     Only the chunk is in quick runs: in the others, which touch scattered pages, pairs of equal code
     differ by 5 %.

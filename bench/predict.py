@@ -50,9 +50,17 @@ Floats = npt.NDArray[np.float64]
 PACKAGE, VERSION = "aiconfigurator-core", "0.12.0"
 PAGE = Path(__file__).parents[1] / "docs" / "predict.md"
 BEGIN, END = "<!-- predict -->", "<!-- /predict -->"
-SYSTEMS = {"a100": "a100_sxm", "h100": "h100_sxm", "h200": "h200_sxm", "b200": "b200_sxm", "b300": "b300_sxm"} | {
-    "gb200": "gb200", "gb300": "gb300", "l40s": "l40s", "rtx_pro_6000": "rtx_pro_6000_server"
-}  # fmt: skip
+SYSTEMS = {
+    "a100": "a100_sxm",
+    "h100": "h100_sxm",
+    "h200": "h200_sxm",
+    "b200": "b200_sxm",
+    "b300": "b300_sxm",
+    "gb200": "gb200",
+    "gb300": "gb300",
+    "l40s": "l40s",
+    "rtx_pro_6000": "rtx_pro_6000_server",
+}
 FUSED = (
     "fused_kda_decode",
     "kda_fused_decode",
@@ -65,9 +73,10 @@ UPDATES = (
     "fused_recurrent_kda",
 )
 READ = """
-    select gpu, framework, kernel_source as kernel, phase, batch_size, seq_len, num_k_heads, head_k_dim, num_v_heads,
-        head_v_dim, d_conv, kda, 1000 * avg(latency) as us
-    from (select *, regexp_extract(filename, 'data/([^/]+)/', 1) as gpu, filename like '%/kda/%' as kda
+    select gpu, framework, kernel_source as kernel, phase, batch_size, seq_len, num_k_heads,
+        head_k_dim, num_v_heads, head_v_dim, d_conv, kda, 1000 * avg(latency) as us
+    from (select *, regexp_extract(filename, 'data/([^/]+)/', 1) as gpu,
+            filename like '%/kda/%' as kda
         from read_parquet({files}, filename=true, union_by_name=true))
     where phase in ('generation', 'verify') and kernel_source in {kernels} group by all order by all
 """
@@ -83,7 +92,7 @@ def _data() -> Path:
 
 
 def tables() -> pd.DataFrame:
-    """The rows of all GPUs, with `family`, `bytes`, `footprint`, `tokens` and `table`.
+    """Return the rows of all GPUs, with `family`, `bytes`, `footprint`, `tokens` and `table`.
 
     Raises:
         HybridKVError: this version of the package is not installed.
@@ -104,7 +113,7 @@ def tables() -> pd.DataFrame:
 
 
 def traffic_of(row: Any) -> dict[str, Any]:
-    """What the kernel of a row moves."""
+    """Return what the kernel of a row moves."""
     tokens, batch, is_conv = int(row.seq_len), int(row.batch_size), row.kernel == CONV
     if is_conv and row.framework.lower() == "sglang":
         tokens, batch = 1, batch * tokens  # each token of a draft is a row of its own
@@ -132,7 +141,7 @@ def traffic_of(row: Any) -> dict[str, Any]:
 def layer(
     key_heads: int, key_dim: int, value_heads: int, value_dim: int, kernel: int, drafts: int
 ) -> MambaSpec:
-    """A delta-rule layer with float32 states and bfloat16 windows."""
+    """Return a delta-rule layer with float32 states and bfloat16 windows."""
     channels = 2 * key_heads * key_dim + value_heads * value_dim
     window = (kernel - 1 + drafts, channels), planned_dtype("bfloat16")
     state = (value_heads, value_dim, key_dim), planned_dtype("float32")
@@ -150,7 +159,9 @@ def parts(rows: pd.DataFrame, gpu: str, chip: Chip) -> Floats:
 
 
 def fit(rows: pd.DataFrame, gpu: str, matmul: float) -> Chip:
-    """The constants of a chip from the rows of one GPU: least squares of log(predicted / measured), robust.
+    """Return the constants of a chip from the rows of one GPU.
+
+    They are the robust least squares of log(predicted / measured).
 
     Args:
         matmul: its own, which these rows do not have.
@@ -184,7 +195,10 @@ def fit(rows: pd.DataFrame, gpu: str, matmul: float) -> Chip:
 
 
 def judged(rows: pd.DataFrame, gpu: str, chip: Chip) -> pd.DataFrame:
-    """The rows of a GPU with `error`, predicted over measured less one, `bound` and whether the interval `holds`."""
+    """Return the rows of a GPU with `error`, `bound` and whether the interval `holds`.
+
+    The error is predicted over measured less one.
+    """
     floor, cached, memory = parts(rows, gpu, chip)
     ratio = rows["us"].to_numpy() / (floor + cached + memory)
     bound = [bound_of(*each) for each in zip(floor, cached, memory, strict=True)]
@@ -195,7 +209,10 @@ def judged(rows: pd.DataFrame, gpu: str, chip: Chip) -> pd.DataFrame:
 
 
 def intervals(rows: pd.DataFrame, chips: Mapping[str, Chip]) -> dict[str, tuple[float, float]]:
-    """By bound, the 5th and 95th percentile of measured over predicted, with the constants of another chip."""
+    """Return by bound the 5th and 95th percentile of measured over predicted.
+
+    The predictions are those with the constants of another chip.
+    """
     pairs = [
         judged(rows[rows["gpu"] == FITTED_ON[own]], FITTED_ON[own], chips[other])
         for own, other in permutations(FITTED_ON, 2)
@@ -208,7 +225,10 @@ def intervals(rows: pd.DataFrame, chips: Mapping[str, Chip]) -> dict[str, tuple[
 
 
 def matmul(gpu: str) -> float:
-    """The share of a data sheet's flops that vLLM's bfloat16 products of 1,024 to 4,096 tokens reach, their median."""
+    """Return the share of a data sheet's flops that vLLM's bfloat16 products reach, their median.
+
+    The products are those of 1,024 to 4,096 tokens.
+    """
     file = _data() / SYSTEMS[gpu] / "gemm" / "vllm" / "0.24.0" / "gemm_perf.parquet"
     flops = f"""select median(2e3 * m * n * k / latency) from '{file}'
         where gemm_dtype = 'bfloat16' and m between 1024 and 4096 and n >= 2048 and k >= 2048"""
@@ -236,7 +256,10 @@ def _print_fit(rows: pd.DataFrame) -> None:
 
 
 def report(rows: pd.DataFrame) -> tuple[str, str]:
-    """The tables of the page, and those that it sums up: of each verify step's tokens, of each published kernel."""
+    """Return the tables of the page, and those that it sums up.
+
+    They are of each verify step's tokens, and of each published kernel.
+    """
     every = pd.concat(
         [judged(rows[rows["gpu"] == gpu], gpu, CHIPS[GPUS[gpu].chip]) for gpu in GPUS]
     )

@@ -10,7 +10,7 @@ from hybrid_kv.cache.spec import StateProgress
 
 
 def hit(seed: int, mode: str, num_tokens: int, shared: str) -> Case:
-    """A prompt whose first tokens ran before; `shared` is how much of it.
+    """Build the lookup of a prompt whose first tokens ran before; `shared` is how much of it.
 
     Its hashes are known, as when it waits.
     """
@@ -20,9 +20,8 @@ def hit(seed: int, mode: str, num_tokens: int, shared: str) -> Case:
     subject = manager(mode, 0, 1 + 5 * (num_tokens // BLOCK_SIZE + 1))
     if subject.allocate_slots("earlier", 0, num_tokens, is_decode=False) is None:
         raise WrongResultError("the pool is too small")
-    subject.cache_blocks(
-        "earlier", BlockHashes(), earlier, StateProgress(num_tokens, num_tokens), False
-    )
+    progress = StateProgress(num_tokens, num_tokens)
+    subject.cache_blocks("earlier", BlockHashes(), earlier, progress, is_decode=False)
     subject.free("earlier")
     hashes = BlockHashes()
     # Mode align keeps the state at the end alone.
@@ -35,7 +34,7 @@ def hit(seed: int, mode: str, num_tokens: int, shared: str) -> Case:
 
 
 def hash_blocks(seed: int, num_tokens: int) -> Case:
-    """The chain of a whole prompt."""
+    """Build the hashing of a whole prompt's chain."""
     (tokens,) = prompts(seed, 1, num_tokens)
 
     def run() -> list[bytes]:

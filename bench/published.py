@@ -69,26 +69,46 @@ POINTS = [
 MODELS: dict[str, tuple[dict[str, Any], float, int]] = {
     "Nemotron-3-Nano-4B": (
         {
-            "model_type": "nemotron_h", "dtype": "bfloat16", "hidden_size": 3136, "vocab_size": 131072,
-            "num_hidden_layers": 42, "hybrid_override_pattern": "M-M-M-MM-M-M*-M-M*-M-M-M*-M-M-MM*-MMM-M-M-",
-            "mamba_num_heads": 96, "mamba_head_dim": 80, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4,
-            "chunk_size": 256, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
+            "model_type": "nemotron_h",
+            "dtype": "bfloat16",
+            "hidden_size": 3136,
+            "vocab_size": 131072,
+            "num_hidden_layers": 42,
+            "hybrid_override_pattern": "M-M-M-MM-M-M*-M-M*-M-M-M*-M-M-MM*-MMM-M-M-",
+            "mamba_num_heads": 96,
+            "mamba_head_dim": 80,
+            "ssm_state_size": 128,
+            "n_groups": 8,
+            "conv_kernel": 4,
+            "chunk_size": 256,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
         },
         7.12e9,
         8,
     ),
     "Qwen3.5-4B": (
         {
-            "model_type": "qwen3_5_text", "dtype": "bfloat16", "hidden_size": 2560, "vocab_size": 248320,
-            "num_hidden_layers": 32, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8,
-            "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_attention_heads": 16,
-            "num_key_value_heads": 4, "head_dim": 256,
+            "model_type": "qwen3_5_text",
+            "dtype": "bfloat16",
+            "hidden_size": 2560,
+            "vocab_size": 248320,
+            "num_hidden_layers": 32,
+            "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
         },
         8.4e9,
         16,
     ),
-}  # fmt: skip
+}
 BATCHES = (1, 32, 128, 512)
 RATIOS = {"Nemotron-3-Nano-4B": (0.99, 1.17, 1.40, 1.55), "Qwen3.5-4B": (0.99, 1.08, 1.21, 1.31)}
 
@@ -110,16 +130,19 @@ def ratios() -> Iterator[tuple[str, int, float, float]]:
         for batch, measured in zip(BATCHES, published, strict=True):
             rest = other_kernels(shape.num_hidden_layers, batch, weights)
             before, after = (
-                step_time([*cache_kernels(layers, batch, 514, 1.0), *rest], GPUS["h100"], 1, False)[
-                    0
-                ].us
+                step_time(
+                    [*cache_kernels(layers, batch, 514, 1.0), *rest],
+                    GPUS["h100"],
+                    waits=1,
+                    eager=False,
+                )[0].us
                 for layers in both
             )
             yield model, batch, measured, before / after
 
 
 def _replayed(spec: KVCacheSpec, groups: int) -> KVCacheSpec:
-    """A layer with a buffer of 16 inputs.
+    """Return a layer with a buffer of 16 inputs.
 
     They are float16, since with bfloat16 ones half of a state would be read.
     """

@@ -14,7 +14,7 @@ BLOCKS = 8  # that a request decodes at most
 
 
 def _prepared(seed: int, mode: str, K: int, num_reqs: int) -> Callable[[], Scheduler]:
-    """A scheduler with `num_reqs` requests waiting."""
+    """Return a function that makes a scheduler with `num_reqs` requests waiting."""
     tokens = prompts(seed, num_reqs, PROMPT)
     max_tokens = (BLOCKS + 1) * BLOCK_SIZE
     num_blocks = 1 + num_reqs * 5 * ((PROMPT + max_tokens) // BLOCK_SIZE + 2 + K)
@@ -29,7 +29,10 @@ def _prepared(seed: int, mode: str, K: int, num_reqs: int) -> Callable[[], Sched
 
 
 def decode(seed: int, mode: str, K: int, num_reqs: int) -> Case:
-    """Every request decodes one block of tokens, so that every call completes one; all drafts are accepted."""
+    """Build decodes of a block of tokens by every request, so that every call completes one.
+
+    All drafts are accepted.
+    """
     build = _prepared(seed, mode, K, num_reqs)
     subject = build()
 

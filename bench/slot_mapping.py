@@ -13,7 +13,10 @@ NUM_REQS, BLOCK_SIZE, WIDTH = 64, 2096, 63  # Nemotron-3-Nano, 131,072 tokens
 
 
 def tokens(seed: int, num_tokens: int, cp_size: int) -> Case:
-    """`num_tokens` tokens, spread over 64 requests; with context parallelism as rank 1 sees them."""
+    """Build the slots of `num_tokens` tokens, spread over 64 requests.
+
+    With context parallelism they are as rank 1 sees them.
+    """
     rng = np.random.default_rng(seed)
     table = rng.integers(1, 1 << 20, (NUM_REQS, WIDTH)).astype(np.int32)
     rows = np.sort(rng.integers(0, NUM_REQS, num_tokens))
@@ -41,6 +44,9 @@ def tokens(seed: int, num_tokens: int, cp_size: int) -> Case:
 
 
 def cells() -> list[Cell]:
-    """A decode step of 256 requests with 3 drafts, and a prefill's worth; alone and as one of two ranks."""
+    """Return the cells of a decode step of 256 requests with 3 drafts, and of a prefill's worth.
+
+    They are alone and one of two ranks.
+    """
     values = {"num_tokens": (1024, 8192), "cp_size": (1, 2)}
     return [*grid("slot_mapping", "tokens", "cpu", tokens, values, [(1024, 1), (8192, 2)])]

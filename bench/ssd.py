@@ -1,4 +1,4 @@
-"""The chunked scan of a Mamba-2 prefill: all tokens of a chunk, and the states at its block boundaries.
+"""The chunked scan of a Mamba-2 prefill: all tokens of a chunk, and states at block boundaries.
 
 Quadratic and recurrent arithmetic differ by 2e-5 of the largest value in float32
 (tests/kernels/ssd/test_reference.py).
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench._layers import prefill
+from bench._layers import Layer, prefill
 from bench._reference import Floats, near, recurrence, softplus
 from bench._shapes import SHAPES, LayerShape
 from bench.harness.cells import Case, Cell, grid
@@ -26,7 +26,10 @@ ROUNDED = 2.0**-7  # of bfloat16, as a share of the largest value
 
 
 def scan(seed: int, model: str, num_tokens: int) -> Case:
-    """One request, in the model's chunks, from a state; the states after half of its tokens and after all."""
+    """Build the scan of one request, in the model's chunks, from a state.
+
+    It writes the states after half of its tokens and after all.
+    """
     shape = SHAPES[model]
     g = torch.Generator().manual_seed(seed)
 
@@ -76,7 +79,10 @@ def layer(
 def expected_of(
     initial: torch.Tensor, inputs: Sequence[torch.Tensor], num_rows: int, last: bool = False
 ) -> tuple[Floats, Floats]:
-    """Outputs of equally long rows and the states after every token, or the last, [num_rows, len, …], in float64."""
+    """Return the outputs of equally long rows and their states, in float64.
+
+    The states are those after every token, or the last, [num_rows, len, …].
+    """
     x, dt, dt_bias, A_log, B, C, D = (np.asarray(part.double()) for part in inputs)
     x, dt, B, C = (part.reshape(num_rows, -1, *part.shape[1:]) for part in (x, dt, B, C))
     return recurrence(
@@ -92,9 +98,9 @@ def prompts(
     inputs = layer(shape, num_tokens, torch.bfloat16, g)
     size, last_of = min(shape.chunk_size, 128), partial(expected_of, last=True)
     # Products of operands rounded to bfloat16, the states of chunks among them.
-    return prefill(
-        shape.state[:3], inputs, num_reqs, size, implementation, device, g, last_of, 2 * ROUNDED
-    )
+    tolerances = 2 * ROUNDED, 2 * ROUNDED
+    timed = Layer(shape.state[:3], inputs, implementation, device, last_of, tolerances)
+    return prefill(timed, num_reqs, size, g)
 
 
 def chunk_scans(device: str, model: str, num_tokens: int, num_reqs: int) -> Contest:

@@ -1,4 +1,6 @@
-"""The state update of a Mamba-2 layer's verify step: 1 + K tokens of each request, in either scheme.
+"""The state update of a Mamba-2 layer's verify step, 1 + K tokens of each request.
+
+It is measured in either scheme.
 
 Tolerances: float32 arithmetic errs by 5e-6 of the largest state and 1e-5 of the largest output
 (tests/kernels/ssd/test_slots.py derives them), with a history in another order of sums 2e-5 (as a
@@ -9,7 +11,7 @@ scheme `recompute`.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache, partial
 from itertools import product
 from typing import Any
@@ -17,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench._layers import verify_step
+from bench._layers import Layer, verify_step
 from bench._reference import Floats, near, recurrence
 from bench._shapes import SHAPES
 from bench.harness.cells import Case, Cell, grid, seed
@@ -39,7 +41,7 @@ from hybrid_kv.kernels.ssd import (
     selective_state_update_slots_reference,
 )
 
-STATES, OUTPUTS, RECOMPUTEED, ROUNDED = 5e-6, 1e-5, 2e-5, 2.0**-7
+STATES, OUTPUTS, RECOMPUTED, ROUNDED = 5e-6, 1e-5, 2e-5, 2.0**-7
 HISTORY = 12  # tokens in the ring, of some 32 at most
 
 
@@ -56,9 +58,23 @@ def slots(
     shape, g = SHAPES[model], torch.Generator().manual_seed(seed)
     inputs = layer(shape, num_reqs * (1 + K), dtype, g)
     tolerances = (OUTPUTS if dtype == torch.float32 else ROUNDED), STATES
-    return verify_step(
-        shape.state[:3], inputs, num_reqs, K, implementation, device, g, expected_of, tolerances
-    )
+    timed = Layer(shape.state[:3], inputs, implementation, device, expected_of, tolerances)
+    return verify_step(timed, num_reqs, K, g)
+
+
+def _fill(
+    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], row: torch.Tensor, place: torch.Tensor
+) -> None:
+    """Write the history of each request into places of its row of a ring.
+
+    Args:
+        pairs: a part of the ring [num_reqs, heads or groups, ring_len, …], and its values
+            [num_reqs, HISTORY or more, heads or groups, …].
+        row: [num_reqs]; place: [num_reqs, HISTORY].
+    """
+    for target, values in pairs:
+        at = row[:, None].to(target.device), slice(None), place.to(target.device)
+        target[at] = values[:, :HISTORY].to(target.device, target.dtype)
 
 
 def recompute(
@@ -71,7 +87,10 @@ def recompute(
     device: str,
     dtype: torch.dtype,
 ) -> Case:
-    """Read one state and the history of each request; with `flush` also write the state behind the history."""
+    """Build a step that reads one state and the history of each request.
+
+    With `flush` it also writes the state after the history.
+    """
     from hybrid_kv.kernels import recompute as kernels
 
     implementation = getattr(kernels, name)
@@ -96,15 +115,11 @@ def recompute(
     sizes = (num_reqs, ring_len, (heads, shape.head_dim), (groups, size))
     ring = kernels.RecomputeRing.allocate(*sizes, dtype, torch.device(device))
     start = torch.randint(0, ring_len, (num_reqs,), generator=g)
-    place = (start[:, None] + torch.arange(HISTORY)) % ring_len
     row = torch.arange(num_reqs)
-    for target, values in ((ring.x, x), (ring.B, B), (ring.dt, step_dt)):
-        target[row[:, None].to(device), :, place.to(device)] = values[:, :HISTORY].to(
-            device, target.dtype
-        )
+    place = (start[:, None] + torch.arange(HISTORY)) % ring_len
+    _fill(((ring.x, x), (ring.B, B), (ring.dt, step_dt)), row, place)
     ids = 1 + torch.randperm(2 * num_reqs, generator=g).view(2, num_reqs)
-    pool = torch.zeros(1 + 2 * num_reqs, heads, shape.head_dim, size)
-    pool[ids[0]] = states
+    pool = torch.zeros(1 + 2 * num_reqs, heads, shape.head_dim, size).index_copy(0, ids[0], states)
     pool = kernels.split_state(pool).to(device)
     # A block of its own for what is flushed, so that a call leaves its input as it was; the inputs
     # that it appends to the ring are the same each time.
@@ -130,27 +145,24 @@ def recompute(
         torch.arange(num_reqs + 1) * columns,
     )
     arguments = (pool, ring, step, *(part.to(device) for part in inputs))
-    expected: list[Floats] = []
+
+    @cache
+    def expected() -> tuple[Floats, Floats]:
+        all_C = torch.cat([torch.zeros(num_reqs, HISTORY, groups, size), C], dim=1)
+        operands = (states, x, step_dt, -A_log.double().exp(), B, all_C, D)
+        y, passed = recurrence(*(np.asarray(part.double()) for part in operands))
+        return y[:, HISTORY:], passed[:, HISTORY - 1] if flush else np.asarray(states.double())
 
     def check() -> float:
-        if not expected:
-            all_C = torch.cat([torch.zeros(num_reqs, HISTORY, groups, size), C], dim=1)
-            wide = (
-                np.asarray(part.double())
-                for part in (states, x, step_dt, -A_log.double().exp(), B, all_C, D)
-            )
-            y, passed = recurrence(*wide)
-            expected.extend(
-                (y[:, HISTORY:], passed[:, HISTORY - 1] if flush else np.asarray(states.double()))
-            )
+        outputs, after = expected()
         if flush:
             pool[ids[1].to(device)] = 0
-        y = np.asarray(implementation(*arguments).double().cpu()).reshape(expected[0].shape)
+        y = np.asarray(implementation(*arguments).double().cpu()).reshape(outputs.shape)
         written = kernels.read_states(pool, step.dst).double().cpu()
         exact = dtype == torch.float32
         return max(
-            near("y", y, expected[0], RECOMPUTEED if exact else 2 * ROUNDED),
-            near("states", written, expected[1], RECOMPUTEED if exact else ROUNDED),
+            near("y", y, outputs, RECOMPUTED if exact else 2 * ROUNDED),
+            near("states", written, after, RECOMPUTED if exact else ROUNDED),
         )
 
     return Case(lambda: implementation(*arguments), check)
@@ -203,7 +215,10 @@ def flush_rate(K: int) -> float:
 
 
 def state_updates(device: str, model: str, num_reqs: int, K: int) -> Contest:
-    """One layer's step of 1 + K tokens a request: states of all of them, or one state and a ring."""
+    """Return the contest of one layer's step of 1 + K tokens a request.
+
+    The states are those of all tokens, or one state and a ring.
+    """
     shape, tokens = SHAPES[model], 1 + K
     sizes, bf16 = shape.state, torch.bfloat16
     params = {"model": model, "num_reqs": num_reqs, "K": K}
@@ -230,8 +245,8 @@ def state_updates(device: str, model: str, num_reqs: int, K: int) -> Contest:
     moved = num_reqs * sum(state_bytes.slots_bytes(sizes, torch.float32, tokens).values())
     rivals = {
         "slots": Rival(lambda: build(selective_state_update_slots), moved),
-        "recompute_step": recomputed(False),
-        "recompute_flush": recomputed(True),
+        "recompute_step": recomputed(flush=False),
+        "recompute_flush": recomputed(flush=True),
         "vllm": Rival(lambda: peer_case(build, vllm_state_update()), moved),
         "torch": Rival(lambda: build(selective_state_update_slots_reference), moved, graph=False),
     }

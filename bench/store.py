@@ -1,4 +1,6 @@
-"""`python -m bench.store [--rows N]`: what the store costs with that many rows, each command in a fresh process.
+"""Costs of the store with many rows, each command in a fresh process.
+
+    python -m bench.store [--rows N]
 
 The rows are the committed ones, repeated night after night on four machines with times that move by
 a few percent. They are written in pieces, as the CSVs of as many machines, and merged into one data
@@ -28,11 +30,12 @@ PIECE = 1_000_000
 _MOVED = (
     "CASE WHEN ci_low IS NULL THEN {0} ELSE {0} * (0.97 + 0.06 * (hash(nth) % 1000) / 1000) END"
 )
+_TIME = "'%Y-%m-%dT%H:%M:%SZ'"
 # A night's rows of one machine: later, of another commit and run, what has an interval a few
 # percent off.
 MADE = {
     "run_id": "left(md5(concat(run_id, night, box)), 12)",
-    "time_utc": "strftime(strptime(time_utc, '%Y-%m-%dT%H:%M:%SZ') + to_days(night::INTEGER), '%Y-%m-%dT%H:%M:%SZ')",
+    "time_utc": f"strftime(strptime(time_utc, {_TIME}) + to_days(night::INTEGER), {_TIME})",
     "commit": "left(concat(md5(night::VARCHAR), md5(night::VARCHAR)), 40)",
     **{name: _MOVED.format(name) for name in ("value", "ci_low", "ci_high")},
     "machine": "'box ' || box",
@@ -42,7 +45,7 @@ MADE = {
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one process: seconds on the wall and of the CPU, bytes of its largest resident set."""
+    """The cost of one process: seconds on the wall and of the CPU, most bytes of memory."""
 
     wall: float
     cpu: float
@@ -69,20 +72,27 @@ def cost(arguments: Sequence[object], output: Path) -> Cost:
 
 
 def write_piece(file: Path, first: int, count: int) -> None:
-    """A CSV of rows `first` to `first + count` of the endless history."""
+    """Write a CSV of rows `first` to `first + count` of the endless history."""
     columns = ", ".join(f"{MADE.get(name, name)} AS {name}" for name in COLUMNS)
     with opened(result_files([ROOT / "results"])) as store:
         ((size,),) = store.run("SELECT count(*) FROM rows")
         visits = f"range({first // size}, {(first + count) // size + 1}) AS visits(visit)"
         query = f"""SELECT {columns} FROM (
-            SELECT *, visit // {MACHINES} AS night, visit % {MACHINES} AS box, visit * {size} + number AS nth
-            FROM (SELECT *, row_number() OVER (ORDER BY time_utc, place, line) - 1 AS number FROM rows), {visits}
+            SELECT *, visit // {MACHINES} AS night, visit % {MACHINES} AS box,
+                visit * {size} + number AS nth
+            FROM (
+                SELECT *, row_number() OVER (ORDER BY time_utc, place, line) - 1 AS number
+                FROM rows
+            ), {visits}
         ) WHERE nth BETWEEN {first} AND {first + count - 1} ORDER BY nth"""
         store.run(f"COPY ({query}) TO {store.name(file)} (FORMAT csv, HEADER)")
 
 
 def _apart(work: Callable[..., None], *arguments: object) -> None:
-    """Call it in another process: what this one holds counts as the memory of each that it starts."""
+    """Call it in another process.
+
+    What this one holds counts as the memory of each that it starts.
+    """
     process = multiprocessing.get_context("fork").Process(target=work, args=arguments)
     process.start()
     process.join()
@@ -91,7 +101,7 @@ def _apart(work: Callable[..., None], *arguments: object) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Make the rows, merge them, ask for the last three, draw the report; print a table of what each costs."""
+    """Make the rows, merge them, ask for the last three, draw the report; print their costs."""
     parser = ArgumentParser("python -m bench.store", main.__doc__)
     parser.add_argument(
         "--rows", type=int, default=PIECE, help="how many; 10000000 take 5 GB of disk"
@@ -123,7 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             file.stat().st_size for file in data.rglob("*.parquet") if file.is_file()
         )
         print(
-            f"{rows:,} rows: {csv_bytes / 1e6:,.1f} MB as CSV, {parquet_bytes / 1e6:,.1f} MB as Parquet"
+            f"{rows:,} rows: {csv_bytes / 1e6:,.1f} MB as CSV, "
+            f"{parquet_bytes / 1e6:,.1f} MB as Parquet"
         )
         costs.append(("results --last 3", cost(["results", data, "--last", 3], said)))
         costs.append(

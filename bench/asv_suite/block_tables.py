@@ -1,4 +1,4 @@
-"""A step's block tables: ids staged and applied, the batch's rows as kernel blocks, its tokens mapped to slots."""
+"""Block tables of a step: ids staged and applied, rows as kernel blocks, tokens mapped to slots."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Total(Timed):
 
 
 class Step(Timed):
-    """What the engine does on the CPU."""
+    """The engine's way on the CPU."""
 
     grid = Grid.of(CELLS, "step")
     params = grid.params

@@ -1,4 +1,4 @@
-"""The causal convolution of a Mamba-2 layer: a prefill chunk, and the verify step of 1 + K tokens."""
+"""The causal convolution of a Mamba-2 layer: a prefill chunk, and a verify step of 1 + K tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step costs its host on a GPU, by count: the engine runs the guard model on the pretend device."""
+"""Counts of what a step costs its host on a GPU: the guard model runs on the pretend device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ CELLS = device.cells()
 
 
 class Steps(Counted):
-    """The largest counts of any such step, and whether each step of decodes can be replayed from the one before it."""
+    """The largest counts of any such step, and whether each step of decodes can be replayed."""
 
     grid = Grid.of(CELLS, "steps")
     params = grid.params
@@ -76,7 +76,7 @@ class Steps(Counted):
 
 
 class Cached(Counted):
-    """The largest counts of any such step, and whether each step of decodes can be replayed from the one before it."""
+    """The largest counts of any such step, and whether each step of decodes can be replayed."""
 
     grid = Grid.of(CELLS, "cached")
     params = grid.params
@@ -143,7 +143,7 @@ class Cached(Counted):
 
 
 class OnTorch(Counted):
-    """The largest counts of any such step, and whether each step of decodes can be replayed from the one before it."""
+    """The largest counts of any such step, and whether each step of decodes can be replayed."""
 
     grid = Grid.of(CELLS, "on_torch")
     params = grid.params

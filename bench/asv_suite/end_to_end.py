@@ -22,7 +22,7 @@ class Exact(Timed):
 
 
 class Nemotron(Timed):
-    """A tiny NemotronH, 8 tokens each, against a recomputation of the whole text for every token."""
+    """A tiny NemotronH, 8 tokens each, against a recomputation of the whole text for each."""
 
     grid = Grid.of(CELLS, "nemotron")
     params = grid.params

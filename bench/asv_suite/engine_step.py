@@ -9,7 +9,10 @@ CELLS = engine_step.cells()
 
 
 class DecodeBlock(Timed):
-    """Every request decodes one block of tokens, in `BLOCK_SIZE // (1 + K)` steps; all drafts are right."""
+    """A block of decoded tokens of every request, in `BLOCK_SIZE // (1 + K)` steps.
+
+    All drafts are right.
+    """
 
     grid = Grid.of(CELLS, "decode_block")
     params = grid.params
@@ -22,7 +25,10 @@ class DecodeBlock(Timed):
 
 
 class Operations(Counted):
-    """Torch operations of one decode step of a NemotronH with two Mamba layers and one of attention, 4 requests."""
+    """Torch operations of one decode step of 4 requests.
+
+    The model is a NemotronH with two Mamba layers and one of attention.
+    """
 
     grid = Grid.of(CELLS, "operations")
     params = grid.params

@@ -1,4 +1,7 @@
-"""The gated delta rule of a delta net or a KDA layer: a verify step of 1 + K tokens of each request, and a prefill."""
+"""The gated delta rule of a delta net or a KDA layer.
+
+A verify step of 1 + K tokens of each request, and a prefill.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The output norm of a Mamba-2 layer: `weight * norm(x * silu(gate))`, each group of channels by itself."""
+"""The output norm of a Mamba-2 layer: `weight * norm(x * silu(gate))`, by group of channels."""
 
 from __future__ import annotations
 

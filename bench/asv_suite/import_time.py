@@ -1,4 +1,4 @@
-"""What `import` costs: the project's own modules, and what they bring along."""
+"""Costs of `import`: the project's own modules, and those of others that they bring along."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ CELLS = import_time.cells()
 
 
 class Again(Timed):
-    """Import the entry and all of the project's modules that it needs; torch and others are there already."""
+    """An import of the entry and of the project's modules that it needs; torch is there already."""
 
     grid = Grid.of(CELLS, "again")
     params = grid.params
@@ -22,7 +22,7 @@ class Again(Timed):
 
 
 class Modules(Counted):
-    """Modules in a new process after the import, the project's own and those that should come late."""
+    """Modules in a new process after the import: the project's, and those that should come late."""
 
     grid = Grid.of(CELLS, "modules")
     params = grid.params

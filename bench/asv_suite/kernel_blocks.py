@@ -38,7 +38,10 @@ class Step(Timed):
 
 
 class Lead(Compared):
-    """How many times as long as the engine a stand-in for vLLM takes for a step, timed in turns in one process."""
+    """The time that a stand-in for vLLM takes for a step, as a multiple of the engine's.
+
+    Both are timed in turns in one process.
+    """
 
     grid = Grid.of(CELLS, "step")
     params = grid.rivals

@@ -9,7 +9,10 @@ CELLS = memory.cells()
 
 
 class Held(Counted):
-    """Blocks of a request with a prompt of 1,000 tokens in chunks of 256, and after 128 decoded tokens."""
+    """Blocks of a request with a prompt of 1,000 tokens in chunks of 256.
+
+    They are counted after the prompt and after 128 decoded tokens.
+    """
 
     grid = Grid.of(CELLS, "held")
     params = grid.params

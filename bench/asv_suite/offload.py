@@ -1,4 +1,4 @@
-"""Blocks to host memory or a folder and back: an attention group and a Mamba group of two layers each."""
+"""Blocks to host memory or a folder and back: attention and Mamba groups of two layers each."""
 
 from __future__ import annotations
 

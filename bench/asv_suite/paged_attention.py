@@ -9,7 +9,10 @@ CELLS = paged_attention.cells()
 
 
 class Decode(Timed):
-    """`length` queries of each request over `context` tokens, their own included, in pages all over the cache."""
+    """`length` queries of each request over `context` tokens, their own included.
+
+    The pages lie all over the cache.
+    """
 
     grid = Grid.of(CELLS, "decode")
     params = grid.params
@@ -21,7 +24,10 @@ class Decode(Timed):
 
 
 class Chunk(Timed):
-    """`length` queries of each request over `context` tokens, their own included, in pages all over the cache."""
+    """`length` queries of each request over `context` tokens, their own included.
+
+    The pages lie all over the cache.
+    """
 
     grid = Grid.of(CELLS, "chunk")
     params = grid.params
@@ -33,7 +39,7 @@ class Chunk(Timed):
 
 
 class WriteKv(Timed):
-    """K and V of a step's tokens into the slots of their blocks, two of the tokens being padding."""
+    """K and V of a step's tokens into the slots of their blocks; two tokens are padding."""
 
     grid = Grid.of(CELLS, "write_kv")
     params = grid.params
@@ -45,7 +51,10 @@ class WriteKv(Timed):
 
 
 class DecodeKernel(TimedOnDevice):
-    """`length` queries of each request over `context` tokens, their own included, in pages all over the cache."""
+    """`length` queries of each request over `context` tokens, their own included.
+
+    The pages lie all over the cache.
+    """
 
     grid = Grid.of(CELLS, "decode_kernel")
     params = grid.params
@@ -62,7 +71,10 @@ class DecodeKernel(TimedOnDevice):
 
 
 class ChunkKernel(TimedOnDevice):
-    """`length` queries of each request over `context` tokens, their own included, in pages all over the cache."""
+    """`length` queries of each request over `context` tokens, their own included.
+
+    The pages lie all over the cache.
+    """
 
     grid = Grid.of(CELLS, "chunk_kernel")
     params = grid.params

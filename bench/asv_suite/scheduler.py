@@ -9,7 +9,10 @@ CELLS = scheduler.cells()
 
 
 class Decode(Timed):
-    """Every request decodes one block of tokens, so that every call completes one; all drafts are accepted."""
+    """Decodes of a block of tokens by every request, so that every call completes one.
+
+    All drafts are accepted.
+    """
 
     grid = Grid.of(CELLS, "decode")
     params = grid.params

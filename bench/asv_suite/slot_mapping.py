@@ -9,7 +9,10 @@ CELLS = slot_mapping.cells()
 
 
 class Tokens(Timed):
-    """`num_tokens` tokens, spread over 64 requests; with context parallelism as rank 1 sees them."""
+    """`num_tokens` tokens, spread over 64 requests.
+
+    With context parallelism they are as rank 1 sees them.
+    """
 
     grid = Grid.of(CELLS, "tokens")
     params = grid.params

@@ -1,4 +1,4 @@
-"""The chunked scan of a Mamba-2 prefill: all tokens of a chunk, and the states at its block boundaries."""
+"""The chunked scan of a Mamba-2 prefill: all tokens of a chunk, and states at block boundaries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ CELLS = ssd.cells()
 
 
 class ChunkScan(Timed):
-    """One request, in the model's chunks, from a state; the states after half of its tokens and after all."""
+    """One request, in the model's chunks, from a state.
+
+    The states are those after half of its tokens and after all.
+    """
 
     grid = Grid.of(CELLS, "chunk_scan")
     params = grid.params

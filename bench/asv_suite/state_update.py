@@ -1,4 +1,7 @@
-"""The state update of a Mamba-2 layer's verify step: 1 + K tokens of each request, in either scheme."""
+"""The state update of a Mamba-2 layer's verify step, 1 + K tokens of each request.
+
+It is measured in either scheme.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ class Slots(Timed):
 
 
 class Recompute(Timed):
-    """Read one state and the history of each request; with `flush` also write the state behind the history."""
+    """A step that reads one state and the history of each request.
+
+    With `flush` it also writes the state after the history.
+    """
 
     grid = Grid.of(CELLS, "recompute")
     params = grid.params
@@ -48,7 +54,10 @@ class SlotsKernel(TimedOnDevice):
 
 
 class RecomputeKernel(TimedOnDevice):
-    """Read one state and the history of each request; with `flush` also write the state behind the history."""
+    """A step that reads one state and the history of each request.
+
+    With `flush` it also writes the state after the history.
+    """
 
     grid = Grid.of(CELLS, "recompute_kernel")
     params = grid.params

@@ -1,4 +1,6 @@
-"""Answers lost: the same questions at each commit, paired with those of both ends by McNemar's exact test.
+"""Lost answers: the same questions at each commit, paired with those of both ends.
+
+The pairs are judged by McNemar's exact test.
 
 A commit is bad if it is worse than GOOD, good if it is better than BAD, each at `ALPHA`; one that
 is both or neither lies between them and is skipped. The engine is greedy: a commit gives the same
@@ -25,7 +27,7 @@ ALPHA = 0.01
 
 @dataclass(frozen=True)
 class Answered:
-    """Which questions a commit answered right, as text of 0 and 1, and a digest of the questions."""
+    """The questions that a commit answered right, as text of 0 and 1, and a digest of them all."""
 
     right: str
     questions: str
@@ -35,7 +37,7 @@ AnswersOf = Callable[[str, int], Answered]  # a commit, the seed of the question
 
 
 def flips(before: str, after: str) -> tuple[int, int]:
-    """How many answers were lost, and how many gained."""
+    """Return how many answers were lost, and how many gained."""
     pairs = [*zip(before, after, strict=True)]
     return pairs.count(("1", "0")), pairs.count(("0", "1"))
 
@@ -94,7 +96,7 @@ class Answers:
 
 
 def answers_of(trees: Trees, options: Sequence[str]) -> AnswersOf:
-    """Of each commit's own `hybrid-kv accuracy` with these options."""
+    """Return a function that runs each commit's own `hybrid-kv accuracy` with these options."""
 
     def run(commit: str, seed: int) -> Answered:
         with tempfile.TemporaryDirectory(prefix="hybrid-kv-bisect-") as folder:

@@ -1,4 +1,4 @@
-"""Benchmarks of `bench/`, run at one commit or at two side by side, by the workers of `hybrid-kv compare`."""
+"""Benchmarks of `bench/`, run at one commit or at two by the workers of `hybrid-kv compare`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CLOSER = (
 
 
 def find_cell(name: str) -> CellInfo:
-    """The benchmark whose key is `name`, or the only one whose key contains it.
+    """Return the benchmark whose key is `name`, or the only one whose key contains it.
 
     Raises:
         ConfigError: no benchmark or several.
@@ -83,7 +83,7 @@ class Runs:
                     yield taken.log_ratios[0]
 
     def profile(self, base: str, head: str) -> tuple[Profiles, Profiles]:
-        """Turns of both commits under a profiler; see `profile`.
+        """Return turns of both commits under a profiler; see `profile`.
 
         Raises:
             NotMeasurableError: as `measure`, or the profiler is missing.
@@ -100,7 +100,7 @@ class Runs:
         return turns
 
     def count(self, commit: str) -> dict[str, int]:
-        """The exact numbers by metric.
+        """Return the exact numbers by metric.
 
         Raises:
             NotMeasurableError: as `measure`.

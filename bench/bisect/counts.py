@@ -12,7 +12,10 @@ Count = Callable[[str], Mapping[str, int]]  # of a commit, by metric
 
 @dataclass(frozen=True)
 class Counts(Question):
-    """See `Question`. A commit is bad if a count that differs between the ends is at least as near to BAD's."""
+    """Counts of a benchmark; see `Question`.
+
+    A commit is bad if a count that differs between the ends is at least as near to BAD's.
+    """
 
     count: Count
 

@@ -1,4 +1,7 @@
-"""The search: both ends are tested, then commits between them, and the result is confirmed by another test."""
+"""The search: both ends are tested, then commits between them, then the result is confirmed.
+
+The last test is another one.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,10 @@ class Finding:
 
 
 class Memory:
-    """Outcomes so far, by commit, `ENDS` or `CONFIRMED`; kept in a file, an interrupted bisect resumes from them."""
+    """The outcomes so far, by commit, `ENDS` or `CONFIRMED`.
+
+    They are kept in a file, from which an interrupted bisect resumes.
+    """
 
     def __init__(self, file: Path | None = None) -> None:
         self._file = file
@@ -57,7 +63,7 @@ class Memory:
                 ) from None
 
     def recall(self, key: str, test: Callable[[], Outcome], report: Report) -> Outcome:
-        """The known outcome, or that of `test`, which is reported and kept."""
+        """Return the known outcome, or that of `test`, which is reported and kept."""
         if key not in self.outcomes:
             begin = wall_clock()
             self.outcomes[key] = test()
@@ -81,7 +87,8 @@ def find(
     memory: Memory | None = None,
     report: Report = _nothing,
 ) -> Finding:
-    """
+    """Find the first bad commit: test the ends, search between them, confirm the result.
+
     Args:
         good: the commit before `commits`, whose last one is bad.
         report: is called with every new outcome.
@@ -119,7 +126,9 @@ def find(
 
 
 def search(num: int, test: Callable[[int], Answer]) -> tuple[int, int]:
-    """Halve a row of `num` commits, the last of which is bad, until nothing between good and bad can be tested.
+    """Halve a row of `num` commits, the last of which is bad.
+
+    It ends when nothing between good and bad can be tested.
 
     Returns:
         Positions of the last good commit (-1: the one before the row) and of the first bad one. All
@@ -138,7 +147,10 @@ def search(num: int, test: Callable[[int], Answer]) -> tuple[int, int]:
 
 
 def _next(good: int, bad: int, skipped: Collection[int]) -> int | None:
-    """The middle; where that was skipped a quarter, an eighth: commits that cannot run come in a row."""
+    """Return the middle; where that was skipped a quarter, an eighth.
+
+    Commits that cannot run come in a row.
+    """
     if all(position in skipped for position in range(good + 1, bad)):
         return None
     parts = 2

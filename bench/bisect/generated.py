@@ -1,4 +1,4 @@
-"""Histories with a known first bad commit: this checkout's package, and commits on top of it in a clone.
+"""Histories with a known first bad commit: commits on top of this checkout's, in a clone.
 
 Most commits add a comment line to some module. One applies the given edits. Some cannot be
 imported, two or three in a row, as when a change is split badly.
@@ -30,7 +30,9 @@ def generate(
     first_bad: int,
     rng: random.Random,
 ) -> tuple[str, ...]:
-    """Clone `root` into `folder` and add `num` commits to commit `good`; number `first_bad` applies `edits`, by file.
+    """Clone `root` into `folder` and add `num` commits to commit `good`.
+
+    Number `first_bad` applies `edits`, by file.
 
     Returns:
         The commits.
@@ -60,10 +62,15 @@ def generate(
 
 
 def _stream(
-    good: str, texts: dict[str, str], names: list[str], edits: Mapping[str, Edit], num: int, first_bad: int,
+    good: str,
+    texts: dict[str, str],
+    names: list[str],
+    edits: Mapping[str, Edit],
+    num: int,
+    first_bad: int,
     rng: random.Random,
-) -> Iterator[bytes]:  # fmt: skip
-    """For git fast-import: a commit after the other, each with the files that it changes."""
+) -> Iterator[bytes]:
+    """Yield for git fast-import a commit after the other, each with the files that it changes."""
     intact, is_broken = texts[DOOR], broken(num, first_bad, rng)
     for number in range(num):
         if number == first_bad:
@@ -77,7 +84,8 @@ def _stream(
         texts.update(changed)
         stamp = f"generated <generated@example.org> {EPOCH + 60 * number} +0000"
         parent = f"from {good}\n" if number == 0 else ""
-        yield f"commit refs/heads/generated\nauthor {stamp}\ncommitter {stamp}\n{_data(title)}{parent}".encode()
+        origin = f"author {stamp}\ncommitter {stamp}"
+        yield f"commit refs/heads/generated\n{origin}\n{_data(title)}{parent}".encode()
         for name, text in changed.items():
             yield f"M 100644 inline {name}\n{_data(text)}".encode()
 
@@ -87,7 +95,10 @@ def _data(text: str) -> str:
 
 
 def broken(num: int, first_bad: int, rng: random.Random) -> list[bool]:
-    """Which commits cannot run: one in twenty, two or three in a row; not the first bad one, its parent or the last."""
+    """Return which commits cannot run: one in twenty, two or three in a row.
+
+    They are not the first bad one, its parent or the last.
+    """
     found = [False] * num
     for start in range(num):
         if rng.random() < 0.02:

@@ -1,4 +1,4 @@
-"""The commits between two revisions, a folder for each one that is tested, and commands run by a commit's own code.
+"""The commits between two revisions, a folder for each tested one, and runs of its own code.
 
 A commit is taken out of git by `git archive`, not as a git worktree: the checkout, its index and
 its list of worktrees stay as they are, whatever happens. The package is Python, so that its folder
@@ -25,7 +25,7 @@ LIMIT = 1800.0
 
 
 def git(root: Path, *words: str) -> str:
-    """What git prints, without the last line's end."""
+    """Return what git prints, without the last line's end."""
     done = subprocess.run(("git", *words), cwd=root, capture_output=True, check=True)
     return done.stdout.decode(errors="backslashreplace").rstrip("\n")
 
@@ -41,7 +41,8 @@ class History:
 
 
 def read_history(root: Path, good: str, bad: str) -> History:
-    """
+    """Return the commits between two revisions that may have changed an answer.
+
     A merge is one commit: its branch is not searched. A commit that leaves `hybrid_kv/` as it was
     cannot have changed an answer, and is left out.
 
@@ -65,9 +66,10 @@ def read_history(root: Path, good: str, bad: str) -> History:
         if base == last.commit:
             common = "it is the other way round; swap them"
         raise ConfigError(f"GOOD {first} is not an ancestor of BAD {last}; {common}")
+    commits = f"{first.commit}..{last.commit}"
     listed = git(
-        root, "rev-list", "--reverse", "--first-parent", f"{first.commit}..{last.commit}", "--", "hybrid_kv"
-    ).split()  # fmt: skip
+        root, "rev-list", "--reverse", "--first-parent", commits, "--", "hybrid_kv"
+    ).split()
     if not listed:
         raise ConfigError(
             f"no commit after {first} and up to {last} changes hybrid_kv/; give others"
@@ -77,7 +79,7 @@ def read_history(root: Path, good: str, bad: str) -> History:
 
 @dataclass(frozen=True)
 class Commit:
-    """What git knows of a commit.
+    """A commit, as git knows it.
 
     Attributes:
         stat: of its changes, a line per file and one for all of them.
@@ -99,15 +101,14 @@ class Commit:
 def describe(root: Path, commit: str) -> Commit:
     author, date, title = git(root, "log", "-1", "--format=%an <%ae>%n%as%n%s", commit).split("\n")
     stat = git(root, "show", "-m", "--first-parent", "--stat=100", "--format=", commit)
-    changes = git(
-        root, "show", "-m", "--first-parent", "--format=", "--unified=0", commit, "--", "constraints.txt"
-    )  # fmt: skip
+    options = ("-m", "--first-parent", "--format=", "--unified=0")
+    changes = git(root, "show", *options, commit, "--", "constraints.txt")
     packages = tuple(re.findall(r"^[-+]\w.*", changes, re.MULTILINE))
     return Commit(commit, author, date, title, stat.strip("\n"), packages)
 
 
 def fill_package(root: Path) -> Callable[[str, Path], None]:
-    """For `Trees`: the commit's `hybrid_kv/`."""
+    """Return a function that fills `Trees` with the commit's `hybrid_kv/`."""
 
     def fill(commit: str, folder: Path) -> None:
         if not extract(root, commit, "hybrid_kv", folder):
@@ -128,7 +129,8 @@ class Trees:
     fill: Callable[[str, Path], None]
 
     def of(self, commit: str) -> Path:
-        """
+        """Return the folder with a commit's files.
+
         Raises:
             NotMeasurableError: the commit has no such files.
         """
@@ -143,7 +145,7 @@ class Trees:
         return tree
 
     def run(self, commit: str, *words: str) -> subprocess.CompletedProcess[str]:
-        """`hybrid-kv WORDS` by the commit's own code.
+        """Run `hybrid-kv WORDS` by the commit's own code.
 
         Raises:
             NotMeasurableError: it has no package, or did not end within `LIMIT` seconds.
@@ -153,16 +155,22 @@ class Trees:
         command = (sys.executable, "-m", "hybrid_kv.cli", *words)
         try:
             return subprocess.run(
-                command, cwd=tree, env=environment, timeout=LIMIT, capture_output=True, text=True,
+                command,
+                cwd=tree,
+                env=environment,
+                timeout=LIMIT,
+                capture_output=True,
+                text=True,
                 errors="backslashreplace",
-            )  # fmt: skip
+            )
         except subprocess.TimeoutExpired:
             raise NotMeasurableError(f"still running after {LIMIT:.0f} s") from None
 
 
 def cannot_run(ran: subprocess.CompletedProcess[str]) -> str:
-    """Why, in a line."""
-    return f"cannot run: {last_line(ran.stderr) or last_line(ran.stdout) or f'exit code {ran.returncode}'}"
+    """Return why, in a line."""
+    reason = last_line(ran.stderr) or last_line(ran.stdout) or f"exit code {ran.returncode}"
+    return f"cannot run: {reason}"
 
 
 def last_line(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Where a commit takes longer than the one before it: what each function takes by itself, on both sides.
+"""Functions in which a commit takes longer than the one before it, each by itself.
 
 Both run the same benchmark in turns, in two processes that share a core, under pyinstrument, which
 samples 1,000 times a second. What a profiler costs, it costs both. A function is reported if its
@@ -29,7 +29,8 @@ class Moved:
     @property
     def line(self) -> str:
         change = 1e6 * (self.after - self.before)
-        return f"{change:+9.1f} us a call: {self.name} ({1e6 * self.before:.1f} -> {1e6 * self.after:.1f})"
+        before, after = 1e6 * self.before, 1e6 * self.after
+        return f"{change:+9.1f} us a call: {self.name} ({before:.1f} -> {after:.1f})"
 
 
 Profiles = Sequence[Mapping[str, float]]  # of each turn, seconds by function

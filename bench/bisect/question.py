@@ -1,4 +1,4 @@
-"""What can be tested at a commit. Each kind of question is a class in a file of its own."""
+"""Tests of a commit. Each kind of question is a class in a file of its own."""
 
 from __future__ import annotations
 
@@ -29,21 +29,28 @@ class Question(Protocol):
     """Something that was right, or fast, at GOOD and is not at BAD."""
 
     def ends(self, good: str, bad: str) -> Outcome:
-        """`bad` if the two differ as expected; otherwise there is nothing to search for, and the detail says why.
+        """Return `bad` if the two differ as expected.
+
+        Otherwise there is nothing to search for, and the detail says why.
 
         Raises:
             HybridKVError: one of them cannot be tested.
         """
 
     def test(self, commit: str, known: Mapping[str, Outcome]) -> Outcome:
-        """Whether a commit is bad; `known` has all outcomes so far, `ENDS` among them.
+        """Return whether a commit is bad.
+
+        `known` has all outcomes so far, `ENDS` among them.
 
         Raises:
             NotMeasurableError: it cannot run the test, and is skipped.
         """
 
     def confirm(self, before: str, first_bad: str, known: Mapping[str, Outcome]) -> Outcome:
-        """`bad` if a new test confirms that `first_bad` is bad and the commit before it is good: the evidence."""
+        """Return the evidence: `bad` if a new test confirms the result.
+
+        Then `first_bad` is bad and the commit before it is good.
+        """
         first, last = self.test(before, known), self.test(first_bad, known)
         is_so = (first.answer, last.answer) == ("good", "bad")
         return Outcome(

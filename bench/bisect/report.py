@@ -11,7 +11,7 @@ from hybrid_kv.measure.results.origin import provenance
 
 
 def document(history: History, finding: Finding) -> dict[str, Any]:
-    """All of it, ready for JSON; `first_bad` and `between` as git describes them."""
+    """Return all of it for JSON, with `first_bad` and `between` as git describes them."""
     here = provenance()
     parts = asdict(finding)
     parts["first_bad"] = (
@@ -25,13 +25,17 @@ def document(history: History, finding: Finding) -> dict[str, Any]:
         "triton": here.triton,
     }
     return {
-        "good": history.good.commit, "bad": history.bad.commit, "commits": len(history.commits), **parts
-    }  # fmt: skip
+        "good": history.good.commit,
+        "bad": history.bad.commit,
+        "commits": len(history.commits),
+        **parts,
+    }
 
 
 def print_finding(history: History, finding: Finding) -> None:
-    """The verdict first, then the commit, the evidence, and what else differed."""
-    row = f"{len(history.commits)} commits that change hybrid_kv/, {finding.tested} tested, {finding.skipped} skipped"
+    """Print the verdict, the commit, the evidence, and what else differed."""
+    commits = f"{len(history.commits)} commits that change hybrid_kv/"
+    row = f"{commits}, {finding.tested} tested, {finding.skipped} skipped"
     if finding.verdict == "nothing":
         print(f"nothing to bisect: {finding.evidence.detail}")
         return
@@ -42,7 +46,8 @@ def print_finding(history: History, finding: Finding) -> None:
         return
     if finding.between:
         print(
-            f"the first bad commit is one of {len(finding.between) + 1}, of which the last is bad ({row})"
+            f"the first bad commit is one of {len(finding.between) + 1}, "
+            f"of which the last is bad ({row})"
         )
         for commit in finding.between:
             print(f"  or {describe(history.root, commit).line}, which was skipped")
@@ -61,5 +66,6 @@ def print_finding(history: History, finding: Finding) -> None:
     )
     here = provenance()
     print(
-        f"tested on {here.machine}, Python {here.python}, torch {here.torch}, the same for every commit"
+        f"tested on {here.machine}, Python {here.python}, torch {here.torch}, "
+        "the same for every commit"
     )

@@ -1,4 +1,6 @@
-"""How often `hybrid-kv bisect` is right: `--self-test` bisects 200 commits of which the first bad one is known.
+"""Error rates of `hybrid-kv bisect`: `--self-test` bisects histories whose answer is known.
+
+Each has 200 commits and a known first bad one.
 
 There are two kinds of history. *Drawn*: the answers of commits come from a model; the search, the
 tests and the last check are those of the command. Tokens and counts are exact. A time is a pair of
@@ -85,7 +87,7 @@ class Trial:
 
 
 def judge(finding: Finding, first_bad: str | None) -> str:
-    """A first bad commit that is one of several is `open`."""
+    """Return whether a finding is right; a first bad commit that is one of several is `open`."""
     if finding.verdict != "found" or finding.between:
         return "open"
     return "right" if finding.first_bad == first_bad else "wrong"
@@ -96,7 +98,7 @@ def judge(finding: Finding, first_bad: str | None) -> str:
 
 @dataclass(frozen=True)
 class Noise:
-    """Worker pairs of equal code: log-ratios around 0, and the CPU seconds that one of them took."""
+    """Worker pairs of equal code: log-ratios around 0, and the CPU seconds of one pair."""
 
     log_ratios: tuple[float, ...]
     seconds: float
@@ -133,7 +135,7 @@ class _Drawn:
         return measure
 
     def answered(self) -> Callable[[str, int], Answered]:
-        """The answers of all commits to two sets of questions."""
+        """Return the answers of all commits to two sets of questions."""
         answers: dict[tuple[str, int], str] = {}
         for seed in (0, 1):
             right = [number < 0.9 * QUESTIONS for number in range(QUESTIONS)]
@@ -173,9 +175,15 @@ def draw(kind: str, number: int, noises: Sequence[Noise]) -> Trial:
     }
     finding = find("-1", tuple(map(str, range(COMMITS))), questions[kind]())
     return Trial(
-        kind, "drawn", number, judge(finding, str(drawn.first_bad)), finding.tested, drawn.num_pairs, 0.0,
+        kind,
+        "drawn",
+        number,
+        judge(finding, str(drawn.first_bad)),
+        finding.tested,
+        drawn.num_pairs,
+        0.0,
         drawn.num_pairs * noise.seconds,
-    )  # fmt: skip
+    )
 
 
 def measure_noise(root: Path, commit: str, file: Path, folder: Path) -> list[Noise]:
@@ -204,9 +212,17 @@ def measure_noise(root: Path, commit: str, file: Path, folder: Path) -> list[Noi
         }
         ratio = estimate(pairs)
         row = timing_row(
-            receipt=Receipt(True, True, runs.max_error), suite=SUITE, benchmark=key, metric="equal_code",
-            value=ratio.ratio, unit="time ratio", ci_low=ratio.low, ci_high=ratio.high, n=ratio.n, params=params,
-        )  # fmt: skip
+            receipt=Receipt(checked_before=True, checked_after=True, max_error=runs.max_error),
+            suite=SUITE,
+            benchmark=key,
+            metric="equal_code",
+            value=ratio.ratio,
+            unit="time ratio",
+            ci_low=ratio.low,
+            ci_high=ratio.high,
+            n=ratio.n,
+            params=params,
+        )
         append_rows(file, [row], commit=commit)
         print(
             f"equal code, {key}: spread {params['spread']:.2%}, {seconds:.1f} CPU s a pair",
@@ -222,7 +238,7 @@ def measure_noise(root: Path, commit: str, file: Path, folder: Path) -> list[Noi
 
 
 def _edits(name: str, *changes: Change) -> dict[str, Edit]:
-    """The changes, by file."""
+    """Return the changes, by file."""
 
     def edit(file: str) -> Edit:
         own = [change for change in changes if change.file == file]
@@ -243,7 +259,7 @@ def _more_operations() -> dict[str, Edit]:
 
 
 def _slower_steps(loops: int) -> dict[str, Edit]:
-    """A loop that does nothing in each step of the scheduler."""
+    """Return an edit that adds a loop that does nothing to each step of the scheduler."""
     line = "budget = self.config.max_num_batched_tokens"
     return _edits(
         "loop", Change("engine/scheduler.py", line, f"for _ in range({loops}):\n    pass\n{line}")
@@ -251,7 +267,7 @@ def _slower_steps(loops: int) -> dict[str, Edit]:
 
 
 def _loops(root: Path, commit: str, folder: Path) -> int:
-    """How many loops are `SLOWER` of a call of `TIMED`, measured once."""
+    """Return how many loops are `SLOWER` of a call of `TIMED`, measured once."""
     loops, clone = 4000, folder / "clone"
     (slower,) = generate(
         root, commit, clone, _slower_steps(loops), num=1, first_bad=0, rng=random.Random(0)
@@ -271,8 +287,10 @@ def inject(kind: str, number: int, root: Path, commit: str, folder: Path, loops:
     first_bad = rng.randrange(1, COMMITS)
     bug = BUGS[number % len(BUGS)]
     injects: dict[str, Callable[[], dict[str, Edit]]] = {
-        "tokens": lambda: _bug(bug), "counts": _more_operations, "time": lambda: _slower_steps(loops)
-    }  # fmt: skip
+        "tokens": lambda: _bug(bug),
+        "counts": _more_operations,
+        "time": lambda: _slower_steps(loops),
+    }
     clone = folder / "clone"
     commits = generate(
         root, commit, clone, injects[kind](), num=COMMITS, first_bad=first_bad, rng=rng
@@ -297,9 +315,9 @@ def inject(kind: str, number: int, root: Path, commit: str, folder: Path, loops:
 
 
 def _scenarios(trees: Trees, commit: str, folder: Path) -> list[Path]:
-    """What the commit's own guard writes when it fails."""
-    trees.run(commit, "guard", "--quick", "-k", "exact model", "--fail-fast", "--jobs", "1",
-            "--repro", str(folder), "--results", str(folder))  # fmt: skip
+    """Return the cases that the commit's own guard writes when it fails."""
+    quick = ("--quick", "-k", "exact model", "--fail-fast", "--jobs", "1")
+    trees.run(commit, "guard", *quick, "--repro", str(folder), "--results", str(folder))
     found = sorted(folder.glob("*.json"))[:1]
     if not found:
         raise HybridKVError(f"the guard of {commit[:9]} finds nothing wrong; inject another bug")
@@ -315,7 +333,9 @@ def _cpu_seconds() -> float:
 
 
 def self_test(root: Path, commit: str, file: Path, repetitions: int, trials: int) -> list[Row]:
-    """Draw `repetitions` histories of each kind, make `trials` real ones in git; append a row for each and rates.
+    """Draw `repetitions` histories of each kind, and make `trials` real ones in git.
+
+    Append a row for each, and the rates.
 
     Injected trials that `file` has are not run again.
     """
@@ -351,7 +371,10 @@ def self_test(root: Path, commit: str, file: Path, repetitions: int, trials: int
 
 
 def rates(trials: Sequence[Trial]) -> Iterator[Row]:
-    """Of each kind and way: how many were right and how many named a good commit, with exact 95 % intervals."""
+    """Yield for each kind and way how many trials were right and how many named a good commit.
+
+    The intervals are exact, of 95 %.
+    """
     for way, kind in itertools.product(("drawn", "injected"), KINDS):
         own = [trial for trial in trials if (trial.way, trial.kind) == (way, kind)]
         if not own:
@@ -382,10 +405,11 @@ def rates(trials: Sequence[Trial]) -> Iterator[Row]:
 
 
 def print_rates(summary: Sequence[Row]) -> None:
-    """A line for each kind and way."""
+    """Print a line for each kind and way."""
     for right, wrong in zip(summary[::2], summary[1::2], strict=True):
         print(
-            f"{right.params['way']:8} {right.benchmark:11} right {right.value * right.n:.0f} of {right.n}, "
-            f"a good commit named in {wrong.value * wrong.n:.0f}; {right.params['questions']} commits tested, "
-            f"{right.params['pairs']} pairs, at most {right.params['longest_cpu_minutes']} CPU minutes"
+            f"{right.params['way']:8} {right.benchmark:11} right {right.value * right.n:.0f} of "
+            f"{right.n}, a good commit named in {wrong.value * wrong.n:.0f}; "
+            f"{right.params['questions']} commits tested, {right.params['pairs']} pairs, "
+            f"at most {right.params['longest_cpu_minutes']} CPU minutes"
         )

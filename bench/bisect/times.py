@@ -1,4 +1,6 @@
-"""A time: how many times as long a commit takes as GOOD, measured in pairs of fresh processes until it is clear.
+"""Times: how many times as long a commit takes as GOOD, in pairs of fresh processes.
+
+Pairs are measured until the answer is clear.
 
 One number is one worker pair of `hybrid-kv compare`: the log-ratio of two processes that run side
 by side on a core.
@@ -47,7 +49,9 @@ Measure = Callable[[str, str], Generator[float, None, None]]
 
 
 def typical_spread(groups: Sequence[Sequence[float]]) -> float:
-    """Standard deviation of pairs of the same two commits, by the median distance from each group's own median.
+    """Return the standard deviation of pairs of the same two commits.
+
+    It is taken from the median distance from each group's own median.
 
     A little more than that: see `CAUTION`.
     """
@@ -58,10 +62,11 @@ def typical_spread(groups: Sequence[Sequence[float]]) -> float:
 
 
 def decide(log_ratios: Sequence[float], shift: float, spread: float) -> Answer | None:
-    """What the pairs say so far; None: not enough. See the module's text."""
+    """Return what the pairs say so far; None: not enough. See the module's text."""
     evidence = sum(
-        max(-CLIP, min(CLIP, shift / spread**2 * (log_ratio - shift / 2))) for log_ratio in log_ratios
-    )  # fmt: skip
+        max(-CLIP, min(CLIP, shift / spread**2 * (log_ratio - shift / 2)))
+        for log_ratio in log_ratios
+    )
     if abs(evidence) < math.log((1 - ERROR) / ERROR):
         return None
     return "bad" if evidence > 0 else "good"

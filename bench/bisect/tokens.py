@@ -1,4 +1,7 @@
-"""A scenario that the guard saw fail: `hybrid-kv guard --replay FILE`, run by each commit's own guard."""
+"""A scenario that the guard saw fail, replayed by each commit's own guard.
+
+It is run by `hybrid-kv guard --replay FILE`.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ class Tokens(Question):
 
 
 def played_by(trees: Trees, file: Path) -> Play:
-    """The guard of each commit."""
+    """Return a function that plays the file by the guard of each commit."""
 
     def play(commit: str) -> Outcome:
         ran = trees.run(commit, "guard", "--replay", str(file.absolute()))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hybrid_kv.cli.options import AsJson, OutFile, Select, show
+
+if TYPE_CHECKING:
+    from bench.static.gate import Measured
 
 
 def kernels(
@@ -41,7 +44,7 @@ def kernels(
     from hybrid_kv.config import ConfigError
     from hybrid_kv.errors import require
     from hybrid_kv.files import check_outputs
-    from hybrid_kv.measure.results import append_rows, check_writable, provenance
+    from hybrid_kv.measure.results import check_writable, provenance
 
     require("triton")
     names = compile.parse_targets(targets)
@@ -60,12 +63,12 @@ def kernels(
         absent = peers.find()[1]
     verdicts = gate.run(compile.MODULES, names, baseline, accept=update, select=select)
     counted = [
-        one
-        for one in counts.count_all()
-        if not select or any(part.lower() in one.kernel for part in select)
+        count
+        for count in counts.count_all()
+        if not select or any(part.lower() in count.kernel for part in select)
     ]
     known = {} if update else gate.read_baseline(baseline, provenance().triton)
-    wrong = [counts.failures(one, known) for one in counted]
+    wrong = [counts.failures(count, known) for count in counted]
     others = gate.run_peers(names) if with_peers else []
     failed = any(verdict.failures for verdict in verdicts) or any(wrong)
 
@@ -79,13 +82,23 @@ def kernels(
 
     try:
         if update and not failed:
-            measured = [*(one.measurement for one in verdicts), *counted]
-            rows = gate.changed_rows(measured, baseline)
-            if not rows and not select:
-                # The newest row says at which commit all kernels were last compared.
-                rows = gate.result_rows(measured[0])
-            append_rows(baseline, rows)
+            measured = [*(verdict.measurement for verdict in verdicts), *counted]
+            _accept(measured, baseline, is_whole=not select)
     finally:
         show(table.document(verdicts, others), as_json, out, tables)
     if failed:
         raise typer.Exit(1)
+
+
+def _accept(measured: list[Measured], baseline: Path, *, is_whole: bool) -> None:
+    """Append to the baseline what changed; if all was compared, at least one row.
+
+    The newest row says at which commit all kernels were last compared.
+    """
+    from bench.static import gate
+    from hybrid_kv.measure.results import append_rows
+
+    rows = gate.changed_rows(measured, baseline)
+    if not rows and is_whole:
+        rows = gate.result_rows(measured[0])
+    append_rows(baseline, rows)

@@ -1,1 +1,1 @@
-"""What runs the benchmarks: the registry, `hybrid-kv compare` with its workers and verdicts, asv's history."""
+"""The runners of benchmarks: the registry, `hybrid-kv compare` with its workers, asv's history."""

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse's, but that an error is one line, as in `hybrid-kv`, and that no option can be abbreviated."""
+    """argparse's parser, whose errors are one line, and whose options cannot be abbreviated."""
 
     def __init__(self, prog: str, description: str | None = None) -> None:
         super().__init__(prog=prog, description=description, allow_abbrev=False)

@@ -1,4 +1,4 @@
-"""What the classes in `bench/asv_suite/` share: a case of the registry, built once and reset before each sample.
+"""Classes for `bench/asv_suite/`: a case of the registry, built once and reset before each sample.
 
 asv (asv_runner >= 0.3) calls `setup` before every sample and `teardown` after it. The first `setup`
 of a process builds the case and checks its result, the later ones only reset it; each `teardown`
@@ -8,9 +8,11 @@ reading of the clock. The other class attributes are asv's own.
 
 from __future__ import annotations
 
+import ast
 import inspect
+import textwrap
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +22,8 @@ from bench.harness.cells import Case, Cell, Counts, Scalar
 from hybrid_kv.measure.timing.case import ENGINE, checked
 from hybrid_kv.measure.timing.clock import clock, ratio, wall_clock
 
-torch.set_num_threads(
-    1
-)  # A second thread makes the times of small tensors bimodal: 0.25 or 8 ms were seen.
+# A second thread makes the times of small tensors bimodal: 0.25 or 8 ms were seen.
+torch.set_num_threads(1)
 RATIO_ROUNDS = 25
 
 
@@ -39,7 +40,7 @@ class Grid:
 
     @property
     def rivals(self) -> list[list[Scalar]]:
-        """The values of each parameter, without the engine among the subjects."""
+        """Return the values of each parameter, without the engine among the subjects."""
         return [[value for value in values if value != ENGINE] for values in self.params]
 
     @property
@@ -48,7 +49,7 @@ class Grid:
 
     @property
     def params(self) -> list[list[Scalar]]:
-        """The values of each parameter."""
+        """Return the values of each parameter."""
         return [
             list(dict.fromkeys(cell.params[name] for cell in self.cells))
             for name in self.param_names
@@ -56,15 +57,27 @@ class Grid:
 
     @property
     def version(self) -> str:
-        """A digest of the function that builds a case: edited, it starts a new history."""
+        """Return a digest of the function that builds a case: edited, it starts a new history.
+
+        Its layout, its comments and its docstrings may change.
+        """
         build: Any = self.cells[0].make
         while hasattr(build, "func"):
             build = build.func
-        return f"{zlib.crc32(inspect.getsource(build).encode()):08x}"
+        return f"{zlib.crc32(code_of(build).encode()):08x}"
 
     def cell(self, *values: Scalar) -> Cell:
         """Return the cell with these values of the parameters."""
         return next(cell for cell in self.cells if tuple(cell.params.values()) == values)
+
+
+def code_of(function: Callable[..., Any]) -> str:
+    """Return the code of a function, without its layout, its comments and its docstrings."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body[0] = ast.Pass()
+    return ast.unparse(tree)
 
 
 def made(cell: Cell) -> Any:

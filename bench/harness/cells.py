@@ -1,4 +1,4 @@
-"""What can be timed: a `Cell` is one benchmark with one set of parameters, and makes a `Case` or exact `Counts`.
+"""Cells: one benchmark with one set of parameters, which makes a `Case` or exact `Counts`.
 
 A cell is cheap to list and builds its data in `make()`:
 
@@ -10,8 +10,8 @@ A cell is cheap to list and builds its data in `make()`:
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -74,7 +74,10 @@ class Cell(CellInfo):
 
 
 def seed(benchmark: str, params: Mapping[str, Scalar]) -> int:
-    """What the data of a cell are drawn from: the same in every process and version, and for rivals of one cell."""
+    """Return the seed of a cell's data.
+
+    It is the same in every process and version, and for rivals of one cell.
+    """
     return zlib.crc32(
         repr((benchmark, sorted(item for item in params.items() if item[0] != "subject"))).encode()
     )
@@ -87,18 +90,25 @@ def grid(
     build: Callable[..., Any],
     values: Mapping[str, Sequence[Scalar]],
     quick: Collection[tuple[Scalar, ...]] = (),
-    promise: Callable[..., float | None] = lambda **params: None,
+    *,
     units: Mapping[str, str] | None = None,
 ) -> Iterator[Cell]:
-    """A cell for every combination of parameter values; `build(seed, **params)` makes its case or counts.
+    """Return a cell for every combination of parameter values.
+
+    `build(seed, **params)` makes its case or counts.
 
     Args:
         quick: beginnings of the combinations that belong to a quick run.
-        promise: of each cell, from its parameters.
         units: see `Cell`.
     """
     for combination in product(*values.values()):
         params = dict(zip(values, combination, strict=True))
         make = partial(build, seed(benchmark, params), **params)
         is_quick = any(combination[: len(start)] == start for start in quick)
-        yield Cell(suite, benchmark, params, tier, make, is_quick, promise(**params), units or {})
+        yield Cell(suite, benchmark, params, tier, make, is_quick, units=units or {})
+
+
+def promised(promise: Callable[..., float | None], cells: Iterable[Cell]) -> Iterator[Cell]:
+    """Yield cells with what is promised of each, by its parameters."""
+    for cell in cells:
+        yield replace(cell, promise=promise(**cell.params))

@@ -1,4 +1,4 @@
-"""What `python -m bench` measures, prints and appends."""
+"""The command `python -m bench`: it measures, prints and appends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Results = Sequence[Measurement] | Sequence[Counted]
 
 
 def _columns(results: Results) -> dict[str, str]:
-    """What stands behind the parameters of a group of cells."""
+    """Return the columns after the parameters of a group of cells."""
     shown: dict[str, str] = {}
     for one in results:
         if isinstance(one, Counted):
@@ -60,7 +60,8 @@ def _print_table(rows: Sequence[Results]) -> None:
     import pandas as pd
 
     first = rows[0][0].cell
-    title = f"{first.suite}/{first.benchmark}, {'exact' if first.tier == 'count' else first.tier + ' time'}"
+    kind = "exact" if first.tier == "count" else f"{first.tier} time"
+    title = f"{first.suite}/{first.benchmark}, {kind}"
     if "subject" in first.params:
         title += f" (how many times that of {ENGINE})"
     where = [name for name in first.params if name != "subject"]
@@ -94,7 +95,8 @@ def _chosen(
         print(f"{len(found) - len(here)} cells need a GPU and are left out", file=sys.stderr)
     if not here:
         raise HybridKVError(
-            f"no cell of {', '.join([*chosen, *tiers, *select]) or 'any suite'} runs on this machine"
+            f"no cell of {', '.join([*chosen, *tiers, *select]) or 'any suite'} runs on this "
+            "machine"
         )
     return here
 
@@ -132,8 +134,11 @@ def measure(chosen: Sequence[Cell], rounds: int, out: str | None, as_json: bool 
         print(json.dumps(documents, indent=2))
     for one in failed:
         assert one.ratio is not None
-        said = f"fail: {one.cell.key}: {one.ratio.value:.2f} times the engine path, needs {one.cell.promise}"
-        print(said, file=sys.stderr if as_json else sys.stdout)
+        line = (
+            f"fail: {one.cell.key}: {one.ratio.value:.2f} times the engine path, "
+            f"needs {one.cell.promise}"
+        )
+        print(line, file=sys.stderr if as_json else sys.stdout)
     return int(bool(failed))
 
 

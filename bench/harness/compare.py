@@ -1,4 +1,4 @@
-"""`hybrid-kv compare`: is HEAD slower than BASE?
+"""Compare two versions: `hybrid-kv compare` asks whether HEAD is slower than BASE.
 
 Both versions run side by side, now, on this machine.
 
@@ -33,7 +33,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bench.harness.cells import CellInfo
+from bench.harness.cells import TIERS, CellInfo
 from bench.harness.inference import log_ratio, typical
 from bench.harness.judgement import Design, Times, confirmed
 from bench.harness.pairs import Answers, Pair, start
@@ -49,7 +49,10 @@ GPU_SAMPLES = 40  # launches: each is short
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a cell has no times: `wrong result`, `broken at HEAD` (BASE can run it) or `not comparable`."""
+    """The reason why a cell has no times.
+
+    It is `wrong result`, `broken at HEAD` (BASE can run it) or `not comparable`.
+    """
 
     verdict: str
     reason: str
@@ -67,7 +70,7 @@ class Measured:
 
 
 def _failure(answers: Sequence[Mapping[str, Any]]) -> Failure | None:
-    """A wrong result before an absent one.
+    """Return the failure among two sides' answers, a wrong result before an absent one.
 
     BASE's wrong result is not HEAD's fault, but its time means nothing.
     """
@@ -92,7 +95,10 @@ def own_benchmarks(answers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 def measure_cell(
     pair: Pair, cell: CellInfo, design: Design, times: Times, inject: float = 0.0
 ) -> Failure | None:
-    """Add what one worker pair says about one cell to `times`, unless it fails; `inject` slows HEAD down."""
+    """Add what one worker pair says about one cell to `times`, unless it fails.
+
+    `inject` slows HEAD down.
+    """
     made = pair.ask_both("make", key=cell.key, only_head={"inject": inject})
     if failure := _failure(made):
         return failure
@@ -125,9 +131,12 @@ def measure_cell(
     return None
 
 
-def _common_cells(pair: Pair, quick: bool, select: Sequence[str]) -> Measured:
-    """The cells whose key contains one of `select`, with a failure for those that only one side has."""
-    answers = pair.ask_both("cells", quick=quick)
+def _common_cells(pair: Pair, selection: Selection) -> Measured:
+    """Return the cells of a selection, in all tiers.
+
+    Those that only one side has get a failure.
+    """
+    answers = pair.ask_both("cells", quick=selection.quick)
     for side, answer in zip(SIDES, answers, strict=True):
         if "failed" in answer:
             raise HybridKVError(f"{side}'s benchmarks cannot be loaded: {answer['failed']}")
@@ -136,7 +145,7 @@ def _common_cells(pair: Pair, quick: bool, select: Sequence[str]) -> Measured:
         for answer in answers
     ]
     listed_once = {**listed[0], **listed[1]}
-    parts = [part.lower() for part in select]
+    parts = [name.lower() for name in selection.names]
     measured = Measured(
         [cell for key, cell in listed_once.items() if any(part in key.lower() for part in parts)]
     )
@@ -154,7 +163,8 @@ def _common_cells(pair: Pair, quick: bool, select: Sequence[str]) -> Measured:
             measured.failures[cell.key] = failure
     if not measured.cells:
         raise ConfigError(
-            f"no benchmark's name contains {' or '.join(select)!r}; hybrid-kv compare HEAD lists them"
+            f"no benchmark's name contains {' or '.join(selection.names)!r}; "
+            "hybrid-kv compare HEAD lists them"
         )
     return measured
 
@@ -188,7 +198,10 @@ class Looks:
     def take(
         self, title: str, cells: Sequence[CellInfo], design: Design, found: dict[str, Times]
     ) -> None:
-        """Add what `design.pairs` pairs say to `found`; a cell that fails loses what it has there."""
+        """Add what `design.pairs` pairs say to `found`.
+
+        A cell that fails loses what it has there.
+        """
         todo = [
             self.rng.sample(cells, len(cells)) for _ in range(design.pairs) if cells
         ]  # of each pair
@@ -218,7 +231,9 @@ Take = Callable[[str, Sequence[CellInfo], Design, dict[str, Times]], None]
 
 
 def take_times(measured: Measured, timed: Sequence[CellInfo], design: Design, take: Take) -> None:
-    """The first look, the repeat of what it suspects, and more pairs of either while an interval is too wide.
+    """Measure the first look and the repeat of what it suspects.
+
+    More pairs of either are measured while an interval is too wide.
 
     Args:
         take: adds what `design.pairs` worker pairs say about cells; see `Looks.take`.
@@ -242,7 +257,7 @@ def take_times(measured: Measured, timed: Sequence[CellInfo], design: Design, ta
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was compared, and what was measured of it.
+    """The versions that were compared, and all that was measured of them.
 
     Attributes:
         unfit: why times of this machine prove nothing; empty: they do.
@@ -256,14 +271,30 @@ class Comparison:
     unfit: str = ""
 
 
+@dataclass(frozen=True)
+class Selection:
+    """The cells that are compared.
+
+    Attributes:
+        quick: only the cells marked so: a few of each suite.
+        names: only cells whose key contains one of these.
+        tiers: only cells of these.
+    """
+
+    quick: bool = True
+    names: Sequence[str] = ("",)
+    tiers: Sequence[str] = TIERS
+
+
+QUICK = Selection()
+
+
 def compare(
     base: str,
     head: str,
+    selection: Selection = QUICK,
     *,
     root: Path = ROOT,
-    quick: bool = True,
-    select: Sequence[str] = ("",),
-    tiers: Sequence[str] = ("count", "cpu", "gpu"),
     design: Design = STANDARD,
     seed: int = 0,
     injects: Mapping[str, float] | None = None,
@@ -273,9 +304,6 @@ def compare(
     Args:
         base, head: git revisions, or `.` for the working tree.
         root: the checkout.
-        quick: only the cells marked so: a few of each suite.
-        select: only cells whose key contains one of these.
-        tiers: only cells of these.
         seed: of every random choice: orders, memory layouts, hash seeds.
         injects: by key, the fraction by which HEAD is made slower.
 
@@ -291,16 +319,18 @@ def compare(
             folder.mkdir()
             place(root, revision, folder)
         with start(folders, 1, rng) as (clerk,):
-            measured = _common_cells(clerk, quick, select)
-        if "count" in tiers:
+            measured = _common_cells(clerk, selection)
+        if "count" in selection.tiers:
             _count(folders, measured, rng)
         timed = [
             cell
             for cell in measured.cells
-            if cell.tier in tiers and cell.tier != "count" and cell.key not in measured.failures
+            if cell.tier in selection.tiers
+            and cell.tier != "count"
+            and cell.key not in measured.failures
         ]
         take_times(
             measured, timed, design, Looks(folders, injects or {}, measured.failures, rng).take
         )
-        measured.cells = [cell for cell in measured.cells if cell.tier in tiers]
+        measured.cells = [cell for cell in measured.cells if cell.tier in selection.tiers]
     return Comparison(*revisions, seed, design, measured)

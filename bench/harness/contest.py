@@ -1,4 +1,4 @@
-"""A contest: one task on a GPU and its rivals, the first of which is what the others are compared with.
+"""Contests: one task on a GPU and its rivals, the first of which the others are compared with.
 
 A benchmark file with `gpu_contests(quick, device)` has some; `bench.gpu` finds them and races them.
 """
@@ -86,7 +86,10 @@ Prepare = Callable[..., tuple[Callable[[], Any], Callable[[], torch.Tensor]]]
 
 
 def peer_case(build: Callable[[Any], Case], prepare: Prepare) -> Case:
-    """The case that `build` makes of an implementation, timed without what `prepare` does, which may copy."""
+    """Return the case that `build` makes of an implementation.
+
+    It is timed without what `prepare` does, which may copy.
+    """
     launch: Callable[[], Any] = nothing
 
     def implementation(*arguments: Any) -> torch.Tensor:
@@ -101,7 +104,9 @@ def peer_case(build: Callable[[Any], Case], prepare: Prepare) -> Case:
 def bound_update(
     function: Callable[..., Any], operands: Sequence[torch.Tensor], **more: Any
 ) -> partial[Any]:
-    """The `selective_state_update` of mamba_ssm or vLLM, whose values of a head are tensors without strides.
+    """Return the `selective_state_update` of mamba_ssm or vLLM.
+
+    Its values of a head are tensors without strides.
 
     Args:
         operands: state, x, dt, dt_bias, A_log, B, C and D, as our kernel takes them.

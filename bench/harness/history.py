@@ -1,4 +1,6 @@
-"""`python -m bench.harness.history [N] [--range A..B] [--steps n]`: asv's quick benchmarks over commits, as rows.
+"""asv's quick benchmarks over commits, as rows.
+
+    python -m bench.harness.history [N] [--range A..B] [--steps n]
 
 asv builds each commit, from a clone that it makes: what is not committed is not measured. The
 benchmarks are those of this folder. A commit that lacks an interface loses the benchmarks that need
@@ -50,7 +52,10 @@ BENCHMARK_FAILED = 2  # asv's exit code; of a commit that lacks an interface it 
 
 
 def machine_name() -> str:
-    """Return a name of this hardware and what runs on it: asv would draw one line through a change of either."""
+    """Return a name of this hardware and what runs on it.
+
+    asv would draw one line through a change of either.
+    """
     here = provenance()
     parts = [here.machine]
     if torch.cuda.is_available():

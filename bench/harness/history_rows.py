@@ -33,7 +33,10 @@ CHECKED = Receipt(
 
 
 def keep_rows(machine: str, commits: Collection[str]) -> int:
-    """Add what asv has measured of these commits on a machine to the data set; return how many rows they have."""
+    """Add what asv has measured of these commits on a machine to the data set.
+
+    Return how many rows they have.
+    """
     count = 0
     with TemporaryDirectory() as folder:
         file = Path(folder) / "history.csv"
@@ -62,7 +65,10 @@ def origin(result: Results, machine: str) -> dict[str, object]:
 
 
 def rows_of(result: Results, name: str) -> Iterator[Row]:
-    """Yield a row for each set of parameters that the benchmark `SUITE.CLASS.METHOD` has a value of."""
+    """Yield a row for each set of parameters that a benchmark has a value of.
+
+    The benchmark's name is `SUITE.CLASS.METHOD`.
+    """
     suite, class_name, method = name.split(".")
     benchmark = getattr(importlib.import_module(f"bench.asv_suite.{suite}"), class_name)
     values = result.get_result_value(name, result.get_result_params(name))

@@ -1,4 +1,4 @@
-"""What `compare` may conclude from its samples, and how sure it is. Pure functions of numbers.
+"""Conclusions of `compare` from its samples, and how sure they are: pure functions of numbers.
 
 The unit of inference is one *worker pair*: two processes, one per version. Samples of one pair are
 not independent of each other: both processes keep the memory layout that they got, and that alone
@@ -33,7 +33,7 @@ def typical(seconds: Sequence[float]) -> float:
 
 
 def log_ratio(base: Sequence[float], head: Sequence[float]) -> float:
-    """What one worker pair says: the logarithm of how many times as long HEAD takes.
+    """Return the logarithm of how many times as long HEAD takes, by one worker pair.
 
     0: as long as BASE.
     """
@@ -42,7 +42,7 @@ def log_ratio(base: Sequence[float], head: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Estimate:
-    """How many times as long HEAD takes, with the 95 % interval, over `n` worker pairs."""
+    """The time of HEAD as a multiple of BASE's, with the 95 % interval, over `n` worker pairs."""
 
     ratio: float
     low: float
@@ -51,14 +51,16 @@ class Estimate:
 
 
 def _num_dropped(n: int) -> int:
-    """Of the lowest values, and as many of the highest."""
+    """Return how many of the lowest values are dropped, and as many of the highest."""
     return n // 6
 
 
 def trimmed_mean(
     values: npt.NDArray[np.float64],
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], int]:
-    """Mean without the lowest and highest sixth along the last axis, its standard error, degrees of freedom.
+    """Return the mean without the lowest and highest sixth along the last axis.
+
+    Also return its standard error and degrees of freedom.
 
     Yuen (1974): the spread is that of the values with the dropped ones replaced by the nearest kept
     one.
@@ -75,7 +77,10 @@ def trimmed_mean(
 
 
 def center(log_ratios: Sequence[float]) -> float:
-    """Trimmed mean over worker pairs: now and then a pair is off by a factor, for all of its samples."""
+    """Return the trimmed mean over worker pairs.
+
+    Now and then a pair is off by a factor, for all of its samples.
+    """
     return float(trimmed_mean(np.asarray(log_ratios, dtype=np.float64))[0])
 
 
@@ -112,7 +117,9 @@ def estimate(log_ratios: Sequence[float], seed: int = 0) -> Estimate:
 
 
 def p_slower(log_ratios: Sequence[float], min_effect: float) -> float:
-    """One-sided p-value of "HEAD takes at most `1 + min_effect` times as long", by Yuen's t test over worker pairs.
+    """Return the one-sided p-value of "HEAD takes at most `1 + min_effect` times as long".
+
+    It is that of Yuen's t test over worker pairs.
 
     With 12 normal pairs it holds its rate (1.2 % at 1 %); with one pair in ten off tenfold it still
     finds four standard deviations in 99 %, where Student's test finds them in 76 %.
@@ -132,7 +139,10 @@ def p_faster(log_ratios: Sequence[float], min_effect: float) -> float:
 
 
 def holm(p_values: Mapping[Key, float]) -> dict[Key, float]:
-    """Adjusted p-values (Holm 1979): alarms at `adjusted < alpha` hold a false one with probability < alpha at most."""
+    """Return p-values adjusted by Holm (1979).
+
+    Alarms at `adjusted < alpha` hold a false one with probability < alpha at most.
+    """
     adjusted: dict[Key, float] = {}
     largest = 0.0
     for rank, (key, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):

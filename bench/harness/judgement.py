@@ -1,4 +1,6 @@
-"""When a time is `slower`, `faster`, the `same` or `inconclusive`: how much is measured, and what is concluded from it.
+"""Judgement of times: `slower`, `faster`, the `same` or `inconclusive`.
+
+It says how much is measured, and what is concluded from it.
 
 The first look at all benchmarks only picks suspects. They are measured again, in fresh processes,
 with twice the pairs and three times the samples; that repeat alone is evidence, and what the first
@@ -23,7 +25,7 @@ from hybrid_kv.config import ConfigError
 
 @dataclass(frozen=True)
 class Design:
-    """How much is measured, and what is an alarm.
+    """The amount that is measured, and what is an alarm.
 
     Attributes:
         pairs: worker pairs of the first look; the repeat has twice as many.
@@ -64,7 +66,7 @@ class Design:
 
     @property
     def closer(self) -> Design:
-        """Of the repeat."""
+        """Return the design of the repeat."""
         return replace(
             self, pairs=2 * self.pairs, samples=3 * self.samples, cell_seconds=3 * self.cell_seconds
         )
@@ -72,7 +74,7 @@ class Design:
 
 @dataclass
 class Times:
-    """What worker pairs said about one cell, in the order in which they were measured."""
+    """The times of one cell by worker pair, in the order in which they were measured."""
 
     log_ratios: list[float] = field(default_factory=list)
     seconds: list[tuple[float, float]] = field(default_factory=list)  # per call, of each side
@@ -83,7 +85,7 @@ class Times:
     )  # of a side that ran its version's own benchmark: why
 
     def suspicious(self, design: Design) -> bool:
-        """Whether a first look deserves a repeat; either direction."""
+        """Return whether a first look deserves a repeat; either direction."""
         enough = abs(center(self.log_ratios)) > math.log1p(design.min_effect)
         return (
             enough
@@ -91,19 +93,22 @@ class Times:
         )
 
     def settled(self, design: Design) -> bool:
-        """Whether the 95 % interval lies within the threshold."""
+        """Return whether the 95 % interval lies within the threshold."""
         found = estimate(self.log_ratios)
         return 1 / (1 + design.threshold) <= found.low and found.high <= 1 + design.threshold
 
     def wants_more(self, design: Design) -> bool:
-        """Whether the interval is too wide and the budget allows for as many pairs again as a look takes."""
+        """Return whether the interval is too wide and the budget allows for more pairs."""
         return len(
             self.log_ratios
         ) + design.pairs <= design.budget * design.pairs and not self.settled(design)
 
 
 def _p_value(times: Times, slower: bool, design: Design) -> float:
-    """Of the repeat: tested after its first pairs and after all, hence twice the smaller one."""
+    """Return the p-value of the repeat.
+
+    It is tested after its first pairs and after all, hence twice the smaller one.
+    """
     test = p_slower if slower else p_faster
     looks = {design.closer.pairs, len(times.log_ratios)}
     return min(1.0, 2 * min(test(times.log_ratios[:pairs], design.min_effect) for pairs in looks))
@@ -112,7 +117,7 @@ def _p_value(times: Times, slower: bool, design: Design) -> float:
 def confirmed(
     first: Mapping[str, Times], repeat: Mapping[str, Times], design: Design
 ) -> dict[str, tuple[str, float]]:
-    """Of each suspect `slower`, `faster` or nothing, with its adjusted p-value.
+    """Return for each suspect `slower`, `faster` or nothing, with its adjusted p-value.
 
     The repeat tests the direction that the first look saw, so that it is one direction per suspect.
     """
@@ -127,5 +132,8 @@ def confirmed(
 
 
 def verdict(times: Times, alarm: str, design: Design) -> str:
-    """`slower` or `faster` where the repeat confirmed it (`alarm`); else `same` or `inconclusive`."""
+    """Return `slower` or `faster` where the repeat confirmed it (`alarm`).
+
+    Otherwise it is `same` or `inconclusive`.
+    """
     return alarm or ("same" if times.settled(design) else "inconclusive")

@@ -49,7 +49,7 @@ class Measurement:
         return "fail" if self.ratio.high < self.cell.promise else "pass"
 
     def rows(self) -> Iterator[Row]:
-        """The rows for `hybrid_kv.measure.results`."""
+        """Yield the rows for `hybrid_kv.measure.results`."""
         cell = self.cell
         common = {
             "suite": cell.suite,
@@ -76,7 +76,7 @@ class Counted:
     counts: Counts
 
     def rows(self) -> Iterator[Row]:
-        """The rows for `hybrid_kv.measure.results`."""
+        """Yield the rows for `hybrid_kv.measure.results`."""
         for metric, count in self.counts.items():
             where = self.cell.suite, self.cell.benchmark
             yield Row(
@@ -85,12 +85,12 @@ class Counted:
 
 
 def runs_here(cell: Cell) -> bool:
-    """Whether this machine has what the cell's tier needs."""
+    """Return whether this machine has what the cell's tier needs."""
     return cell.tier != "gpu" or torch.cuda.is_available()
 
 
 def kind_of(cell: Cell) -> type[Subject]:
-    """How to sample: the host's time of a CPU cell, the device's of a GPU cell."""
+    """Return how to sample: the host's time of a CPU cell, the device's of a GPU cell."""
     return DeviceSubject if cell.tier == "gpu" else Subject
 
 
@@ -126,7 +126,7 @@ def measure_together(
             median(timed[key].samples),
             ratio(timed[key].samples, engine) if key in rivals and engine is not None else None,
             len(timed[key].samples),
-            Receipt(True, True, timed[key].error),
+            Receipt(checked_before=True, checked_after=True, max_error=timed[key].error),
         )
         for key, cell in own.items()
     ]

@@ -1,4 +1,4 @@
-"""How often `compare` errs: `hybrid-kv compare --self-test` runs it on equal code and on injected slowdowns.
+"""Error rates of `compare`: `hybrid-kv compare --self-test` runs it on equal and on slowed code.
 
 A trial is one whole comparison of a version with itself, over all quick benchmarks of host code.
 Without a inject every verdict but `same` is a false alarm, in either direction. With a inject, the
@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.harness import registry
-from bench.harness.compare import STANDARD, Design, compare, find_revision
+from bench.harness.compare import STANDARD, Design, Selection, compare, find_revision
 from bench.harness.inference import clopper_pearson
 from bench.harness.verdicts import rows_here, timed_outcomes
 from hybrid_kv.measure.results import Row, append_rows
@@ -56,12 +56,12 @@ class Trial:
 
 
 def keeps_its_rate(false_alarms: int, trials: int) -> bool:
-    """Whether the false alarms leave open that the true rate is `TOLERATED_RATE`, at 95 %."""
+    """Return whether the true rate may be `TOLERATED_RATE`, at 95 %, by the false alarms."""
     return clopper_pearson(false_alarms, trials, level=0.90)[0] <= TOLERATED_RATE
 
 
 def timed_keys() -> list[str]:
-    """The benchmarks that a trial measures."""
+    """Return the benchmarks that a trial measures."""
     return [
         cell.key
         for cell in registry.cells(quick=True)
@@ -91,8 +91,8 @@ def run_trial(revision: str, percent: int, number: int, design: Design, root: Pa
     comparison = compare(
         revision,
         revision,
+        Selection(tiers=("cpu",)),
         root=root,
-        tiers=("cpu",),
         design=design,
         seed=1000 * percent + number,
         injects=dict.fromkeys(INJECTED, percent / 100) if percent else None,
@@ -111,7 +111,10 @@ def trial_row(trial: Trial, experiment: str) -> Row:
 
 
 def rates(trials: Sequence[Trial], keys: Sequence[str], experiment: str) -> Iterator[Row]:
-    """False-alarm, suspect and detection rates per benchmark, and of false alarms anywhere in the suite."""
+    """Yield rates of false alarms, suspects and detections per benchmark.
+
+    False alarms anywhere in the suite have a rate, too.
+    """
 
     def rate(
         benchmark: str, metric: str, percent: int, hits: int, n: int, better: str, verdict: str = ""
@@ -147,7 +150,10 @@ def rates(trials: Sequence[Trial], keys: Sequence[str], experiment: str) -> Iter
 
 
 def _schedule(repetitions: int, injects: int) -> Iterator[tuple[int, int]]:
-    """Percent and number of each trial; kinds take turns, so that a run that was stopped says something of each."""
+    """Yield percent and number of each trial.
+
+    Kinds take turns, so that a run that was stopped says something of each.
+    """
     for kinds in ((0, 5), (2, 10)):
         for number in range(max(repetitions, injects)):
             yield from (
@@ -193,7 +199,7 @@ def self_test(
 
 
 def print_rates(summary: Sequence[Row]) -> None:
-    """A line per benchmark."""
+    """Print a line per benchmark."""
     import pandas as pd
 
     lines: dict[str, dict[str, str]] = {}

@@ -1,4 +1,7 @@
-"""Processes of `hybrid-kv compare`: a start forks worker pairs, one process per version, and feeds them."""
+"""Processes of `hybrid-kv compare`: a start forks worker pairs and feeds them.
+
+A pair has one process per version.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ class Pair:
         self.alive = True
 
     def ask(self, side: int, do: str, **arguments: Any) -> dict[str, Any]:
-        """The answer; `failed` in it also if there is none."""
+        """Return the answer; `failed` is in it also if there is none."""
         stream = self._streams[side]
         try:
             stream.write(json.dumps({"do": do, **arguments}) + "\n")

@@ -1,4 +1,6 @@
-"""The suites of `bench/`: asv, `python -m bench`, pytest-benchmark and `hybrid-kv compare` share them.
+"""The suites of `bench/`.
+
+asv, `python -m bench`, pytest-benchmark and `hybrid-kv compare` share them.
 
 A suite is a module that defines `cells() -> list[Cell]`. It is found by reading its source, not by
 importing it: what this `hybrid_kv` lacks the code for, or an optional dependency, is still known by
@@ -17,7 +19,10 @@ from bench.harness.cells import Cell
 
 
 def suites(defining: str = "cells") -> tuple[str, ...]:
-    """Names of the modules of `bench` that define a function `cells`, or another, in alphabetical order."""
+    """Return the modules of `bench` that define a function `cells`, or another, by their names.
+
+    They are in alphabetical order.
+    """
     found = []
     for module in pkgutil.iter_modules(bench.__path__):
         source = module.module_finder.find_spec(module.name).loader.get_source(module.name)
@@ -38,7 +43,10 @@ def _load() -> tuple[list[Cell], dict[str, str]]:
 
 
 def cells(quick: bool = False) -> list[Cell]:
-    """All cells of all suites that this `hybrid_kv` has the code for, GPU cells also where there is no GPU."""
+    """Return all cells of all suites that this `hybrid_kv` has the code for.
+
+    GPU cells are among them also where there is no GPU.
+    """
     return [cell for cell in _load()[0] if cell.quick or not quick]
 
 

@@ -1,4 +1,4 @@
-"""What a comparison means: outcomes per benchmark, alarms, and how they are shown and kept.
+"""Verdicts of a comparison: outcomes per benchmark, alarms, and how they are shown and kept.
 
 Exact counts: any change is an alarm until `results/acknowledged.csv` holds it with a reason; so is
 a count that HEAD no longer has. Times: see `bench.harness.compare`. A benchmark whose false alarms
@@ -83,7 +83,10 @@ class Outcome:
 
 
 def _kept(times: Times) -> tuple[float, float]:
-    """Seconds of BASE and HEAD: geometric means over the pairs that the ratio keeps, so that theirs is that ratio."""
+    """Return seconds of BASE and HEAD.
+
+    They are geometric means over the pairs that the ratio keeps, so that theirs is that ratio.
+    """
     logs = np.log(np.array(times.seconds)[kept(times.log_ratios)])
     base, head = np.exp(logs.mean(axis=0))
     return float(base), float(head)
@@ -140,7 +143,7 @@ def read_quarantine(file: Path) -> set[str]:
 
 
 def change_of(cell: CellInfo, metric: str) -> Change:
-    """What identifies a count in `acknowledged.csv`."""
+    """Return what identifies a count in `acknowledged.csv`."""
     return cell.suite, cell.benchmark, json.dumps(cell.params, sort_keys=True), metric
 
 
@@ -223,7 +226,10 @@ def count_outcomes(measured: Measured, acknowledged: Mapping[Change, Steps]) -> 
 
 
 def acknowledging_rows(outcomes: Sequence[Outcome], reason: str, base_commit: str) -> list[Row]:
-    """Rows that make the changed counts acknowledged; one that is gone keeps its value, and says so."""
+    """Return the rows that make the changed counts acknowledged.
+
+    A count that is gone keeps its value, and says so.
+    """
     return [
         Row(
             one.cell.suite,
@@ -277,8 +283,9 @@ def outcomes_of(comparison: Comparison, results: Path) -> list[Outcome]:
 
 
 def verdict_line(comparison: Comparison, outcomes: Sequence[Outcome]) -> str:
-    """The verdict in one line."""
-    return f"{_counted(comparison, outcomes)}; {comparison.head} against {comparison.base}, seed {comparison.seed}"
+    """Return the verdict in one line."""
+    versions = f"{comparison.head} against {comparison.base}, seed {comparison.seed}"
+    return f"{_counted(comparison, outcomes)}; {versions}"
 
 
 def _counted(comparison: Comparison, outcomes: Sequence[Outcome]) -> str:
@@ -294,7 +301,10 @@ def _counted(comparison: Comparison, outcomes: Sequence[Outcome]) -> str:
 
 
 def rows(comparison: Comparison, outcomes: Sequence[Outcome]) -> Iterator[Row]:
-    """Rows for `results/compare.csv`; what was not measured on both sides has no value, hence no row."""
+    """Yield rows for `results/compare.csv`.
+
+    What was not measured on both sides has no value, hence no row.
+    """
     for one in outcomes:
         shared: dict[str, Any] = {
             "suite": "compare",
@@ -309,7 +319,7 @@ def rows(comparison: Comparison, outcomes: Sequence[Outcome]) -> Iterator[Row]:
         verdict = "fail" if one.alarm else "" if one.verdict == "inconclusive" else "pass"
         if one.estimate is not None:
             yield timing_row(
-                receipt=Receipt(True, True, one.max_error),
+                receipt=Receipt(checked_before=True, checked_after=True, max_error=one.max_error),
                 params=params,
                 value=one.estimate.ratio,
                 ci_low=one.estimate.low,
@@ -386,20 +396,20 @@ def print_table(outcomes: Sequence[Outcome]) -> None:
 
 
 def markdown(comparison: Comparison, outcomes: Sequence[Outcome]) -> str:
-    """For a pull request: the verdict, what changed, and the rest folded away."""
+    """Return a comment for a pull request: the verdict, what changed, and the rest folded away."""
 
     def table(some: Sequence[Outcome]) -> list[str]:
         lines = [f"| {' | '.join(HEADINGS)} |", "|---|--:|--:|--:|--:|---|"]
         for name, *metrics, word in map(cells_of_table, some):
             # With a reason, which is anybody's text, it is more than a word.
-            lines.append(
-                f"| {' | '.join([plain(name), *metrics, word if word.isalpha() else plain(word)])} |"
-            )
+            cells = [plain(name), *metrics, word if word.isalpha() else plain(word)]
+            lines.append(f"| {' | '.join(cells)} |")
         return lines
 
     changed = [one for one in outcomes if one.verdict not in ("same", "not comparable")]
     rest = [one for one in outcomes if one not in changed]
-    versions = f"{plain(str(comparison.head))} against {plain(str(comparison.base))}, seed {comparison.seed}"
+    head, base = plain(str(comparison.head)), plain(str(comparison.base))
+    versions = f"{head} against {base}, seed {comparison.seed}"
     lines = [f"**{_counted(comparison, outcomes)}**; {versions}", ""]
     if changed:
         lines += [*table(changed), ""]

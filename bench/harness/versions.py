@@ -1,4 +1,4 @@
-"""The versions that `hybrid-kv compare` holds side by side: looked up in git, put into folders of their own."""
+"""Versions for `hybrid-kv compare`: looked up in git, put into folders of their own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ BENCHMARKS = ("bench", "examples")  # the suites, and the configs that they read
 
 @dataclass(frozen=True)
 class Revision:
-    """A version of `hybrid_kv`: what the user called it and the commit that it is, or that it was edited from."""
+    """A version of `hybrid_kv`, by the user's name for it.
+
+    `commit` is the commit that it is, or that it was edited from.
+    """
 
     name: str
     commit: str
@@ -63,14 +66,17 @@ def find_revision(root: Path, name: str, by: str = "compare") -> Revision:
     )
     if commit is None:
         raise ConfigError(
-            f"git knows no revision {name!r}; give a commit, tag or branch, or . for the working tree"
+            f"git knows no revision {name!r}; give a commit, tag or branch, "
+            "or . for the working tree"
         )
     dirty = name == WORKING_TREE and bool(_git(root, "status", "--porcelain", "--", "hybrid_kv"))
     return Revision(name, commit.decode().strip(), dirty)
 
 
 def place(root: Path, revision: Revision, folder: Path) -> None:
-    """Put the revision's `hybrid_kv/` into `folder` with the working tree's `bench/`, and its own `bench/` into `own`.
+    """Put the revision's `hybrid_kv/` into `folder`, with the working tree's `bench/`.
+
+    The revision's own `bench/` goes into `own`.
 
     What measures, `hybrid_kv/measure/timing`, is the working tree's as well: one clock for both
     sides. Copies, so that an edit during the run cannot mix two versions.

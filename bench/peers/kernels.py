@@ -1,4 +1,4 @@
-"""The same metrics for the Triton kernels of vLLM and mamba_ssm, where those are installed or on PYTHONPATH.
+"""The metrics for the Triton kernels of vLLM and mamba_ssm, installed or on PYTHONPATH.
 
 A peer's own wrapper is called with tensors of Nemotron-3-Nano, and what it would launch is recorded
 (`static.record`). Where it tunes on the device, its first configuration is taken, and the shape
@@ -304,7 +304,9 @@ def _cases_of(peer: Peer) -> list[AotCase]:
 
 @cache
 def find() -> tuple[list[AotCase], list[str]]:
-    """The cases of all peers that are there, and a line for each package or call that is not.
+    """Return the cases of all peers that are there, and a line for each that is not.
+
+    A line names a package or a call.
 
     Raises:
         HybridKVError: neither package is there.
@@ -313,7 +315,8 @@ def find() -> tuple[list[AotCase], list[str]]:
         names = " nor ".join(PACKAGES)
         raise HybridKVError(
             f"--peers compiles the kernels of other packages, and neither {names} can be imported; "
-            f"run: pip install --no-deps {' '.join(PACKAGES.values())} einops, or put their sources on PYTHONPATH"
+            f"run: pip install --no-deps {' '.join(PACKAGES.values())} einops, "
+            "or put their sources on PYTHONPATH"
         )
     cases: dict[tuple[str, str, str], AotCase] = {}
     absent = [f"{package} is not installed" for package in PACKAGES if root_of(package) is None]
@@ -335,5 +338,8 @@ def find() -> tuple[list[AotCase], list[str]]:
 
 
 def aot_cases(lanes: int) -> list[AotCase]:
-    """The cases of all peers that are there; their wrappers know no other warps than those of 32 lanes."""
+    """Return the cases of all peers that are there.
+
+    Their wrappers know no other warps than those of 32 lanes.
+    """
     return find()[0]

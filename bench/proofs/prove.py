@@ -1,4 +1,4 @@
-"""What is proven of a kernel for all tables that the cache manager may hand over, by z3.
+"""Proofs of a kernel for all tables that the cache manager may hand over, by z3.
 
 - *inside*: each access is of an element of its array.
 - *32 bits*: no 32-bit number that an access is computed from has overflowed.
@@ -51,13 +51,16 @@ class Case:
     facts: Sequence[Formula]
     between: Callable[[Callable[[Formula], Formula]], list[Formula]]
     owned: tuple[str, ...] = ()
-    own: Callable[[Access], Formula] = lambda access: z3.BoolVal(True)
-    sums: Callable[[Run, Formula], Formula] = lambda run, total: z3.BoolVal(True)
+    own: Callable[[Access], Formula] = lambda access: z3.BoolVal(val=True)
+    sums: Callable[[Run, Formula], Formula] = lambda run, total: z3.BoolVal(val=True)
     others: tuple[Formula, ...] = ()
 
 
 class Verdict(NamedTuple):
-    """`word` is *proven*, *witness* or *not proven*; `said` the line of the kernel and numbers for which it fails."""
+    """The result of a proof: `word` is *proven*, *witness* or *not proven*.
+
+    `said` is the line of the kernel and numbers for which it fails.
+    """
 
     case: str
     property: str
@@ -73,7 +76,7 @@ class _Tried:
     begin: float = field(default_factory=clock)
 
     def query(self, facts: Sequence[Formula], goal: Formula) -> tuple[str, str]:
-        """Whether a goal follows, or numbers for which it does not."""
+        """Return whether a goal follows, or numbers for which it does not."""
         left = SECONDS - (clock() - self.begin)
         if left <= 0:
             return "not proven", f"no more time after {self.num} questions"
@@ -119,7 +122,7 @@ def prove(case: Case, properties: Sequence[str] = PROPERTIES) -> Iterator[Verdic
 
 
 def _distinct(runs: Iterable[Run]) -> Iterator[tuple[Run, Access]]:
-    """Accesses of all ways, those once that several ways share."""
+    """Yield the accesses of all ways, those once that several ways share."""
     seen: dict[
         tuple[int, bool, int], Formula
     ] = {}  # with the formula, whose number another one would get
@@ -135,7 +138,7 @@ def _distinct(runs: Iterable[Run]) -> Iterator[tuple[Run, Access]]:
 def _asked(
     name: str, case: Case, runs: Sequence[tuple[Run, Access]]
 ) -> Iterator[tuple[str, Sequence[Formula], Formula]]:
-    """The questions of a property: a line, what is known, and what must follow."""
+    """Yield the questions of a property: a line, what is known, and what must follow."""
     arrays = {one.name: one for one in case.arguments.values() if isinstance(one, Array)}
     for run, access in runs:
         facts = [*run.facts, *access.guard]
@@ -176,7 +179,7 @@ def _asked(
 def _pairs(
     runs: Sequence[tuple[Run, Access]],
 ) -> Iterator[tuple[tuple[Run, Access], tuple[Run, Access]]]:
-    """Accesses that must not meet: both of one array, and at least one of them stores."""
+    """Yield accesses that must not meet: both of one array, and at least one of them stores."""
     for one in runs:
         for other in runs:
             if one[1].is_store and one[1].array == other[1].array:
@@ -184,14 +187,14 @@ def _pairs(
 
 
 def _at(place: Formula, values: Formula, lane: Formula, size: Formula, result: Formula) -> Formula:
-    """A maximum is no smaller than what the lane at `place` has."""
+    """Return that a maximum is no smaller than what the lane at `place` has."""
     return z3.Implies(
         z3.And(place >= 0, place < size), z3.substitute(values, (lane, place)) <= result
     )
 
 
 def _renamed(formula: Formula) -> Formula:
-    """The same of another program."""
+    """Return the formula of another program."""
     names = (
         one
         for one in parts_of(formula)
@@ -203,7 +206,10 @@ def _renamed(formula: Formula) -> Formula:
 
 
 def _products(formulas: Sequence[Formula]) -> tuple[list[Formula], list[Formula]]:
-    """The products of two numbers that are no constants, and how those are ordered that have a factor in common."""
+    """Return the products of two numbers that are no constants, and how they are ordered.
+
+    Only those that have a factor in common are ordered.
+    """
     products = (one for one in parts_of(*formulas) if z3.is_mul(one) and len(one.children()) == 2)
     found, lemmas = [one for one in products if not any(map(z3.is_int_value, one.children()))], []
     for one, other in combinations(found, 2):

@@ -1,4 +1,6 @@
-"""A Triton kernel's own source, run once for all programs and all contents of its tables: every number is a formula.
+"""A Triton kernel's own source, run once for all programs and all contents of its tables.
+
+Every number is a formula.
 
 A kernel is a plain Python function until it is launched, so it runs here with another `tl`:
 `program_id` is any number of the grid, `arange` any lane, a loop any one of its iterations, a
@@ -30,7 +32,10 @@ Formula = Any  # z3 has no types
 
 @dataclass(frozen=True)
 class Access:
-    """A load or store of one element: `offset` in elements, if `guard`; it is as computed if all of `needs` hold."""
+    """A load or store of one element: `offset` in elements, if `guard`.
+
+    It is as computed if all of `needs` hold.
+    """
 
     line: int
     is_store: bool
@@ -41,7 +46,7 @@ class Access:
 
 
 def table(name: str) -> Callable[[Formula], Formula]:
-    """The integers of an array, by their place."""
+    """Return the integers of an array, by their place."""
     return z3.Function(name, z3.IntSort(), z3.IntSort())  # type: ignore[no-any-return]
 
 
@@ -56,7 +61,7 @@ class Array:
     name: str
     size: Formula
     bits: int = 0
-    holds: Callable[[Formula, Formula], Formula] = lambda place, value: z3.BoolVal(True)
+    holds: Callable[[Formula, Formula], Formula] = lambda place, value: z3.BoolVal(val=True)
     known: Callable[[Formula], tuple[Formula, int]] | None = None
 
     def __call__(self, place: Formula) -> Formula:
@@ -168,7 +173,7 @@ class Int:
 
 @dataclass(frozen=True)
 class Pointer:
-    """Of an element of an array; offsets are added in 64 bits."""
+    """The address of an element of an array; offsets are added in 64 bits."""
 
     array: Array
     offset: Int
@@ -221,7 +226,7 @@ class Run:
         return choice
 
     def can(self, condition: Formula) -> bool:
-        """Whether a condition may hold here, as far as can be seen in a second."""
+        """Return whether a condition may hold here, as far as can be seen in a second."""
         solver = z3.Solver()
         solver.set("timeout", 1000)
         return bool(solver.check(*self.facts, *self.path, condition) != z3.unsat)
@@ -249,7 +254,7 @@ class Run:
         return Int(self.lane(f"lane{end}", end), 32)
 
     def load(self, pointer: Pointer, mask: Any = True, other: Any = None) -> Any:
-        guard = self._access(pointer, mask, False)
+        guard = self._access(pointer, mask, is_store=False)
         if not pointer.array.bits:
             return Float()
         value = pointer.array(pointer.offset.value)
@@ -261,9 +266,9 @@ class Run:
         return Int(z3.If(_bool(mask).value, value, _int(other, 64).value), pointer.array.bits)
 
     def store(self, pointer: Pointer, value: Any, mask: Any = True) -> None:
-        self._access(pointer, mask, True)
+        self._access(pointer, mask, is_store=True)
 
-    def _access(self, pointer: Pointer, mask: Any, is_store: bool) -> tuple[Formula, ...]:
+    def _access(self, pointer: Pointer, mask: Any, *, is_store: bool) -> tuple[Formula, ...]:
         mask, offset = _bool(mask), pointer.offset
         frame = sys._getframe(2)
         line, guard = frame.f_lineno - frame.f_code.co_firstlineno, (*self.path, mask.value)
@@ -361,9 +366,9 @@ def paths(
     kernel: Callable[..., None],
     arguments: dict[str, Any],
     facts: Sequence[Formula],
-    sums: Callable[[Run, Formula], Formula] = lambda run, total: z3.BoolVal(True),
+    sums: Callable[[Run, Formula], Formula] = lambda run, total: z3.BoolVal(val=True),
 ) -> Iterator[Run]:
-    """All ways through a kernel.
+    """Yield all ways through a kernel.
 
     Args:
         arguments: by name: an `Array`, an `Int`, or the number of a `constexpr`.
@@ -396,7 +401,7 @@ def paths(
 
 
 def planted(kernel: Callable[..., None], old: str, new: str) -> Callable[..., None]:
-    """The kernel with another text in place of one that it has.
+    """Return the kernel with another text in place of one that it has.
 
     Raises:
         ValueError: it has no such text, or more than one.

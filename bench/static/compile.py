@@ -76,7 +76,7 @@ def parse_targets(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Metrics:
-    """What one compilation gave.
+    """The metrics of one compilation.
 
     Attributes:
         registers: 32-bit, per thread (AMD: VGPRs, accumulators included).
@@ -144,7 +144,7 @@ def compile_case(case: AotCase, target_name: str) -> Any:
 
 
 def read_metrics(case: AotCase, target_name: str, compiled: Any) -> Metrics:
-    """The metrics of what `compile_case` returned."""
+    """Return the metrics of what `compile_case` returned."""
     target = TARGETS[target_name]
     shared = compiled.metadata.shared
     levels: dict[str, list[str]] = {}
@@ -188,7 +188,10 @@ def _number(pattern: str, text: str) -> int:
 
 
 def _ptxas_usage(ptx: str, arch: int) -> tuple[int, int]:
-    """Registers per thread and bytes of spill stores and loads, as Triton's own call of ptxas would report them."""
+    """Return registers per thread and bytes of spill stores and loads.
+
+    They are as Triton's own call of ptxas would report them.
+    """
     from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
@@ -225,7 +228,7 @@ def _disassemble(cubin: bytes) -> str | None:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a baseline is held against, on one target."""
+    """A measurement that a baseline is held against, on one target."""
 
     kernel: str
     shape: str
@@ -237,7 +240,7 @@ class Measured:
         return self.kernel, self.shape, self.dtype, self.target
 
     def values(self) -> dict[str, float]:
-        """What a baseline holds, by the name of its metric."""
+        """Return what a baseline holds, by the name of its metric."""
         raise NotImplementedError
 
 
@@ -250,7 +253,7 @@ class Measurement(Measured):
     error: str = ""
 
     def values(self) -> dict[str, float]:
-        """Counts of different levels of code are not comparable."""
+        """Return the values; counts of different levels of code are not comparable."""
         if self.metrics is None:
             return {}
         found = {name: getattr(self.metrics, name) for name in UNITS}
@@ -263,7 +266,7 @@ class Measurement(Measured):
 
 @cache
 def cases_of(module: str, target: str) -> list[AotCase]:
-    """The cases of a module for a target."""
+    """Return the cases of a module for a target."""
     cases: list[AotCase] = importlib.import_module(module).aot_cases(TARGETS[target].warp_size)
     if len({(case.kernel, case.shape, case.dtype) for case in cases}) < len(cases):
         raise ValueError(
@@ -275,7 +278,9 @@ def cases_of(module: str, target: str) -> list[AotCase]:
 def measure(
     modules: Sequence[str], targets: Sequence[str], select: Sequence[str] | None = None
 ) -> Iterator[Measurement]:
-    """Every case of the modules on every target, compiled in worker processes; in order, as they are ready.
+    """Compile every case of the modules on every target, in worker processes.
+
+    Yield them in order, as they are ready.
 
     Raises:
         HybridKVError: a compiler process died.
@@ -302,7 +307,10 @@ def measure(
 def jobs(
     modules: Sequence[str], targets: Sequence[str], select: Sequence[str] | None = None
 ) -> list[tuple[str, int, str]]:
-    """Module, index of the case and target of what `measure` compiles; a case's targets stand together."""
+    """Return module, index of the case and target of what `measure` compiles.
+
+    A case's targets stand together.
+    """
     found = [
         (module, index, target)
         for module in modules

@@ -1,4 +1,4 @@
-"""What the state update of a verify step moves, by count: Triton's interpreter runs it on the CPU.
+"""Bytes that the state update of a verify step moves: Triton's interpreter counts on the CPU.
 
 Every address that the programs of a launch load or store counts once, parameters that all requests
 share left out. What is counted must be what `state_bytes` says, which `mean_traffic` then averages
@@ -54,7 +54,9 @@ class Count(Measured):
 
 
 def distinct_bytes(call: Callable[[], object], shared: Sequence[torch.Tensor]) -> int:
-    """Of all launches inside: each address that is loaded counts once, and each that is stored; not those of `shared`.
+    """Count each address once that is loaded, and once that is stored, of all launches inside.
+
+    Those of `shared` are left out.
 
     A tensor is left out with its whole storage.
     """
@@ -165,7 +167,9 @@ def mean_traffic(
     steps: int = 400,
     recorded: int | None = None,
 ) -> Traffic:
-    """Both schemes under drafts of which each is accepted with probability `acceptance` if those before it are.
+    """Return the mean traffic of both schemes under drafts.
+
+    Each draft is accepted with probability `acceptance` if those before it are.
 
     The cursors of 64 requests are moved by `commit_reference` itself, so the rate of flushes is
     that of its rule.
@@ -200,7 +204,10 @@ def mean_traffic(
 
 
 def count_bytes() -> list[Count]:
-    """Of one request, layer and step, at the shapes of Nemotron-3-Nano and of delta rules with float32 states."""
+    """Count the bytes of one request, layer and step.
+
+    The shapes are those of Nemotron-3-Nano and of delta rules with float32 states.
+    """
     fp32, found = torch.float32, []
     heads, head_dim, size, groups = MODELS[NANO].state
     layers: list[tuple[str, Shape, Shape, int]] = [
@@ -264,18 +271,19 @@ def count_all() -> list[Count]:
 
 
 def failures(count: Count, baseline: Baseline) -> list[str]:
-    """What got worse: one byte more than in the baseline is too many."""
+    """Return what got worse: one byte more than in the baseline is too many."""
     then = baseline.get(count.key, {}).get("bytes", count.bytes)
     more = [f"{count.bytes} bytes instead of {then:.0f}"] if count.bytes > then else []
     return [count.wrong, *more] if count.wrong else more
 
 
 def print_counts(counts: Sequence[Count], found: Sequence[Sequence[str]]) -> None:
-    """One line per count, and below what is wrong."""
+    """Print a line per count, and below what is wrong."""
     print(f"\n{'counted in the interpreter':26} {'shape':24} {'':8} {'bytes':>11}")
     for one, wrong in zip(counts, found, strict=True):
         print(
-            f"{one.kernel:26} {one.shape:24} {one.dtype:8} {one.bytes:>11,}  {'FAILED' if wrong else 'ok'}"
+            f"{one.kernel:26} {one.shape:24} {one.dtype:8} {one.bytes:>11,}  "
+            f"{'FAILED' if wrong else 'ok'}"
         )
     for one, wrong in zip(counts, found, strict=True):
         for line in wrong:

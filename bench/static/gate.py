@@ -25,7 +25,10 @@ Baseline = Mapping[tuple[str, str, str, str], Mapping[str, float]]
 
 
 def read_baseline(path: Path, triton: str) -> Baseline:
-    """The newest values of each (kernel, shape, dtype, target) under this version of Triton; empty without a file."""
+    """Return the newest values of each (kernel, shape, dtype, target) under this version of Triton.
+
+    They are empty without a file.
+    """
     found: dict[tuple[str, str, str, str], dict[str, float]] = {}
     if path.exists():
         frame = read_rows(path)
@@ -39,7 +42,10 @@ def read_baseline(path: Path, triton: str) -> Baseline:
 
 @dataclass
 class Verdict:
-    """A measurement with what is wrong with it: `failures` are hard, `warnings` soft; others' kernels are not gated."""
+    """A measurement with what is wrong with it: `failures` are hard, `warnings` soft.
+
+    Others' kernels are not gated.
+    """
 
     measurement: Measurement
     failures: list[str] = field(default_factory=list)
@@ -102,7 +108,9 @@ def run(
     accept: bool,
     select: Sequence[str] | None = None,
 ) -> list[Verdict]:
-    """Measure and judge every case whose kernel has one of `select` in its name, with a progress bar.
+    """Measure and judge every case whose kernel has one of `select` in its name.
+
+    A progress bar is shown.
 
     Raises:
         HybridKVError: there is none.
@@ -116,7 +124,10 @@ def run(
 
 
 def run_peers(targets: Sequence[str]) -> list[Verdict]:
-    """Measure the kernels of other packages: one that does not compile has a warning, and nothing else is judged."""
+    """Measure the kernels of other packages.
+
+    One that does not compile has a warning, and nothing else is judged.
+    """
     found = measure(["bench.peers.kernels"], targets)
     return [
         Verdict(one, warnings=[one.error] if one.error else [], is_gated=False) for one in found
@@ -136,7 +147,7 @@ def result_rows(one: Measured) -> list[Row]:
 
 
 def changed_rows(measured: Iterable[Measured], baseline: Path) -> list[Row]:
-    """The rows of those that the baseline does not hold already."""
+    """Return the rows of those that the baseline does not hold already."""
     known = read_baseline(baseline, provenance().triton)
     return [
         row for one in measured if one.values() != known.get(one.key) for row in result_rows(one)

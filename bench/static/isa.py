@@ -60,7 +60,7 @@ _AMD_BITS = {"byte": 8, "short": 16, "dword": 32}
 
 
 def instructions(isa: str, code: str) -> list[str]:
-    """The instructions of a kernel in order, without predicates; padding is left out."""
+    """Return the instructions of a kernel in order, without predicates; padding is left out."""
     if isa == "amdgcn":
         code = code.split("\t.section", 1)[0]  # What follows describes the kernel.
     return [
@@ -69,7 +69,7 @@ def instructions(isa: str, code: str) -> list[str]:
 
 
 def instruction_mix(isa: str, lines: Sequence[str]) -> dict[str, int]:
-    """How many instructions there are of each class that occurs."""
+    """Return how many instructions there are of each class that occurs."""
     patterns = {name: re.compile(pattern) for name, pattern in _CLASSES[isa].items()}
     return dict(
         Counter(
@@ -79,7 +79,10 @@ def instruction_mix(isa: str, lines: Sequence[str]) -> dict[str, int]:
 
 
 def access_bits(lines: Sequence[str]) -> tuple[int, int]:
-    """The widest load from and the widest store to global memory of one thread, in PTX or amdgcn, in bits."""
+    """Return the bits of the widest load from and the widest store to global memory.
+
+    They are those of one thread, in PTX or amdgcn.
+    """
     bits = {"ld": [0], "st": [0]}
     for line in lines:
         if ptx := _PTX_ACCESS.match(line):

@@ -76,7 +76,7 @@ _ids = partial(torch.empty, dtype=torch.int64, device=DEVICE)
 
 
 def _heads(model: str, dtype: torch.dtype, *outer: int) -> torch.Tensor:
-    """The states of a layer."""
+    """Return the states of a layer."""
     heads, head_dim, size, _ = MODELS[model].state
     return _meta(NUM_REQS, *outer, heads, head_dim, size, dtype=dtype)
 
@@ -176,7 +176,8 @@ def _recompute(model: str, dtype: torch.dtype, k: int, num_reqs: int, update: bo
 
 
 def _recompute_bytes(model: str, dtype: torch.dtype, k: int) -> Bytes:
-    moved = step_bytes(MODELS[model].state, dtype, 1 + k, default_ring_len(1 + k) - 1 - k, False)
+    n_hist = default_ring_len(1 + k) - 1 - k
+    moved = step_bytes(MODELS[model].state, dtype, 1 + k, n_hist, flush=False)
     return lambda c: round(c["HEADS_PER_PROGRAM"] / c["HEADS"] * sum(moved.values()))
 
 
@@ -296,40 +297,57 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def launches() -> Iterator[Launch]:
-    """All of them."""
+    """Yield all of them, by the names of their kernels."""
+    yield from _table_launches()
+    yield from _conv_launches()
+    yield from _delta_launches()
+    yield from _block_and_norm_launches()
+    yield from _attention_launches()
+    yield from _recompute_launches()
+    yield from _ssd_launches()
+
+
+def _table_launches() -> Iterator[Launch]:
     tables = "block_tables.update_block_tables"
     yield Launch(tables, f"{NANO}, 256 rows", partial(_block_tables, _AGREEING, 1), "int32")
     yield Launch(
         tables, "two block sizes, 256 rows, cp 2", partial(_block_tables, _DIFFERING, 2), "int32"
     )
-    # The inputs and the three before them, and the outputs.
-    moved: Bytes = lambda c: (TILE + 3 + TILE) * c["BLOCK"] * 2  # noqa: E731
-    yield Launch("conv_prefill.causal_conv1d_prefill", NANO, _conv_prefill, bytes_per_program=moved)
+
+
+def _conv_launches() -> Iterator[Launch]:
+    yield Launch(
+        "conv_prefill.causal_conv1d_prefill",
+        NANO,
+        _conv_prefill,
+        # The inputs and the three before them, and the outputs.
+        bytes_per_program=lambda c: (TILE + 3 + TILE) * c["BLOCK"] * 2,
+    )
     for model, dtype, k in _STATE_UPDATES:
         if dtype == FP32:
             call, moved = partial(_conv_update, model, k), _conv_update_bytes(k)
             yield Launch(
                 "conv_update.causal_conv1d_update", f"{model}, K={k}", call, bytes_per_program=moved
             )
+
+
+def _delta_launches() -> Iterator[Launch]:
     for model, (dtype, size) in product(DELTA_MODELS, ((BF16, 128), (FP32, 64))):
         call = partial(_delta_prefill, model, dtype, size)
         yield Launch("delta_prefill.gated_delta_prefill", model, call, _name(dtype))
     for model, dtype, update in _DELTA_RECOMPUTES:
         kernel = f"delta_recompute.gated_delta_{'recompute' if update else 'flush'}"
-        yield Launch(
-            kernel,
-            f"{model}, K=3",
-            partial(_delta_recompute, model, dtype, 3, update),
-            _name(dtype),
-        )
+        call = partial(_delta_recompute, model, dtype, 3, update)
+        yield Launch(kernel, f"{model}, K=3", call, _name(dtype))
     for model, dtype, k in _DELTA_UPDATES:
-        call, moved = (
-            partial(_delta_slots, model, dtype, k),
-            _slots_bytes("BLOCK_V", "KEY", dtype, k),
-        )
+        call = partial(_delta_slots, model, dtype, k)
+        moved = _slots_bytes("BLOCK_V", "KEY", dtype, k)
         yield Launch(
             "delta_update.gated_delta_update_slots", f"{model}, K={k}", call, _name(dtype), moved
         )
+
+
+def _block_and_norm_launches() -> Iterator[Launch]:
     for bpk in BLOCKS_PER_KV_BLOCK:
         call, moved = partial(_expand, bpk), _expand_bytes(bpk)
         yield Launch("kernel_blocks.expand", f"{bpk} per block", call, "int32", moved)
@@ -338,45 +356,38 @@ def launches() -> Iterator[Launch]:
         yield Launch(
             "gated_norm.gated_rms_norm", model, call, bytes_per_program=lambda c: 3 * c["SIZE"] * 2
         )
+
+
+def _attention_launches() -> Iterator[Launch]:
     for model, length, kind in _QUERIES:
-        yield Launch(
-            "paged_attention.paged_attention_varlen",
-            f"{model}, {kind}",
-            partial(_attention, model, length),
-        )
+        call = partial(_attention, model, length)
+        yield Launch("paged_attention.paged_attention_varlen", f"{model}, {kind}", call)
     yield Launch(
         "paged_attention.store_kv", NANO, _store, bytes_per_program=lambda c: 4 * c["WIDTH"] * 2
     )
+
+
+def _recompute_launches() -> Iterator[Launch]:
     for model, dtype, k, num_reqs, update in _RECOMPUTES:
-        kernel, shape = (
-            f"recompute.recompute_{'update' if update else 'flush'}",
-            f"{model}, K={k}, {num_reqs} rows",
-        )
+        kernel = f"recompute.recompute_{'update' if update else 'flush'}"
         call = partial(_recompute, model, dtype, k, num_reqs, update)
-        yield Launch(
-            kernel, shape, call, _name(dtype), _recompute_bytes(model, dtype, k) if update else None
-        )
+        moved = _recompute_bytes(model, dtype, k) if update else None
+        yield Launch(kernel, f"{model}, K={k}, {num_reqs} rows", call, _name(dtype), moved)
     yield Launch("recompute.commit", "K=3, blocks of 528", _commit, "int64")
+
+
+def _ssd_launches() -> Iterator[Launch]:
     for dtype, size in ((BF16, 128), (FP32, 64)):
-        yield Launch(
-            "ssd_prefill",
-            f"{NANO}, chunks of {size}",
-            partial(_chunk_scan, dtype, size),
-            _name(dtype),
-        )
+        call = partial(_chunk_scan, dtype, size)
+        yield Launch("ssd_prefill", f"{NANO}, chunks of {size}", call, _name(dtype))
     for model, dtype, k in _STATE_UPDATES:
         call, moved = partial(_slots, model, dtype, k), _slots_bytes("BLOCK_P", "STATE", dtype, k)
-        yield Launch(
-            "state_update.selective_state_update_slots",
-            f"{model}, K={k}",
-            call,
-            _name(dtype),
-            moved,
-        )
+        kernel = "state_update.selective_state_update_slots"
+        yield Launch(kernel, f"{model}, K={k}", call, _name(dtype), moved)
 
 
 def aot_cases(lanes: int = 32) -> list[AotCase]:
-    """What `launches` compile on GPUs with warps of `lanes`."""
+    """Return what `launches` compile on GPUs with warps of `lanes`."""
     found = []
     for one in launches():
         with recorded(lanes) as cases:

@@ -1,4 +1,4 @@
-"""What a wrapper would launch: it is called with tensors that need no memory, and its launches are recorded instead.
+"""Records of what a wrapper would launch, called with tensors that need no memory.
 
 Argument types, folded integers and alignment are as Triton sees them, warps and tiles as the
 wrapper chooses them. So no argument of a kernel is written down a second time.
@@ -52,7 +52,9 @@ class AotCase:
 
 @contextmanager
 def recorded(lanes: int = 32) -> Iterator[list[AotCase]]:
-    """What is launched inside on GPUs with warps of `lanes`; `shape` says which configuration of an autotuner it is.
+    """Record what is launched inside on GPUs with warps of `lanes`.
+
+    `shape` says which configuration of an autotuner it is.
 
     Package, dtype and bytes are left open. Wrappers find themselves on a GPU of compute capability
     9.0.

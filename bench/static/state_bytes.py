@@ -1,4 +1,7 @@
-"""What a recurrent layer's verify step must move, by formula; `static.counts` holds it against what kernels access."""
+"""Bytes that a recurrent layer's verify step must move, by formula.
+
+`static.counts` holds them against what kernels access.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,9 @@ def step_bytes(
     dtype: torch.dtype = torch.bfloat16,
     planes: bool = True,
 ) -> dict[str, int]:
-    """Distinct bytes that a step of scheme `recompute` moves for one request in one layer, what requests share left
-    out.
+    """Return the distinct bytes that a step of scheme `recompute` moves in one layer.
+
+    They are those of one request; what requests share is left out.
 
     Args:
         state_dtype: float32 stands for its planes, if there are any.
@@ -54,6 +58,6 @@ def step_bytes(
 def slots_bytes(
     shape: Shape, state_dtype: torch.dtype, num_tokens: int, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, int]:
-    """The same of scheme `slots`."""
-    read = step_bytes(shape, state_dtype, num_tokens, 0, False, dtype, planes=False)
+    """Return the distinct bytes that a step of scheme `slots` moves."""
+    read = step_bytes(shape, state_dtype, num_tokens, 0, flush=False, dtype=dtype, planes=False)
     return read | {"state": (1 + num_tokens) * read["state"], "ring": 0}

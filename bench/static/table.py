@@ -12,13 +12,19 @@ from hybrid_kv.measure.results import provenance
 _MIX = ("global", "shared", "tensor", "float", "integer")
 # Metrics and their headings.
 _SHOWN = {
-    "registers": "regs", "spill_bytes": "spill", "shared_bytes": "shared", "blocks_per_sm": "blocks",
-    "load_bits": "load", "store_bits": "store", "isa": "code", "instructions": "instr.",
-}  # fmt: skip
+    "registers": "regs",
+    "spill_bytes": "spill",
+    "shared_bytes": "shared",
+    "blocks_per_sm": "blocks",
+    "load_bits": "load",
+    "store_bits": "store",
+    "isa": "code",
+    "instructions": "instr.",
+}
 
 
 def print_table(verdicts: Sequence[Verdict]) -> None:
-    """One line per case and target, and below what is wrong."""
+    """Print a line per case and target, and below what is wrong."""
     from rich.console import Console
     from rich.table import Table
 
@@ -63,7 +69,10 @@ def print_table(verdicts: Sequence[Verdict]) -> None:
 
 
 def document(verdicts: Sequence[Verdict], peers: Sequence[Verdict] = ()) -> dict[str, Any]:
-    """For JSON: every measurement with its metrics and verdict, those of other packages apart, and their origin."""
+    """Return every measurement with its metrics and verdict, and their origin, for JSON.
+
+    Those of other packages are apart.
+    """
     found: dict[str, Any] = {
         "passed": not any(verdict.failures for verdict in verdicts),
         "provenance": asdict(provenance()),

@@ -128,11 +128,42 @@ def test_an_edited_case_starts_a_new_history():
     def edited(x):
         return x + 0
 
-    one, other = (
+    version, other = (
         Grid((Cell("s", "b", {"x": 1}, "cpu", function),)).version for function in (build, edited)
     )
-    assert one != other
-    assert one == Grid((Cell("s", "b", {"x": 2}, "cpu", build),)).version
+    assert version != other
+    assert version == Grid((Cell("s", "b", {"x": 2}, "cpu", build),)).version
+
+
+def test_the_history_of_a_case_outlives_another_layout_and_docstring():
+    def build(x):
+        """Return what makes a list."""
+
+        def run():
+            """Make it."""
+            return [x, 1]
+
+        return run
+
+    same = build
+
+    def build(x):
+        """Return a function of no arguments."""
+
+        def run():
+            """Return a list of two numbers."""
+            # A layout of its own.
+            return [
+                x,
+                1,
+            ]
+
+        return run
+
+    first, second = (
+        Grid((Cell("s", "b", {"x": 1}, "cpu", function),)).version for function in (same, build)
+    )
+    assert first == second
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from bench.harness import compare as driver
 from bench.harness import operating_curve, verdicts
 from bench.harness import pairs as processes
 from bench.harness.cells import CellInfo
-from bench.harness.compare import Comparison, Design, Measured, Times, compare
+from bench.harness.compare import Comparison, Design, Measured, Selection, Times, compare
 from bench.harness.verdicts import (
     acknowledging_rows,
     cells_of_table,
@@ -75,7 +75,9 @@ def verdicts_of(comparison, folder):
 
 
 def test_equal_code_is_the_same_and_what_cannot_run_says_why(toy):
-    comparison = compare("base", "comment", root=toy, select=["toy", "late"], design=SMALL)
+    comparison = compare(
+        "base", "comment", Selection(names=["toy", "late"]), root=toy, design=SMALL
+    )
     assert {key: times.log_ratios for key, times in comparison.measured.first.items()} == {
         key: pytest.approx([0.0] * 3)
         for key in (STEP, BIG, NEW, WRONG, RAISING, DYING, HANGING, LATE)
@@ -101,7 +103,9 @@ def test_equal_code_is_the_same_and_what_cannot_run_says_why(toy):
     ("head", "verdict", "ratio"), [("slow", "slower", 1.05), ("fast", "faster", 0.95)]
 )
 def test_a_change_is_repeated_and_found(toy, head, verdict, ratio):
-    comparison = compare("base", head, root=toy, select=["toy/step", "toy/big"], design=SMALL)
+    comparison = compare(
+        "base", head, Selection(names=["toy/step", "toy/big"]), root=toy, design=SMALL
+    )
     assert list(comparison.measured.repeat) == [STEP]
     assert len(comparison.measured.repeat[STEP].log_ratios) == 6
     step, big = sorted(timed_outcomes(comparison.measured, SMALL), key=lambda one: one.name != STEP)
@@ -198,7 +202,7 @@ SIDES = [
 @pytest.mark.parametrize(("base", "head", "expected"), SIDES)
 def test_what_one_side_cannot_run_is_an_alarm_if_that_is_head(toy, base, head, expected):
     select = [key.partition("[")[0] for key in expected]
-    comparison = compare(base, head, root=toy, select=select, design=SMALL)
+    comparison = compare(base, head, Selection(names=select), root=toy, design=SMALL)
     found = {one.name: one for one in outcomes_of(comparison, toy / "results")}
     assert {name: one.verdict for name, one in found.items()} == {
         name: word for name, (word, _) in expected.items()
@@ -237,21 +241,25 @@ def test_an_older_version_runs_the_benchmark_that_it_came_with(toy, tmp_path):
     own[".gitignore"] = ""
     git(toy, "worktree", "add", "-q", "--detach", tmp_path / "old", "old")
     old = commit(tmp_path / "old", own)
-    comparison = compare(old, "slow", root=toy, select=["toy/new", "late", "toy/big"], design=SMALL)
+    comparison = compare(
+        old, "slow", Selection(names=["toy/new", "late", "toy/big"]), root=toy, design=SMALL
+    )
     assert verdicts_of(comparison, toy) == {BIG: "same", NEW: "not comparable", LATE: "slower"}
     (late,) = (one for one in outcomes_of(comparison, toy / "results") if one.name == LATE)
     assert late.estimate.ratio == pytest.approx(1.05)
     assert late.max_error == 0.5
     assert late.own["BASE"].startswith("ImportError: cannot import name 'newer'")
     assert cells_of_table(late)[-1] == "slower (BASE by its own benchmark)"
-    turned = compare("slow", old, root=toy, select=["late"], design=SMALL)
+    turned = compare("slow", old, Selection(names=["late"]), root=toy, design=SMALL)
     assert verdicts_of(turned, toy) == {LATE: "faster"}
 
 
 @pytest.mark.parametrize("seed", [6, 7])  # of orders: the one that dies comes early
 def test_a_worker_that_dies_costs_one_benchmark_and_no_other(toy, seed):
     others = ["toy/dying", "toy/big", "toy/step", "toy/new"]
-    comparison = compare("base", "dying", root=toy, select=others, design=SMALL, seed=seed)
+    comparison = compare(
+        "base", "dying", Selection(names=others), root=toy, design=SMALL, seed=seed
+    )
     assert {key: len(times.log_ratios) for key, times in comparison.measured.first.items()} == {
         BIG: 3,
         NEW: 3,
@@ -262,7 +270,9 @@ def test_a_worker_that_dies_costs_one_benchmark_and_no_other(toy, seed):
 
 
 def test_a_count_that_kills_its_worker_costs_no_other_count(toy):
-    comparison = compare("base", "dying", root=toy, select=["toy/fatal", "toy/held"], design=SMALL)
+    comparison = compare(
+        "base", "dying", Selection(names=["toy/fatal", "toy/held"]), root=toy, design=SMALL
+    )
     assert verdicts_of(comparison, toy) == {
         "toy/fatal[size=1] counts": "broken at HEAD",
         f"{HELD} blocks": "same",
@@ -293,7 +303,9 @@ def test_a_worker_that_hangs_is_an_alarm_and_is_ended(toy, monkeypatch):
     monkeypatch.setattr(processes.subprocess, "Popen", kept)
     monkeypatch.setattr(processes, "ANSWER_SECONDS", 3.0)
     monkeypatch.setattr(processes, "END_SECONDS", 0.1)
-    comparison = compare("base", "hanging", root=toy, select=["toy/hanging"], design=SMALL)
+    comparison = compare(
+        "base", "hanging", Selection(names=["toy/hanging"]), root=toy, design=SMALL
+    )
     assert verdicts_of(comparison, toy) == {HANGING: "broken at HEAD"}
     assert comparison.measured.failures[HANGING].reason.endswith("did not answer within 3 s")
     assert states({process.pid for process in started}) <= {"Z"}
@@ -302,7 +314,7 @@ def test_a_worker_that_hangs_is_an_alarm_and_is_ended(toy, monkeypatch):
 def test_the_working_tree_is_copied_with_its_edits(toy):
     write_package(toy, ticks=110_000)
     try:
-        comparison = compare("base", ".", root=toy, select=["toy/step"], design=SMALL)
+        comparison = compare("base", ".", Selection(names=["toy/step"]), root=toy, design=SMALL)
         assert comparison.head == Revision(".", git(toy, "rev-parse", "base"), dirty=True)
         assert str(comparison.head).endswith(", dirty)")
         assert not find_revision(toy, "base").dirty  # the commit is what it was
