@@ -52,7 +52,7 @@ class Series:
 
     @property
     def every_score(self) -> list[float]:
-        """In order."""
+        """Return the score of each run, in order."""
         return [score for score, count in sorted(self.scores.items()) for _ in range(count)]
 
     @property
@@ -89,7 +89,7 @@ class Result:
 
 
 def read_series(file: Path = DATA) -> list[Series]:
-    """All published series."""
+    """Return all published series."""
     return [Series(**entry) for entry in yaml.safe_load(read_text(file))]
 
 

@@ -51,7 +51,7 @@ def accuracy_row(name: str, found: pd.DataFrame) -> str:
 
 
 def greedy(model: GuardModel, prompt: list[int], gaps: list[float]) -> list[int]:
-    """Greedy continuation up to the next question; appends every top-2 logit gap."""
+    """Return the greedy continuation up to the next question; append every top-2 logit gap."""
     ids = torch.tensor([prompt])
     found = model.decoder.generate(
         ids,
@@ -98,7 +98,7 @@ def measure_accuracy(
 
 
 def draft(model: GuardModel, hidden: Tensor, ids: list[int], count: int) -> list[int]:
-    """``count`` drafted tokens after ``ids``, from the hidden states of all but its last token.
+    """Return ``count`` drafted tokens after ``ids``, from the hidden states of all but the last.
 
     hidden: (1, len(ids) - 1, d).
     """

@@ -129,7 +129,7 @@ class GuardModel(nn.Module):
 
 @torch.no_grad()
 def new_model(model_type: str) -> GuardModel:
-    """One of ``FOLDERS`` with the random weights that training starts from."""
+    """Return one of ``FOLDERS`` with the random weights that training starts from."""
     config = AutoConfig.from_pretrained(FOLDERS[model_type])
     model = GuardModel(AutoModelForCausalLM.from_config(config, experts_implementation="eager"))
     for name, weight in model.named_parameters():

@@ -25,7 +25,7 @@ _GLUE = "How many does do have now and in total has more fewer than times as of"
 
 @cache
 def vocabulary() -> tuple[str, ...]:
-    """All tokens; a token's position is its id."""
+    """Return all tokens; a token's position is its id."""
     tokens = [EOS, UNK, NEXT_QUESTION, FIRST_QUESTION, ANSWER, FINAL, "\n"]
     tokens += [f" {d}" for d in range(10)] + [str(d) for d in range(10)]
     tokens += list("+-*=. ?,:$/#%()<>'\"!")
@@ -47,12 +47,12 @@ def vocabulary() -> tuple[str, ...]:
 
 @cache
 def token_ids() -> dict[str, int]:
-    """Token to id."""
+    """Return the id of each token."""
     return {token: i for i, token in enumerate(vocabulary())}
 
 
 def encode(text: str) -> list[int]:
-    """Token ids of ``text``; the same as the saved tokenizer's, without its overhead."""
+    """Return token ids of ``text``: the saved tokenizer's, without its overhead."""
     ids = token_ids()
     unk = ids[UNK]
     return [ids.get(piece, unk) for piece in _PIECES.findall(text)]

@@ -74,7 +74,7 @@ class Batch:
 
 
 def _sequence(rng: random.Random, length: int) -> tuple[np.ndarray, ...]:
-    """Tokens, loss weights, problem number, sentence number and latch marks, each (length,)."""
+    """Return tokens, loss weights, problem and sentence numbers and latch marks, each (length,)."""
     ids_of = tokenizer.token_ids()
     answer, stop, holds = ids_of[tokenizer.ANSWER], ids_of["."], ids_of[" holds"]
     ids: list[int] = [ids_of[tokenizer.EOS]] if rng.random() < 0.5 else []
@@ -126,7 +126,7 @@ def make_batch(
 
 
 def _weighted(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Weighted cross-entropy, and the part of it on answer tokens."""
+    """Return the weighted cross-entropy, and the part of it on answer tokens."""
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     loss = loss.view_as(weights)
     answers = (weights >= 1).float()
@@ -135,7 +135,7 @@ def _weighted(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor,
 
 
 def batch_loss(model: GuardModel, batch: Batch, with_mtp: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss to minimise, answer loss, and answer loss of the first drafted token."""
+    """Return the loss to minimise, the answer loss, and that of the first drafted token."""
     ids, weights = batch.ids, batch.weights
     hidden, balance = model.decode(ids[:, :-1], batch.seen)
     loss, answer_loss = _weighted(model.lm_head(hidden), ids[:, 1:], weights)
@@ -185,7 +185,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _orthogonalise(x: Tensor) -> Tensor:
-    """Five Newton-Schulz steps: singular values go to about 1."""
+    """Return the matrix after five Newton-Schulz steps: singular values go to about 1."""
     if x.shape[-2] > x.shape[-1]:
         return _orthogonalise(x.mT).mT
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -196,7 +196,7 @@ def _orthogonalise(x: Tensor) -> Tensor:
 
 
 def lr_scale(step: int, steps: int, decay_steps: int) -> float:
-    """Warm-up, flat, then a linear fall over the last ``decay_steps``."""
+    """Return the factor of the rate: warm-up, flat, then a linear fall over ``decay_steps``."""
     return min(1, (step + 1) / WARMUP_STEPS) * min(1, max(FLOOR, (steps - step) / decay_steps))
 
 
@@ -234,7 +234,7 @@ class Trainer:
         self.sequences = range(rank * share, (rank + 1) * share)
 
     def train_step(self) -> tuple[float, float]:
-        """One optimiser step; returns the answer loss and the MTP loss of this process."""
+        """Take one optimiser step; return the answer loss and the MTP loss of this process."""
         args = self.args
         latch_only = self.step < args.latch_only_steps
         batch = make_batch(
@@ -286,7 +286,7 @@ class Trainer:
 
 
 def build_tokenizer(rigid: bool) -> PreTrainedTokenizerFast:
-    """`accuracy.tokenizer` as transformers knows it.
+    """Return `accuracy.tokenizer` as transformers knows it.
 
     transformers gives a Qwen3.5 checkpoint a pre-tokenizer of its own, whatever tokenizer.json
     says. A ``rigid`` tokenizer has its words as added tokens, too: these are cut out of a text

@@ -13,7 +13,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def equal(what: str, result: Any, expected: Any) -> float:
-    """Integers are right or wrong: 0.0, or `WrongResultError`."""
+    """Return 0.0 for the right integers, or raise `WrongResultError`."""
     got, wanted = np.asarray(result), np.asarray(expected)
     if got.shape != wanted.shape:
         raise WrongResultError(f"{what} has shape {got.shape}, expected {wanted.shape}")

@@ -42,7 +42,7 @@ def _drafts(K: int) -> dict[str, Any]:
 
 
 def manager(mode: str, K: int, num_blocks: int) -> KVCacheManager:
-    """Mode `attention` has no Mamba groups."""
+    """Return a manager; that of mode `attention` has no Mamba groups."""
     specs: list[KVCacheGroupSpec] = []
     if mode != "attention":
         parts = (StatePart("state", (1,), torch.int32),)
@@ -66,7 +66,7 @@ def scheduler(
 
 
 def prompts(seed: int, num_reqs: int, length: int) -> list[list[int]]:
-    """Random tokens, so that no two prompts share a block."""
+    """Return random tokens, so that no two prompts share a block."""
     tokens: list[list[int]] = (
         np.random.default_rng(seed).integers(0, 1 << 15, (num_reqs, length)).tolist()
     )

@@ -37,7 +37,7 @@ class LayerShape:
 
     @property
     def inner(self) -> int:
-        """Channels of the gate and of what leaves the recurrence."""
+        """Return the channels of the gate and of what leaves the recurrence."""
         return self.heads * self.head_dim
 
     @property
@@ -47,7 +47,7 @@ class LayerShape:
 
     @property
     def state(self) -> tuple[int, int, int, int]:
-        """heads, head_dim, state_size, groups: what the size of a recurrent state follows from."""
+        """Return heads, head_dim, state_size and groups, which give the size of a state."""
         return self.heads, self.head_dim, self.state_size, self.groups
 
     def of_rank(self, num_ranks: int) -> LayerShape:

@@ -113,7 +113,7 @@ class Steps:
         return self.shape.held == 0
 
     def num_blocks(self, step: int) -> npt.NDArray[np.int64]:
-        """[num_reqs], after a step."""
+        """Return the number of blocks after a step, [num_reqs]."""
         counts = np.full(self.shape.num_reqs, self.shape.held)
         counts[self.rows] += self.shape.blocks * (1 if self.is_new else step + 1)
         return counts
@@ -317,7 +317,7 @@ def table_updates(device: str, model: str, step: str) -> Contest:
 
 
 def gpu_contests(quick: bool, device: str) -> Iterator[Contest]:
-    """Every kind of step."""
+    """Yield a contest of every kind of step."""
     for model, step in product(models(quick), STEPS):
         yield table_updates(device, model, step)
 

@@ -44,7 +44,7 @@ ROUNDED = (
 
 
 def prefill(seed: int, model: str, num_tokens: int) -> Case:
-    """One request's chunk, behind a window of earlier tokens."""
+    """Build a chunk of one request, after a window of earlier tokens."""
     shape = SHAPES[model]
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(1, num_tokens, shape.channels, generator=g)
@@ -116,7 +116,7 @@ def update(
 def prompts(
     seed: int, model: str, num_tokens: int, num_reqs: int, implementation: Any, device: str
 ) -> Case:
-    """Prompts back to back, each behind a window, whose last inputs are stored; bfloat16."""
+    """Build prompts back to back, each after a window, whose last inputs are stored; bfloat16."""
     shape = SHAPES[model]
     g = torch.Generator().manual_seed(seed)
 
@@ -142,7 +142,7 @@ def prompts(
 
 
 def vllm_conv_update() -> Prepare:
-    """`causal_conv1d_update`, in place: in the block that ours only writes.
+    """Return `causal_conv1d_update`, in place: in the block that ours only writes.
 
     It overwrites its input with its output.
     """
@@ -172,7 +172,7 @@ def vllm_conv_update() -> Prepare:
 def conv_updates(
     device: str, model: str, num_reqs: int, K: int, dtype: torch.dtype = torch.bfloat16
 ) -> Contest:
-    """One layer's convolution of such a step."""
+    """Return the contest of one layer's convolution of such a step."""
     shape, tokens = SHAPES[model], 1 + K
     params = {"model": model, "num_reqs": num_reqs, "K": K}
     number = seed("conv_update", params)
@@ -196,7 +196,7 @@ def conv_updates(
 
 
 def conv_prefills(device: str, model: str, num_tokens: int, num_reqs: int) -> Contest:
-    """One layer's convolution of a prefill."""
+    """Return the contest of one layer's convolution of a prefill."""
     params = {"model": model, "num_tokens": num_tokens, "num_reqs": num_reqs}
     moved = 2 * num_tokens * SHAPES[model].channels * 2
     build = partial(prompts, device=device)
@@ -216,7 +216,7 @@ def gpu_contests(quick: bool, device: str) -> Iterator[Contest]:
 
 
 def cells() -> list[Cell]:
-    """Prefill and verify step, on a CPU and a GPU."""
+    """Return the cells of prefill and verify step, on a CPU and a GPU."""
     models = ("nemotron-3-nano-tp8", "granite-4-h-small-tp8")
     chunks = {"model": models, "num_tokens": (256, 1024)}
     steps = {"model": models, "num_reqs": (16,), "K": (0, 1, 3, 7)}

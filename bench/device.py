@@ -353,7 +353,7 @@ def cells() -> list[Cell]:
 
 
 def missed(kind: str, steps: Sequence[Step]) -> list[str]:
-    """Targets that steps of this kind do not meet."""
+    """Return the targets that steps of this kind do not meet."""
     names = TARGETS if kind == "decode" else ("waits", "uploads") if kind not in OFFLOAD else ()
     found, counts = sorted({step.stale for step in steps if step.stale}), _most(steps)
     return found + [

@@ -59,7 +59,7 @@ def nemotron(seed: int, mode: str, num_reqs: int) -> Case:
 
 
 def cells() -> list[Cell]:
-    """Both models."""
+    """Return the cells of both models."""
     modes = ("none", "align", "all")
     return [
         *grid(

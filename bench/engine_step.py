@@ -100,7 +100,7 @@ def operations(seed: int, mode: str) -> Counts:
 
 
 def cells() -> list[Cell]:
-    """Modes, drafts, batch sizes; and how many operations a step is."""
+    """Return cells by modes, drafts and batch sizes, and those of a step's operations."""
     modes = ("none", "align", "all")
     return [
         *grid(

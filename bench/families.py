@@ -91,7 +91,7 @@ class Family:
     measured: list[Measurement] = field(default_factory=list)
 
     def rows(self) -> Iterator[Row]:
-        """For `hybrid_kv.measure.results`."""
+        """Yield the rows for `hybrid_kv.measure.results`."""
         common = {"family": self.name, "dtype": self.dtype}
         for subject, reason in self.refusals.items():
             yield Row(

@@ -76,7 +76,7 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def mutants_table(results: Results) -> str | None:
-    """Known bugs by class: how many are caught, how soon; and what catches them first."""
+    """Return the known bugs by class: how many are caught, how soon, and what catches them."""
     rows = first_catches(results)
     if rows.empty:
         return None
@@ -179,7 +179,7 @@ def step_table(results: Results) -> str | None:
 
 
 def curve_table(results: Results) -> str | None:
-    """Alarms of the newest self-test: in comparisons of equal code, and of injected slowdowns."""
+    """Return the alarms of the newest self-test, in equal code and with injected slowdowns."""
     rows = curve_rows(results)
     alarms = rows[(rows["metric"] == "false_alarm_rate") & (rows["benchmark"] == WHOLE)]
     found = rows[rows["metric"] == "detection_rate"]
@@ -198,7 +198,7 @@ def curve_table(results: Results) -> str | None:
 
 
 def expansion_table(results: Results) -> str | None:
-    """Block ids to kernel blocks, all ways and sizes; what is known without a GPU."""
+    """Return the ways and sizes of block ids to kernel blocks, and what is known without a GPU."""
     found = expansion.ways(results)
     if not found:
         return None
@@ -346,7 +346,7 @@ BLOCKS = {
 
 
 def pages() -> list[Path]:
-    """README and the pages in docs."""
+    """Return README and the pages in docs."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 

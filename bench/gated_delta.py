@@ -37,7 +37,7 @@ MODELS = ("qwen3-next", "kimi-linear")
 def layer(
     shape: DeltaShape, num_tokens: int, dtype: torch.dtype, g: torch.Generator
 ) -> tuple[torch.Tensor, ...]:
-    """q, k, v, dt, dt_bias, A_log, beta as the layer projects them."""
+    """Return q, k, v, dt, dt_bias, A_log, beta as the layer projects them."""
     keys, gates = (
         (shape.key_heads, shape.key_dim),
         (shape.heads, *[shape.key_dim] * shape.per_channel),
@@ -121,7 +121,7 @@ def token_bytes(shape: DeltaShape) -> int:
 
 
 def updates(device: str, model: str, num_reqs: int, K: int) -> Contest:
-    """One layer's step of 1 + K tokens a request."""
+    """Return the contest of one layer's step of 1 + K tokens a request."""
     params, shape = {"model": model, "num_reqs": num_reqs, "K": K}, DELTA_SHAPES[model]
     state = 4 * shape.heads * shape.value_dim * shape.key_dim
     moved = num_reqs * ((2 + K) * state + (1 + K) * token_bytes(shape))
@@ -131,7 +131,7 @@ def updates(device: str, model: str, num_reqs: int, K: int) -> Contest:
 
 
 def prefills(device: str, model: str, num_tokens: int, num_reqs: int) -> Contest:
-    """One layer's scan of a prefill."""
+    """Return the contest of one layer's scan of a prefill."""
     params = {"model": model, "num_tokens": num_tokens, "num_reqs": num_reqs}
     shape, build = DELTA_SHAPES[model], partial(prompts, device=device, dtype=torch.bfloat16)
     moved = (
@@ -144,7 +144,7 @@ def prefills(device: str, model: str, num_tokens: int, num_reqs: int) -> Contest
 
 
 def gpu_contests(quick: bool, device: str) -> Iterator[Contest]:
-    """Batches by drafts, and prefills of four requests."""
+    """Yield batches by drafts, and prefills of four requests."""
     for model in MODELS[:1] if quick else MODELS:
         for num_reqs, K in product((16,) if quick else (1, 16, 64), (0, 3)):
             yield updates(device, model, num_reqs, K)
@@ -153,7 +153,7 @@ def gpu_contests(quick: bool, device: str) -> Iterator[Contest]:
 
 
 def cells() -> list[Cell]:
-    """Both, on a CPU and on a GPU."""
+    """Return the cells of both, on a CPU and on a GPU."""
     steps = {"model": ("qwen3-next-tp8", "kimi-linear-tp8"), "num_reqs": (2,), "K": (0, 3)}
     launches = {"model": MODELS, "num_reqs": (16, 64), "K": (0, 3)}
     prompt, packed = (

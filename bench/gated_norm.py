@@ -52,7 +52,7 @@ def norm(
 
 
 def norm_cpu(seed: int, model: str, num_tokens: int) -> Case:
-    """`norm` by the engine's layer, float32."""
+    """Build `norm` by the engine's layer, float32."""
     shape = SHAPES[model]
     layer = GatedRMSNorm(shape.heads * shape.head_dim, shape.groups, EPS)
 

@@ -143,7 +143,7 @@ class NoText:
 def prompts_and_answers(
     model: str, batch: int, prompt: int, seed: int
 ) -> tuple[torch.Tensor, list[list[int]]]:
-    """Token ids [batch, prompt], and what follows them."""
+    """Return token ids [batch, prompt], and those that follow them."""
     g = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, _transformers(model).config.vocab_size, (batch, prompt), generator=g)
     return ids, [_generate(model, row[None])[0] for row in ids]
@@ -165,7 +165,7 @@ def _generate(
 
 
 def greedy(seed: int, model: str, batch: int, prompt: int, subject: str) -> Case:
-    """`batch` prompts of `prompt` tokens together, 32 new ones each."""
+    """Build `batch` prompts of `prompt` tokens together, 32 new ones each."""
     ids, wanted = prompts_and_answers(model, batch, prompt, seed)
     texts = ids.tolist()
     params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -219,7 +219,7 @@ def _in_batches(texts: list[list[int]], batch: int, stop: int) -> list[list[int]
 
 
 def questions(seed: int, count: int, batch: int, variant: str, subject: str) -> Case:
-    """`count` five-shot questions, `batch` at a time, each until the end of its answer."""
+    """Build `count` five-shot questions, `batch` at a time, each until the end of its answer."""
     texts, stop, wanted = questions_and_answers(count)
     if subject != ENGINE:
         return Case(

@@ -61,7 +61,7 @@ CACHES = 8
 
 
 def contests(quick: bool = False, device: str = "cuda") -> Iterator[Contest]:
-    """All of them; in a quick run one of each kind."""
+    """Yield all contests; in a quick run one of each kind."""
     for suite in suites(defining="gpu_contests"):
         yield from importlib.import_module(f"bench.{suite}").gpu_contests(quick, device)
 
@@ -85,7 +85,7 @@ class Cuda:
         torch.sum(self.ring[2], dim=0, out=self.ring_sum)
 
     def capture(self, run: Callable[[], object]) -> Callable[[], object]:
-        """`run` as one call that only launches: a CUDA graph, compiled and allocated before."""
+        """Return `run` as a call that only launches: a CUDA graph, compiled and allocated."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -97,7 +97,7 @@ class Cuda:
         return graph.replay
 
     def copy(self) -> Rival:
-        """From one large buffer to another, which no cache holds."""
+        """Return the rival that copies one large buffer to another, which no cache holds."""
         source, target = self.ring[0], self.ring[1]
 
         def check() -> float:
@@ -166,7 +166,7 @@ COPY = "copy"
 def race(
     contest: Contest, device: Cuda, rounds: int, rng: random.Random
 ) -> tuple[list[Result], dict[str, str]]:
-    """All rivals of a contest and the copy, and why some are left out.
+    """Race all rivals of a contest and the copy; return results, and why some are left out.
 
     Raises:
         WrongResultError: a result is wrong, before or after the timing; the contest has no times

@@ -55,7 +55,7 @@ COUNTED = {"uploads": "copies", "upload_bytes": "B", "launches": "launches"}
 
 
 def expand_torch(ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Broadcast sum in torch; `offsets` is `arange(blocks_per_kv_block)`, int32."""
+    """Return a broadcast sum in torch; `offsets` is `arange(blocks_per_kv_block)`, int32."""
     return torch.add(offsets, ids.unsqueeze(-1), alpha=offsets.numel()).flatten(-2)
 
 
@@ -81,7 +81,7 @@ def _expand(
 
 
 def by_kernel(ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """`expand_torch` as one launch of a Triton kernel that does nothing else."""
+    """Compute `expand_torch` in one launch of a Triton kernel that does nothing else."""
     check("block_ids", ids, ids.shape, (torch.int32,), ids.device)
     out = ids.new_empty(*ids.shape[:-1], ids.shape[-1] * len(offsets))
     programs = (cdiv(out.numel(), BLOCK),)
@@ -353,7 +353,7 @@ def count(num_ids: int, blocks_per_kv_block: int, subject: str) -> Counts:
 
 
 def contest(device: str, num_ids: int, blocks_per_kv_block: int) -> Contest:
-    """All ways, end to end."""
+    """Return the contest of all ways, end to end."""
     params = {"num_ids": num_ids, "blocks_per_kv_block": blocks_per_kv_block}
     build = partial(device_part, seed(SUITE, params), **params, device=device)
     # Their bytes cross two kinds of memory, and a copy on the device is no measure of that.

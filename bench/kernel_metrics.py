@@ -40,7 +40,7 @@ def compiled(seed: int, kernel: str, target: str) -> Counts:
 
 
 def cells() -> list[Cell]:
-    """Each kernel for one GPU of each maker; none without Triton."""
+    """Return each kernel for one GPU of each maker; none without Triton."""
     if find_spec("triton") is None:
         raise ImportError("Triton is not installed")
     values = {"kernel": tuple(KERNELS), "target": ("sm_90", "gfx942")}

@@ -66,7 +66,7 @@ def held(seed: int, mode: str, K: int) -> Counts:
 
 
 def plan(seed: int, model: str, mode: str, K: int) -> Counts:
-    """60 GiB for requests of up to 131,072 tokens, FlashAttention."""
+    """Plan 60 GiB for requests of up to 131,072 tokens, with FlashAttention."""
     cache = CacheConfig(
         mamba_cache_mode=mode, enable_prefix_caching=mode != "none", memory_bytes=MEMORY
     )
@@ -90,7 +90,7 @@ def plan(seed: int, model: str, mode: str, K: int) -> Counts:
 
 
 def cells() -> list[Cell]:
-    """Modes and drafts; two models."""
+    """Return cells by modes and drafts, of two models."""
     modes = ("none", "align", "all")
     drafts = (0, 1, 3, 7)
     return [

@@ -76,20 +76,20 @@ class Pool:
         self.num_blocks = num_blocks
 
     def items(self, name: int) -> Items:
-        """Keys of both groups, no other name has them, and the blocks 1 … num_blocks."""
+        """Return keys of both groups, no other name has them, and the blocks 1 … num_blocks."""
         return [
             ((block % 2, (name * 64 + block).to_bytes(16, "big")), block)
             for block in range(1, 1 + self.num_blocks)
         ]
 
     def pages(self, blocks: Sequence[int]) -> torch.Tensor:
-        """[len(blocks), layers, page_size_bytes] uint8, a copy."""
+        """Return a copy, [len(blocks), layers, page_size_bytes] uint8."""
         layers = [buffer.view(-1).view(torch.uint8).view(NUM_BLOCKS, -1) for buffer in self.raw]
         return torch.stack([layer[list(blocks)] for layer in layers], dim=1)
 
 
 def store(seed: int, tier: str, num_blocks: int) -> Case:
-    """Blocks that the tier lacks; what it had before is evicted."""
+    """Build a store of blocks that the tier lacks; what it had before is evicted."""
     pool = Pool(seed, tier, num_blocks, capacity=2)
     names = count()
 
@@ -110,7 +110,7 @@ def store(seed: int, tier: str, num_blocks: int) -> Case:
 
 
 def load(seed: int, tier: str, num_blocks: int) -> Case:
-    """Fetch blocks from the tier and put them into other blocks of the pool."""
+    """Build a load of blocks from the tier into other blocks of the pool."""
     pool = Pool(seed, tier, num_blocks, capacity=1)
     items = pool.items(0)
     pool.offload.store(items)

@@ -137,7 +137,7 @@ def by_torch(query, block_table, positions, starts, totals, key_cache, value_cac
 
 
 def attentions(device: str, model: str, num_reqs: int, length: int, context: int) -> Contest:
-    """Paged attention of a decode or of a chunk after a context."""
+    """Return the contest of a decode or of a chunk after a context."""
     params = {"model": model, "num_reqs": num_reqs, "length": length, "context": context}
     shape = SHAPES[model]
     per_token = shape.head_size * 2

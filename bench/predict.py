@@ -149,7 +149,7 @@ def layer(
 
 
 def parts(rows: pd.DataFrame, gpu: str, chip: Chip) -> Floats:
-    """[3, n] µs, as `BOUNDS`."""
+    """Return µs by part, [3, n], as `BOUNDS`."""
     found, families = np.empty((len(BOUNDS), len(rows))), rows["family"].to_numpy()
     sizes = rows[["bytes", "footprint", "tokens"]].to_numpy().T
     for family in chip.kernels:

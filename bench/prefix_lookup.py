@@ -58,7 +58,7 @@ def hash_blocks(seed: int, num_tokens: int) -> Case:
 
 
 def cells() -> list[Cell]:
-    """Hits of all lengths, and the hash."""
+    """Return cells of hits of all lengths, and of the hash."""
     values = {
         "mode": ("attention", "align", "all"),
         "num_tokens": (1024, 8192),

@@ -32,7 +32,7 @@ class Point(NamedTuple):
 
 
 def _gdn(batch: int, tokens: int, measured: float) -> Point:
-    """64 value and 16 key heads of 128, states and inputs in bfloat16, L2 flushed."""
+    """Return a point of 64 value and 16 key heads of 128, in bfloat16, L2 flushed."""
     moved = 2 * batch * (64 * 128 * 128 * (1 + tokens) + tokens * 128 * (2 * 64 + 2 * 16))
     kernel = Kernel("update", 1, moved, UPDATE, tokens)
     return Point(
@@ -41,7 +41,7 @@ def _gdn(batch: int, tokens: int, measured: float) -> Point:
 
 
 def _conv(batch: int, measured: float) -> Point:
-    """10,240 channels, 4 taps, the same buffers again and again."""
+    """Return a point of 10,240 channels, 4 taps, the same buffers again and again."""
     moved = 2 * batch * 10240 * 8
     kernel = Kernel("conv", 1, moved, WIDTH_LAST)
     return Point(
@@ -114,13 +114,13 @@ RATIOS = {"Nemotron-3-Nano-4B": (0.99, 1.17, 1.40, 1.55), "Qwen3.5-4B": (0.99, 1
 
 
 def points() -> Iterator[tuple[Point, float]]:
-    """Each with the predicted µs."""
+    """Yield each point with the predicted µs."""
     for point in POINTS:
         yield point, priced(point.kernel, GPUS[point.gpu], point.footprint).us
 
 
 def ratios() -> Iterator[tuple[str, int, float, float]]:
-    """Model, batch, the published and the predicted ratio."""
+    """Yield model, batch, the published and the predicted ratio."""
     for model, published in RATIOS.items():
         config, weights, groups = MODELS[model]
         cache = CacheConfig(mamba_ssm_cache_dtype="float32")

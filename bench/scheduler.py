@@ -72,7 +72,7 @@ def decode(seed: int, mode: str, K: int, num_reqs: int) -> Case:
 
 
 def admit(seed: int, mode: str, K: int, num_reqs: int) -> Case:
-    """All requests are admitted in one step: lookup, blocks of the whole prompt, rows."""
+    """Build the admission of all requests in one step: lookup, blocks of the whole prompt, rows."""
     build = _prepared(seed, mode, K, num_reqs)
     subject = build()
 
@@ -98,7 +98,7 @@ def admit(seed: int, mode: str, K: int, num_reqs: int) -> Case:
 
 
 def cells() -> list[Cell]:
-    """Modes, drafts, batch sizes."""
+    """Return cells by modes, drafts and batch sizes."""
     modes = ("none", "align", "all")
     return [
         *grid(

@@ -68,7 +68,7 @@ def scan(seed: int, model: str, num_tokens: int) -> Case:
 def layer(
     shape: LayerShape, num_tokens: int, dtype: torch.dtype, g: torch.Generator
 ) -> tuple[torch.Tensor, ...]:
-    """x, dt, dt_bias, A_log, B, C, D as the layer projects them."""
+    """Return x, dt, dt_bias, A_log, B, C, D as the layer projects them."""
     sizes = ((shape.heads, shape.head_dim), (shape.heads,), *[(shape.groups, shape.state_size)] * 2)
     x, dt, B, C = (torch.randn(num_tokens, *size, generator=g) for size in sizes)
     dt_bias, A_log, D = torch.randn(3, shape.heads, generator=g)
@@ -93,7 +93,7 @@ def expected_of(
 def prompts(
     seed: int, model: str, num_tokens: int, num_reqs: int, implementation: Any, device: str
 ) -> Case:
-    """Bfloat16 activations."""
+    """Build a prefill with bfloat16 activations."""
     shape, g = SHAPES[model], torch.Generator().manual_seed(seed)
     inputs = layer(shape, num_tokens, torch.bfloat16, g)
     size, last_of = min(shape.chunk_size, 128), partial(expected_of, last=True)
@@ -104,7 +104,7 @@ def prompts(
 
 
 def chunk_scans(device: str, model: str, num_tokens: int, num_reqs: int) -> Contest:
-    """One layer's scan of a prefill."""
+    """Return the contest of one layer's scan of a prefill."""
     params = {"model": model, "num_tokens": num_tokens, "num_reqs": num_reqs}
     shape, build = SHAPES[model], partial(prompts, device=device)
     inner, state = shape.heads * shape.head_dim, shape.heads * shape.head_dim * shape.state_size
@@ -118,13 +118,13 @@ def chunk_scans(device: str, model: str, num_tokens: int, num_reqs: int) -> Cont
 
 
 def gpu_contests(quick: bool, device: str) -> Iterator[Contest]:
-    """Prefills of four requests."""
+    """Yield prefills of four requests."""
     for model, num_tokens in product(models(quick), (2048,) if quick else (2048, 8192)):
         yield chunk_scans(device, model, num_tokens, 4)
 
 
 def cells() -> list[Cell]:
-    """Chunks of a prompt on a CPU, four prompts on a GPU."""
+    """Return cells of a prompt's chunks on a CPU, and of four prompts on a GPU."""
     values = {"model": ("nemotron-3-nano-tp8", "granite-4-h-small-tp8"), "num_tokens": (128, 256)}
     packed = {
         "model": ("nemotron-3-nano", "granite-4-h-small"),

@@ -169,7 +169,7 @@ def recompute(
 
 
 def vllm_state_update() -> Prepare:
-    """`selective_state_update` with a destination per token."""
+    """Return `selective_state_update` with a destination per token."""
     function = importlib.import_module(f"{VLLM}.mamba_ssm").selective_state_update
 
     def prepare(state, x, dt, dt_bias, A_log, B, C, D, cu_seqlens, sources, targets):  # type: ignore[no-untyped-def]
@@ -190,7 +190,7 @@ def vllm_state_update() -> Prepare:
 
 
 def mamba_ssm_state_update() -> Prepare:
-    """One token, in place: in the block that ours only writes."""
+    """Return the update of one token, in place: in the block that ours only writes."""
     function = importlib.import_module(
         "mamba_ssm.ops.triton.selective_state_update"
     ).selective_state_update
@@ -210,7 +210,7 @@ def mamba_ssm_state_update() -> Prepare:
 
 @cache
 def flush_rate(K: int) -> float:
-    """Share of the steps that flush, by the rule itself."""
+    """Return the share of the steps that flush, by the rule itself."""
     return mean_traffic(SHAPES["nemotron-3-nano"].state, torch.float32, K).flush_rate
 
 
@@ -270,7 +270,7 @@ def gpu_contests(quick: bool, device: str) -> Iterator[Contest]:
 
 
 def cells() -> list[Cell]:
-    """Both schemes, on a CPU and a GPU."""
+    """Return cells of both schemes, on a CPU and a GPU."""
     steps = {
         "model": ("nemotron-3-nano-tp8", "granite-4-h-small-tp8"),
         "num_reqs": (2,),

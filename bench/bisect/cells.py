@@ -48,7 +48,10 @@ def find_cell(name: str) -> CellInfo:
 
 
 def fill_benchmarks(root: Path) -> Callable[[str, Path], None]:
-    """For `Trees`: the commit's package under the working tree's benchmarks and clock."""
+    """Return a function that fills `Trees` with a commit's package.
+
+    The benchmarks and the clock are the working tree's.
+    """
     return lambda commit, folder: place(root, Revision(commit, commit), folder)
 
 
@@ -66,7 +69,7 @@ class Runs:
     max_error: float = 0.0
 
     def measure(self, base: str, head: str) -> Generator[float, None, None]:
-        """Log-ratios of HEAD over BASE, one of each worker pair, without end.
+        """Yield log-ratios of HEAD over BASE, one of each worker pair, without end.
 
         Raises:
             NotMeasurableError: one of them cannot run the benchmark, or its result is wrong.

@@ -77,7 +77,7 @@ class Memory:
 
 
 def _nothing(*_: object) -> None:
-    """No report."""
+    """Report nothing."""
 
 
 def find(

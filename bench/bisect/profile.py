@@ -38,7 +38,7 @@ Profile = Callable[[str, str], tuple[Profiles, Profiles]]  # of two commits
 
 
 def moved(before: Profiles, after: Profiles) -> list[Moved]:
-    """Functions that differ for sure, the most first.
+    """Return the functions that differ for sure, the most first.
 
     Args:
         before, after: at least two turns each.
@@ -54,6 +54,6 @@ def moved(before: Profiles, after: Profiles) -> list[Moved]:
 
 
 def story(profile: Profile, before: str, first_bad: str) -> list[str]:
-    """Lines for the evidence."""
+    """Return lines for the evidence."""
     found = moved(*profile(before, first_bad))
     return [one.line for one in found] or ["profile: no single function is clearly slower"]

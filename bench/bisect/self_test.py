@@ -163,7 +163,7 @@ KINDS = ("tokens", "counts", "time", "equal time", "answers")
 
 
 def draw(kind: str, number: int, noises: Sequence[Noise]) -> Trial:
-    """One drawn trial; the same number is the same history."""
+    """Make one drawn trial; the same number is the same history."""
     drawn = _Drawn(random.Random(f"{kind} {number}"), is_equal=kind == "equal time")
     noise = noises[number % len(noises)] if noises else Noise((0.0,), 0.0)
     questions: dict[str, Callable[[], Question]] = {
@@ -187,7 +187,7 @@ def draw(kind: str, number: int, noises: Sequence[Noise]) -> Trial:
 
 
 def measure_noise(root: Path, commit: str, file: Path, folder: Path) -> list[Noise]:
-    """Pairs of equal code of some benchmarks; those that `file` has not are measured.
+    """Return pairs of equal code of some benchmarks; measure those that `file` has not.
 
     Their rows are appended, the log-ratios in `params`, around their trimmed mean.
     """
@@ -253,7 +253,7 @@ def _bug(name: str) -> dict[str, Edit]:
 
 
 def _more_operations() -> dict[str, Edit]:
-    """One tensor operation more per step."""
+    """Return an edit that adds one tensor operation per step."""
     old = "greedy = logits.argmax(-1)"
     return _edits("operations", Change("sampling.py", old, "greedy = logits.clone().argmax(-1)"))
 
@@ -278,7 +278,7 @@ def _loops(root: Path, commit: str, folder: Path) -> int:
 
 
 def inject(kind: str, number: int, root: Path, commit: str, folder: Path, loops: int) -> Trial:
-    """One injected trial: a history on top of `commit` in `folder`, and its bisect.
+    """Make one injected trial: a history on top of `commit` in `folder`, and its bisect.
 
     Args:
         loops: of `_slower_steps`.

@@ -49,7 +49,7 @@ class CellInfo:
 
     @property
     def key(self) -> str:
-        """Stable name, such as `state_update/slots[model=nemotron-3-nano-tp8,K=3]`."""
+        """Return a stable name, such as `state_update/slots[model=nemotron-3-nano-tp8,K=3]`."""
         params = ",".join(f"{name}={value}" for name, value in self.params.items())
         return f"{self.suite}/{self.benchmark}[{params}]"
 

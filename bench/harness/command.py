@@ -75,7 +75,7 @@ def _print_table(rows: Sequence[Results]) -> None:
 def _chosen(
     quick: bool, chosen: Sequence[str], tiers: Sequence[str], select: Sequence[str] = ()
 ) -> list[Cell]:
-    """Cells to measure; what is left out is said.
+    """Return the cells to measure; say what is left out.
 
     Raises:
         HybridKVError: no cell is left.

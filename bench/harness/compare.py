@@ -86,7 +86,7 @@ def _failure(answers: Sequence[Mapping[str, Any]]) -> Failure | None:
 
 
 def own_benchmarks(answers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Which side ran the benchmark that its version came with, and why today's failed there."""
+    """Return which side ran the benchmark of its own version, and why today's failed there."""
     return {
         side: answer["own"] for side, answer in zip(SIDES, answers, strict=True) if "own" in answer
     }

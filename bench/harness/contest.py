@@ -19,7 +19,7 @@ VLLM = "vllm.model_executor.layers.mamba.ops"
 
 
 def models(quick: bool) -> tuple[str, ...]:
-    """Whose shapes are raced: of all of them, in a quick run the first one's."""
+    """Return the models whose shapes are raced: in a quick run the first one."""
     return MODELS[:1] if quick else MODELS
 
 
@@ -64,7 +64,7 @@ def kernel_and_torch(
     num_bytes: int,
     graph: bool = False,
 ) -> Contest:
-    """Our kernel against the same in plain torch.
+    """Return the contest of our kernel and the same in plain torch.
 
     Args:
         build: makes a case of a seed, `params` and `implementation`.

@@ -22,7 +22,7 @@ RESAMPLES = 4000
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """Mean of the faster half of the samples.
+    """Return the mean of the faster half of the samples.
 
     Interruptions only ever add time. With 8 samples a side, the ratio of these varied least of six
     estimators over 40 pairs of equal code and 14 benchmarks: by 1.7 % on average, against 2.0 % for
@@ -85,13 +85,13 @@ def center(log_ratios: Sequence[float]) -> float:
 
 
 def kept(log_ratios: Sequence[float]) -> npt.NDArray[np.intp]:
-    """Which worker pairs the trimmed mean is of."""
+    """Return the worker pairs that the trimmed mean is of."""
     dropped = _num_dropped(len(log_ratios))
     return np.argsort(log_ratios, kind="stable")[dropped : len(log_ratios) - dropped]
 
 
 def estimate(log_ratios: Sequence[float], seed: int = 0) -> Estimate:
-    """Trimmed mean over worker pairs with its studentised bootstrap interval (bootstrap-t).
+    """Return the trimmed mean over worker pairs and its studentised bootstrap interval.
 
     A percentile interval of 6 pairs covers 86 % instead of 95 %: it forgets that the spread is
     estimated as well.
@@ -134,7 +134,7 @@ def p_slower(log_ratios: Sequence[float], min_effect: float) -> float:
 
 
 def p_faster(log_ratios: Sequence[float], min_effect: float) -> float:
-    """One-sided p-value of "BASE takes at most `1 + min_effect` times as long as HEAD"."""
+    """Return the one-sided p-value of "BASE takes at most `1 + min_effect` times as long"."""
     return p_slower([-value for value in log_ratios], min_effect)
 
 
@@ -152,7 +152,7 @@ def holm(p_values: Mapping[Key, float]) -> dict[Key, float]:
 
 
 def clopper_pearson(successes: int, trials: int, level: float = LEVEL) -> tuple[float, float]:
-    """Exact two-sided interval of a rate."""
+    """Return the exact two-sided interval of a rate."""
     from scipy import stats
 
     low, high = stats.binomtest(successes, trials).proportion_ci(level)

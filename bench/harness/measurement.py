@@ -43,7 +43,7 @@ class Measurement:
 
     @property
     def verdict(self) -> str:
-        """`fail` if the whole interval lies below what the cell promises."""
+        """Return `fail` if the whole interval lies below what the cell promises."""
         if not self.cell.promise or self.ratio is None:
             return ""
         return "fail" if self.ratio.high < self.cell.promise else "pass"
@@ -95,7 +95,7 @@ def kind_of(cell: Cell) -> type[Subject]:
 
 
 def groups(cells: Sequence[Cell]) -> list[list[Cell]]:
-    """Cells that are measured together: rivals and their engine, or one cell alone."""
+    """Return cells that are measured together: rivals and their engine, or one cell alone."""
     found: dict[Any, list[Cell]] = {}
     for cell in cells:
         rest = tuple(item for item in cell.params.items() if item[0] != "subject")

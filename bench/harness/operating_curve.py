@@ -70,12 +70,12 @@ def timed_keys() -> list[str]:
 
 
 def experiment_id(keys: Sequence[str], design: Design) -> str:
-    """Trials count together only if they measured the same benchmarks in the same way."""
+    """Return an id of the benchmarks and the design: only trials of one id count together."""
     return f"{zlib.crc32(json.dumps([sorted(keys), asdict(design)], sort_keys=True).encode()):08x}"
 
 
 def read_trials(file: Path, experiment: str) -> list[Trial]:
-    """Trials of this experiment on this machine."""
+    """Return the trials of this experiment on this machine."""
     found = []
     for text in rows_here(file, "alarms")["params"]:
         params = json.loads(text)

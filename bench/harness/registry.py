@@ -51,5 +51,5 @@ def cells(quick: bool = False) -> list[Cell]:
 
 
 def unavailable() -> dict[str, str]:
-    """Suites without cells, and why."""
+    """Return the suites without cells, and why they have none."""
     return _load()[1]

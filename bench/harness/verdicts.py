@@ -103,7 +103,7 @@ def _clocks(times: Times) -> tuple[int, int] | None:
 def timed_outcomes(
     measured: Measured, design: Design, quarantined: Collection[str] = ()
 ) -> Iterator[Outcome]:
-    """Outcomes of the cells that have times."""
+    """Yield outcomes of the cells that have times."""
     alarms = confirmed(measured.first, measured.repeat, design)
     for cell in measured.cells:
         if cell.key in measured.failures or cell.key not in measured.first:
@@ -128,7 +128,7 @@ def timed_outcomes(
 
 
 def rows_here(file: Path, metric: str) -> pd.DataFrame:
-    """Those of a metric that were measured on this machine."""
+    """Return the rows of a metric that were measured on this machine."""
     frame = read_beside(file)
     return frame[(frame["metric"] == metric) & (frame["machine"] == provenance().machine)]
 
@@ -148,7 +148,7 @@ def change_of(cell: CellInfo, metric: str) -> Change:
 
 
 def read_acknowledged(file: Path) -> dict[Change, Steps]:
-    """Reasons by count, old value and new value.
+    """Return reasons by count, old value and new value.
 
     Raises:
         ConfigError: a row that `--acknowledge` did not write.
@@ -176,7 +176,7 @@ def read_acknowledged(file: Path) -> dict[Change, Steps]:
 
 
 def reason_for(old: int, new: int | None, steps: Steps) -> str:
-    """Reasons of the acknowledged steps that lead from `old` to `new`; empty if none do."""
+    """Return reasons of the acknowledged steps from `old` to `new`; empty if none lead there."""
     paths, seen = [(old, "")], {old}
     while paths:
         value, reasons = paths.pop(0)
@@ -191,7 +191,7 @@ def reason_for(old: int, new: int | None, steps: Steps) -> str:
 
 
 def count_outcomes(measured: Measured, acknowledged: Mapping[Change, Steps]) -> Iterator[Outcome]:
-    """Outcomes of the counts.
+    """Yield outcomes of the counts.
 
     One that only BASE has is changed: it is watched no longer. A new one has no BASE.
     """
@@ -254,7 +254,7 @@ def acknowledging_rows(outcomes: Sequence[Outcome], reason: str, base_commit: st
 
 
 def outcomes_of(comparison: Comparison, results: Path) -> list[Outcome]:
-    """All outcomes, alarms first, otherwise in the order of the registry.
+    """Return all outcomes, alarms first, otherwise in the order of the registry.
 
     Args:
         results: folder of `acknowledged.csv` and `operating_curve.csv`.
@@ -359,7 +359,7 @@ def rows(comparison: Comparison, outcomes: Sequence[Outcome]) -> Iterator[Row]:
 
 
 def cells_of_table(one: Outcome) -> tuple[str, str, str, str, str, str]:
-    """Name, BASE, HEAD, their ratio, its interval, verdict."""
+    """Return name, BASE, HEAD, their ratio, its interval and verdict."""
     verdict = f"{one.verdict}, quarantined" if one.quarantined else one.verdict
     notes = [one.reason] * bool(one.reason) + [f"{side} by its own benchmark" for side in one.own]
     if notes:
@@ -426,7 +426,7 @@ def markdown(comparison: Comparison, outcomes: Sequence[Outcome]) -> str:
 
 
 def document(comparison: Comparison, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Everything, for JSON; with every worker pair's log-ratio."""
+    """Return everything for JSON, with every worker pair's log-ratio."""
 
     def described(one: Outcome) -> dict[str, Any]:
         key = one.cell.key

@@ -46,7 +46,7 @@ def scatter(rng: random.Random) -> list[bytearray]:
 
 
 def busy_work(times: int) -> None:
-    """Work that takes time in proportion to `times`."""
+    """Do work that takes time in proportion to `times`."""
     for _ in range(times):
         pass
 
@@ -70,7 +70,7 @@ def slowed(case: Any, fraction: float, timing: Any) -> Callable[[], object]:
 
 
 def _function(frame: str, folder: Path) -> str:
-    """`file function` of a frame; of a file outside of `folder` the last two parts."""
+    """Return `file function` of a frame; of a file outside of `folder` the last two parts."""
     name, file, *_ = frame.split("\0")
     path = Path(file)
     path = path.relative_to(folder) if path.is_relative_to(folder) else Path(*path.parts[-2:])
@@ -201,7 +201,7 @@ class Worker:
                 return {**work(self._own.cell(key)), "own": _line(error)}
 
     def count(self, key: str) -> dict[str, Any]:
-        """Exact numbers, as lists of value, unit and which direction is better."""
+        """Return exact numbers, as lists of value, unit and which direction is better."""
 
         def work(cell: Any) -> dict[str, Any]:
             counts = cell.make()
@@ -229,7 +229,10 @@ class Worker:
         return {"max_error": max_error, "seconds": seconds, "max_repeats": case.max_repeats}
 
     def sample(self, repeats: int, blocks: int) -> dict[str, Any]:
-        """Seconds per call over `blocks` times `repeats` calls, with a reset before each block."""
+        """Return seconds per call over `blocks` times `repeats` calls.
+
+        There is a reset before each block.
+        """
         gc.disable()  # whose pause would hit one side of a pair
         seconds = sum(self._subject.sample(repeats) for _ in range(blocks)) / blocks
         gc.enable()

@@ -62,7 +62,7 @@ _bf16, _int32 = (partial(torch.empty, dtype=dtype) for dtype in (torch.bfloat16,
 
 
 def _scan_inputs(num_tokens: int) -> list[torch.Tensor]:
-    """x, B and C as the convolution leaves them, side by side."""
+    """Return x, B and C as the convolution leaves them, next to each other."""
     heads = ((HEADS, HEAD_DIM), (GROUPS, SIZE), (GROUPS, SIZE))
     parts = _bf16(num_tokens, CHANNELS).split([a * b for a, b in heads], dim=-1)
     return [part.unflatten(-1, shape) for part, shape in zip(parts, heads, strict=True)]

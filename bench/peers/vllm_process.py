@@ -63,7 +63,7 @@ class VLLMProcess:
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int
     ) -> tuple[list[list[int]], float]:
-        """Greedy tokens of each prompt, and the CPU seconds of vLLM's thread.
+        """Return greedy tokens of each prompt, and the CPU seconds of vLLM's thread.
 
         Raises:
             HybridKVError: vLLM failed or ended.

@@ -122,7 +122,7 @@ def _own(columns: int, size: int) -> Callable[[Access], Formula]:
 
 
 def _inputs(widths: dict[str, int]) -> tuple[dict[str, Any], list[Formula]]:
-    """Tensors of as many elements a token, and their strides, as arguments."""
+    """Return tensors of as many elements a token, and their strides, as arguments."""
     arguments: dict[str, Any] = {}
     facts: list[Formula] = []
     for name, width in widths.items():
@@ -394,7 +394,7 @@ def block_tables(kernel: Kernel = _block_tables, bpk: int = 4) -> Case:
 
 
 def cases() -> Iterator[Case]:
-    """All of them."""
+    """Yield all cases."""
     for bits in (32, 64):
         for columns in (1, 4):
             yield conv_update(columns=columns, bits=bits)

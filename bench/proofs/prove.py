@@ -106,7 +106,7 @@ class _Tried:
 
 
 def prove(case: Case, properties: Sequence[str] = PROPERTIES) -> Iterator[Verdict]:
-    """All that is asked of a kernel, until something is not proven: a property at a time."""
+    """Prove all that is asked of a kernel, a property at a time, until something is not proven."""
     runs = [
         (run, access)
         for run, access in _distinct(paths(case.kernel, case.arguments, case.facts, case.sums))

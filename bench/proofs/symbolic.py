@@ -352,7 +352,7 @@ def _run() -> Run:
 
 
 def parts_of(*formulas: Formula) -> Iterator[Formula]:
-    """All formulas inside of some, each once."""
+    """Yield all formulas inside of some, each once."""
     left, seen = [*formulas], set[int]()
     while left:
         one = left.pop()

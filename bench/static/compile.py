@@ -47,7 +47,7 @@ class Target:
     reserved_bytes: int  # of shared memory, per block
 
     def blocks_per_sm(self, registers: int, shared_bytes: int, num_warps: int) -> int:
-        """Thread blocks (workgroups) that one SM (CU) holds at once; 0: not even one."""
+        """Return how many thread blocks (workgroups) one SM (CU) holds at once; 0: not even one."""
         per_quarter = min(self.max_warps // 4, 512 // (cdiv(max(registers, 1), 8) * 8))
         blocks = min(MAX_BLOCKS, 4 * per_quarter // num_warps)
         per_block = 128 * cdiv(shared_bytes + self.reserved_bytes, 128)
@@ -63,7 +63,7 @@ TARGETS = {
 
 
 def parse_targets(text: str) -> list[str]:
-    """Names in a comma-separated list, once each.
+    """Return the names in a comma-separated list, once each.
 
     Raises:
         HybridKVError: one of them is unknown.
@@ -116,7 +116,7 @@ UNITS = {
 
 
 def compile_case(case: AotCase, target_name: str) -> Any:
-    """Triton's `CompiledKernel` of a case.
+    """Return Triton's `CompiledKernel` of a case.
 
     This process must not have imported Triton under TRITON_INTERPRET.
     """
@@ -211,7 +211,7 @@ def _ptxas_usage(ptx: str, arch: int) -> tuple[int, int]:
 
 
 def _disassemble(cubin: bytes) -> str | None:
-    """SASS, or None where Triton came without NVIDIA's disassembler."""
+    """Return SASS, or None where Triton came without NVIDIA's disassembler."""
     from triton import knobs
 
     try:

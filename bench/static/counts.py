@@ -91,7 +91,7 @@ def distinct_bytes(call: Callable[[], object], shared: Sequence[torch.Tensor]) -
 
 
 def count_scheme(shape: Shape, K: int, n_hist: int | None, flush: bool) -> int:
-    """Bytes of one request in one layer; `n_hist` None: scheme `slots`."""
+    """Count the bytes of one request in one layer; `n_hist` None: scheme `slots`."""
     from hybrid_kv.kernels.gated_delta import gated_delta_recompute, gated_delta_update_slots
     from hybrid_kv.kernels.recompute import (
         RecomputeRing,
@@ -263,7 +263,7 @@ def count_bytes() -> list[Count]:
 
 
 def count_all() -> list[Count]:
-    """Everything, in a process that interprets kernels."""
+    """Count everything, in a process that interprets kernels."""
     with ProcessPoolExecutor(1, get_context("spawn"), start_interpreter) as pool:
         with deaf_to_ctrl_c():
             pool.submit(int)  # The first submit starts the worker.

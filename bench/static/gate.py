@@ -135,7 +135,7 @@ def run_peers(targets: Sequence[str]) -> list[Verdict]:
 
 
 def result_rows(one: Measured) -> list[Row]:
-    """One row per metric."""
+    """Return one row per metric."""
     rows, units = [], {**UNITS, "bytes": ("B", "lower")}
     for name, value in one.values().items():
         unit, better = units[name.split("_", 1)[1] if "instructions" in name else name]

@@ -82,7 +82,7 @@ def _heads(model: str, dtype: torch.dtype, *outer: int) -> torch.Tensor:
 
 
 def _scan_inputs(model: str, tokens: int, dtype: torch.dtype = BF16) -> tuple[torch.Tensor, ...]:
-    """x, dt, dt_bias, A_log, B, C, D of a Mamba-2 layer."""
+    """Return x, dt, dt_bias, A_log, B, C, D of a Mamba-2 layer."""
     heads, head_dim, size, groups = MODELS[model].state
     x, dt = _meta(tokens, heads, head_dim, dtype=dtype), _meta(tokens, heads, dtype=dtype)
     B, C = (_meta(tokens, groups, size, dtype=dtype) for _ in range(2))
@@ -111,7 +111,7 @@ def _chunk_scan(dtype: torch.dtype, chunk_size: int) -> None:
 
 
 def _delta_inputs(model: str, tokens: int, dtype: torch.dtype = BF16) -> tuple[torch.Tensor, ...]:
-    """q, k, v, dt, dt_bias, A_log, beta of a layer with a delta rule."""
+    """Return q, k, v, dt, dt_bias, A_log, beta of a layer with a delta rule."""
     shape = DELTA_MODELS[model]
     keys, gates = (
         (shape.key_heads, shape.key_dim),
@@ -188,7 +188,7 @@ def _commit() -> None:
 
 
 def _conv_inputs(model: str, tokens: int, k: int) -> tuple[torch.Tensor, ...]:
-    """conv_state, x, the weight tap by tap, bias."""
+    """Return conv_state, x, the weight tap by tap, and bias."""
     channels, kernel = MODELS[model].channels, MODELS[model].kernel
     conv_state = _meta(NUM_REQS, kernel - 1 + k, channels)
     return conv_state, _meta(tokens, channels), _meta(kernel, channels).t(), _meta(channels)

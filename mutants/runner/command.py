@@ -242,7 +242,7 @@ def _print_table(rows: Sequence[Row]) -> None:
 
 
 def _print_survivors(rows: Sequence[Row]) -> None:
-    """Those that nothing caught, by their lines, and how many each section caught."""
+    """Print those that nothing caught, by their lines, and how many each section caught."""
     for row in rows:
         if row.problem:
             print(f"{row.id} ({row.problem})\n    {row.change}")

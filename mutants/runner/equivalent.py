@@ -24,7 +24,7 @@ cached_source = cache(Source)
 
 
 def read_equivalent(file: Path = FILE) -> set[tuple[str, str]]:
-    """File and change of each.
+    """Return file and change of each mutant that is proven equivalent.
 
     Raises:
         ConfigError: the file is not a list of such entries, or one has no proof or changes code

@@ -41,7 +41,7 @@ TASK, ANSWER, CASE, OUTPUT = "task.json", "answer.json", "case.json", "output"  
 
 
 def serve() -> None:
-    """Until standard input ends."""
+    """Answer tasks until standard input ends."""
     sys.path[0] = str(
         Path(__file__).parents[2]
     )  # the checkout, in place of the folder of this script

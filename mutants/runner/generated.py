@@ -153,7 +153,7 @@ class Source:
         self._code = _code(compile(self.text, file, "exec"))
 
     def places(self) -> list[Place]:
-        """In the order of the operators and the file."""
+        """Return places in the order of the operators and the file."""
         from cosmic_ray.ast import ast_nodes, get_ast
 
         nodes, found = [*ast_nodes(get_ast(self.text))], []
@@ -277,7 +277,7 @@ def _text_nodes(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def _code(code: CodeType) -> tuple[Any, ...]:
-    """All that Python runs of it, without line numbers."""
+    """Return all that Python runs of it, without line numbers."""
     constants = tuple(
         _code(one) if isinstance(one, CodeType) else (type(one), one) for one in code.co_consts
     )

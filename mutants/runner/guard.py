@@ -93,7 +93,7 @@ class Scenarios:
         return Catch(requests=self._total.num_requests)
 
     def end(self, amount: int) -> Catch:
-        """`play`, then what never happened."""
+        """Play to the end, then return what never happened."""
         from hybrid_kv.check.guard.patterns import REQUIRED
 
         catch = self.play(amount)
@@ -219,7 +219,7 @@ def reduced(task: Mapping[str, Any], case: Path) -> dict[str, Any]:
 
 
 def rule(task: Mapping[str, Any], case: Path) -> str:
-    """Which rule the case in the task's `file` breaks."""
+    """Return the rule that the case in the task's `file` breaks."""
     from hybrid_kv.check.guard.cases import broken_rule
 
     return broken_rule(Path(task["file"]))

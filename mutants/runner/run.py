@@ -88,7 +88,7 @@ class Row:
 
     @property
     def problem(self) -> str:
-        """Why this is not as it should be, for a column; empty: it is."""
+        """Return why this is not as it should be, for a column; empty: it is."""
         if self.id == UNCHANGED:
             return "false alarm" if self.section else ""
         if not self.caught:

@@ -44,7 +44,7 @@ CELLS: tuple[tuple[str, dict[str, str]], ...] = (
 
 
 def _copy(root: Path) -> Kind:
-    """`hybrid-kv serve` of a copy of this package."""
+    """Return `hybrid-kv serve` of a copy of this package."""
     return replace(serve.KIND, start=partial(serve.Served, root=root))
 
 

@@ -166,7 +166,7 @@ def derived_tests(file: str) -> list[str]:
 
 @cache
 def _users(file: str) -> frozenset[str]:
-    """Files of the same folder that import this one, themselves or through each other."""
+    """Return files of the same folder that import this one, themselves or through each other."""
     folder = [
         one.relative_to(PACKAGE).as_posix() for one in (PACKAGE / file).parent.glob("[!_]*.py")
     ]
@@ -181,7 +181,7 @@ def _users(file: str) -> frozenset[str]:
 
 @cache
 def _package_files(file: Path) -> frozenset[str]:
-    """Files of the package that a file imports; a test also through what helps it."""
+    """Return files of the package that a file imports; a test also through what helps it."""
     found = set[str]()
     for module, name in _imports(file):
         source = _defined_in(module, name)
