@@ -130,7 +130,7 @@ def _of_sglang(case: ProbeCase, config: dict[str, Any]) -> list[str]:
             environment=sglang.environment(settings),
             changes=sglang.changes(settings),
         ),
-        f"    {CPU}.play(CASE)",
+        f"    {CPU}.replay(CASE)",
     ]
 
 

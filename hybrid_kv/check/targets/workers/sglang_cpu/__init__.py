@@ -30,7 +30,7 @@ def start(config: dict[str, Any], options: dict[str, Any], changes: dict[str, An
     return import_module(f"{__name__}.play").SglangScheduler(config, options, changes)
 
 
-def play(case: dict[str, Any]) -> None:
+def replay(case: dict[str, Any]) -> None:
     """Play the case of a reproducer, and end with 1 while its answer is wrong."""
     prepare()
     finish()

@@ -13,7 +13,7 @@ import torch
 POOLS = ("mha", "mamba", "mla")
 
 
-def _all_layers(
+def copy_all_layers(
     src_ptrs: Any, dst_ptrs: Any, src_indices: Any, dst_indices: Any, page_size: int
 ) -> None:
     """Copy the layers of a device's pool to a host's pool [pages, layers, page_size, …]."""
@@ -25,7 +25,7 @@ def _all_layers(
             host[pages, layer] = src_ptrs[i * per_host + layer][slots].view_as(host[pages, layer])
 
 
-def _per_layer(
+def copy_layer(
     src_ptrs: Any, dst_ptrs: Any, src_indices: Any, dst_indices: Any, layer_id: int, page_size: int
 ) -> None:
     """Copy one layer of a host's pool [pages, layers, page_size, …] to a device's."""
@@ -35,7 +35,7 @@ def _per_layer(
         device[slots] = host[pages, layer_id].view_as(device[slots])
 
 
-def _layers(
+def copy_layers(
     src_layers: Any, dst_layers: Any, src_indices: Any, dst_indices: Any, page_size: int
 ) -> None:
     """Copy between layers with slots of the same layout."""
@@ -73,9 +73,9 @@ def install() -> None:
     cpu.Event = PastEvent
     for name in POOLS:
         module: Any = import_module(f"sglang.srt.mem_cache.pool_host.{name}")
-        module.transfer_kv_all_layer_direct_lf_pf = _all_layers
-        module.transfer_kv_per_layer_direct_pf_lf = _per_layer
-        module.transfer_kv_direct = _layers
+        module.transfer_kv_all_layer_direct_lf_pf = copy_all_layers
+        module.transfer_kv_per_layer_direct_pf_lf = copy_layer
+        module.transfer_kv_direct = copy_layers
     common = import_module("sglang.srt.mem_cache.pool_host.common")
     for name in ("_cuda_host_register", "_cuda_host_unregister"):
         setattr(common, name, lambda *_, **__: None)  # pages are not locked

@@ -20,9 +20,9 @@ from transformers import AutoConfig, PretrainedConfig
 
 from .attention import SglangAttentionBackend
 from .kernels import PRIME, logits_of, pack, unpack
+from .play import MODEL_TYPE
 
 NAME = "ExactHybridForCausalLM"
-MODEL_TYPE = "exact_hybrid"
 BACKENDS = {"GDN_ATTN": "sglang.srt.layers.attention.linear.gdn_backend.GDNAttnBackend"}
 NUM_PARTS = 3  # of what a delta net convolves: queries, keys, values
 

@@ -12,20 +12,21 @@ from typing import Any
 
 import torch
 
-from . import hicache, kernels, model
+from . import hicache, kernels
 
+MODEL_TYPE = "exact_hybrid"
 MOST_IDLE = 2000  # steps that bring no token; the chunks of all prompts are fewer
 IDLE_STEPS = 3  # until the last results are processed and SGLang has checked its pools
 
 
-class _EndOfPlay(BaseException):
+class EndOfPlay(BaseException):
     """Ends SGLang's loop."""
 
 
 def checkpoint_of(config: dict[str, Any]) -> str:
     """Return the folder of a checkpoint in which SGLang sees the exact model's configuration."""
     folder, width = tempfile.mkdtemp(), config["head_dim"]
-    about = {**config, "model_type": model.MODEL_TYPE, "hidden_size": 2 * width + 1}
+    about = {**config, "model_type": MODEL_TYPE, "hidden_size": 2 * width + 1}
     with open(f"{folder}/config.json", "w") as file:
         json.dump(about, file)
     return folder
@@ -51,6 +52,8 @@ class SglangScheduler:
         from sglang.srt.runtime_context import SpawnRanks, publish
         from sglang.srt.server_args import PortArgs, ServerArgs
 
+        from . import model
+
         kind = next(layer["kind"] for layer in config["exact"]["layers"] if layer["kind"])
         model.register(kind, options["attention_backend"])
         kernels.chunk_size = config["mamba_chunk_size"]
@@ -69,7 +72,7 @@ class SglangScheduler:
         sender.send_output = lambda _, output, request=None: self._receive(output)
         self._counts = dict.fromkeys(("hits", "verifications", "accepted", "preemptions"), 0.0)
         self._num_drafts = options.get("speculative_num_draft_tokens", 1) - 1
-        self._play: _RequestPlay | None = None
+        self._play: RequestPlay | None = None
         self._num_sent = 0
         self.scheduler = module.Scheduler(args, PortArgs.init_new(args))
         self.scheduler.request_receiver = self
@@ -94,11 +97,11 @@ class SglangScheduler:
 
     def ask(self, requests: list[dict[str, Any]], preempt_every: int = 0) -> list[dict[str, Any]]:
         """Play requests until all have ended; answers have the fields of `targets.target`."""
-        self._play = _RequestPlay(requests, preempt_every, self._num_sent)
+        self._play = RequestPlay(requests, preempt_every, self._num_sent)
         self._num_sent += len(requests)
         try:
             self.scheduler.run_event_loop()
-        except _EndOfPlay:
+        except EndOfPlay:
             return self._play.answers
         raise RuntimeError("SGLang's event loop has ended")
 
@@ -145,8 +148,12 @@ CHECKED = (
 )
 
 
-class _RequestPlay:
-    """Requests that are played together, and what has become of them."""
+class RequestPlay:
+    """Requests that are played together, and what has become of them.
+
+    Args:
+        first: number of the first request, by which it is called.
+    """
 
     def __init__(self, requests: list[dict[str, Any]], preempt_every: int, first: int) -> None:
         self.answers: list[dict[str, Any]] = [{"token_ids": []} for _ in requests]
@@ -167,8 +174,6 @@ class _RequestPlay:
         Raises:
             RuntimeError: requests run and bring no token.
         """
-        from sglang.srt.managers.io_struct import AbortReq
-
         self._step += 1
         known = sum(len(answer["token_ids"]) for answer in self.answers)
         if known != self._known or not self._running:
@@ -182,14 +187,14 @@ class _RequestPlay:
             limit = self._requests[i].get("abort_after")
             if limit is not None and len(self.answers[i]["token_ids"]) >= limit:
                 self._aborted.add(i)
-                messages.append(AbortReq(rid=self._name(i)))
+                messages.append(abort_of(self._name(i)))
         if self._preempt_every and known - self._undisturbed >= self._preempt_every:
             self._undisturbed = known
-            messages += self._preemption()
+            messages += preemption()
         if not self._running:
             self._idle += 1
             if self._idle > IDLE_STEPS and scheduler.is_fully_idle():
-                raise _EndOfPlay
+                raise EndOfPlay
         return messages
 
     def _arrivals(self) -> list[Any]:
@@ -205,17 +210,7 @@ class _RequestPlay:
         for i in arrivals:
             self._waiting.remove(i)
             self._running.add(i)
-        return [_message(self._name(i), self._requests[i]) for i in arrivals]
-
-    def _preemption(self) -> list[Any]:
-        """Return what a user sends who pauses all that runs, forgets prefixes, and goes on."""
-        from sglang.srt.managers import io_struct
-
-        return [
-            io_struct.PauseGenerationReqInput(mode="retract"),
-            io_struct.FlushCacheReqInput(),
-            io_struct.ContinueGenerationReqInput(),
-        ]
+        return [message_of(self._name(i), self._requests[i]) for i in arrivals]
 
     def receive(self, output: Any, counters: dict[str, float]) -> None:
         """Take what SGLang sends to its tokenizer."""
@@ -245,7 +240,8 @@ class _RequestPlay:
             counters[name] += values[row] if values else 0
 
 
-def _message(name: str, ask: dict[str, Any]) -> Any:
+def message_of(name: str, ask: dict[str, Any]) -> Any:
+    """Return a request as SGLang's tokenizer sends it."""
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -270,6 +266,24 @@ def _message(name: str, ask: dict[str, Any]) -> Any:
         stream=True,
         cache_salt=ask.get("salt") or None,
     )
+
+
+def abort_of(name: str) -> Any:
+    """Return what ends a request early."""
+    from sglang.srt.managers.io_struct import AbortReq
+
+    return AbortReq(rid=name)
+
+
+def preemption() -> list[Any]:
+    """Return what a user sends who pauses all that runs, forgets prefixes, and goes on."""
+    from sglang.srt.managers import io_struct
+
+    return [
+        io_struct.PauseGenerationReqInput(mode="retract"),
+        io_struct.FlushCacheReqInput(),
+        io_struct.ContinueGenerationReqInput(),
+    ]
 
 
 def print_steps(engine: SglangScheduler) -> None:

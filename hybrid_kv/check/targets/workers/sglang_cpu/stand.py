@@ -44,7 +44,7 @@ CHECKS = (
 )
 
 
-class _MissingModule(types.ModuleType):
+class MissingModule(types.ModuleType):
     """A module of compiled kernels: what is not set raises once it is called."""
 
     def __init__(self, name: str) -> None:
@@ -63,7 +63,7 @@ class _MissingModule(types.ModuleType):
         return missing
 
 
-class _NamedConstants:
+class NamedConstants:
     """Constants that quantized layers read at import: each is its own name."""
 
     def __getattr__(self, name: str) -> str:
@@ -74,7 +74,7 @@ class _NamedConstants:
 
 def _stand_in_for_kernels() -> None:
     names = ("", ".mamba", ".kvcacheio", ".scalar_type", ".speculative")
-    modules = {name: _MissingModule(f"sgl_kernel{name}") for name in names}
+    modules = {name: MissingModule(f"sgl_kernel{name}") for name in names}
     for name, module in modules.items():
         sys.modules[f"sgl_kernel{name}"] = module
         if name:
@@ -84,7 +84,7 @@ def _stand_in_for_kernels() -> None:
     mamba.causal_conv1d_update_cpu = kernels.causal_conv1d_update
     mamba.chunk_gated_delta_rule_cpu = kernels.chunk_rule
     scalar_type: Any = modules[".scalar_type"]
-    scalar_type.scalar_types = _NamedConstants()
+    scalar_type.scalar_types = NamedConstants()
     operators: Any = torch.ops.sgl_kernel
     operators.fused_gdn_gating_cpu = kernels.gating
     operators.fused_sigmoid_gating_delta_rule_update_cpu = kernels.recurrent_rule
@@ -103,7 +103,7 @@ def _declare_vision() -> None:
             del sys.modules[name]
 
 
-class _EditingLoader(importlib.machinery.SourceFileLoader):
+class EditingLoader(importlib.machinery.SourceFileLoader):
     """Compiles a module without its condition."""
 
     def get_code(self, fullname: str) -> Any:
@@ -114,7 +114,7 @@ class _EditingLoader(importlib.machinery.SourceFileLoader):
         return compile(source.replace(old, new), path, "exec")
 
 
-class _EditingFinder(importlib.abc.MetaPathFinder):
+class EditingFinder(importlib.abc.MetaPathFinder):
     """Finds the modules of `CONDITIONS`."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
@@ -122,7 +122,7 @@ class _EditingFinder(importlib.abc.MetaPathFinder):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         assert spec is not None and spec.origin is not None
-        spec.loader = _EditingLoader(name, spec.origin)
+        spec.loader = EditingLoader(name, spec.origin)
         return spec
 
 
@@ -134,12 +134,12 @@ def prepare() -> None:
         "CUDA_VISIBLE_DEVICES": "",
         "SGLANG_EXTERNAL_MODEL_PACKAGE": NO_MODELS,
     }
-    sys.modules[NO_MODELS] = _MissingModule(NO_MODELS)
+    sys.modules[NO_MODELS] = MissingModule(NO_MODELS)
     _declare_vision()
     _stand_in_for_kernels()
     tensor: Any = torch.Tensor
     tensor.pin_memory = lambda self, *_: self  # without an accelerator torch raises
-    sys.meta_path.insert(0, _EditingFinder())
+    sys.meta_path.insert(0, EditingFinder())
 
 
 def finish() -> None:
