@@ -299,7 +299,7 @@ class Run:
         tokens = sum(lengths)
         assert bool((y[tokens] == 0).all()), "outputs of padding"
         self.check_memory(before, written, rings, appended, self.appended(*inputs))
-        self.follow(chosen, lengths, y.cpu(), *(part[:tokens].cpu() for part in inputs))
+        self.follow(chosen, lengths, y.cpu(), appended, *(part[:tokens].cpu() for part in inputs))
         for request, n_flush, block in flushed:
             self.check_flush(request, n_flush, block)
         assert set(written).isdisjoint(self.shared), "a cached block was written"
@@ -322,9 +322,9 @@ class Run:
                 old[row, :, place] = part[row, :, place]
             assert torch.equal(bits(part), bits(old)), "the ring changed elsewhere"
 
-    def follow(self, chosen, lengths, y, x, dt, B, C):
+    def follow(self, chosen, lengths, y, appended, *tokens):
         """Take the recurrence on; some of the tokens are accepted."""
-        first = 0
+        first, (x, dt, B, C) = 0, tokens
         A, D = -self.A_log.cpu().double().exp(), self.D.cpu().double()
         for request, length in zip(chosen, lengths, strict=True):
             span = slice(first, first + length)
