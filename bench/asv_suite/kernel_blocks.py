@@ -7,7 +7,7 @@ under asv.
 from __future__ import annotations
 
 from bench import kernel_blocks
-from bench.harness.asv_classes import Compared, Grid, Timed, TimedOnDevice
+from bench.harness.asv_classes import Grid, Timed, TimedOnDevice
 
 CELLS = kernel_blocks.cells()
 
@@ -35,23 +35,6 @@ class Step(Timed):
 
     def time_step(self, scenario: str, blocks_per_kv_block: int, subject: str) -> None:
         self.run()
-
-
-class Lead(Compared):
-    """The time that a stand-in for vLLM takes for a step, as a multiple of the engine's.
-
-    Both are timed in turns in one process.
-    """
-
-    grid = Grid.of(CELLS, "step")
-    params = grid.rivals
-    param_names = grid.param_names
-    version = grid.version
-
-    def track_ratio(self, scenario: str, blocks_per_kv_block: int, subject: str) -> float:
-        return self.ratio()
-
-    track_ratio.unit = "time ratio"
 
 
 class ExpandDevice(TimedOnDevice):

@@ -38,7 +38,7 @@ BENCHMARKS = (
     "engine_step.DecodeBlock.time_decode_block('all', 3, 4)",
     "end_to_end.Nemotron.time_nemotron('all', 4)",
     "kernel_blocks.Step.time_step('decode, 16 of 256 append 1', 8, 'engine')",
-    "kernel_blocks.Lead.track_ratio('decode, 16 of 256 append 1', 8, 'vllm 0.32 V2')",
+    "rivals.Lead.track_ratio('decode, 16 of 256 append 1', 8, 'vllm 0.32 V2')",
     "prefix_lookup.Hit.time_hit('all', 8192, 'all')",
     "state_update.Slots.time_slots('nemotron-3-nano-tp8', 2, 3)",
     "memory.Held.track_most('all', 3)",

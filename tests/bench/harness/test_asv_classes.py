@@ -18,7 +18,7 @@ from hybrid_kv.errors import HybridKVError
 from tests.support.cells import failing_after
 
 ROOT = Path(asv_classes.__file__).resolve().parents[2]
-RATIOS = {"kernel_blocks.Lead"}
+RATIOS = {"rivals.Lead"}
 PEAKS = {"end_to_end.Memory"}
 NOT_IN_ASV = {("kernel_blocks", "expand_counts")}
 
@@ -228,7 +228,7 @@ def test_numbers_have_the_units_of_their_cells(listed):
         for name, _, unit in listed
         if ".track_" in name
     }
-    assert found.pop(("kernel_blocks", "track_ratio")) == "time ratio"
+    assert found.pop(("rivals", "track_ratio")) == "time ratio"
     assert found == units
 
 
