@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from hybrid_kv.check.targets.remote import remote_kind
 from hybrid_kv.check.targets.target import Inside, Known
 from hybrid_kv.check.targets.workers.sglang import LEVELS
@@ -29,16 +27,10 @@ KNOWN = (
 )
 
 
-def _is_slow(settings: Mapping[str, str]) -> bool:
-    """Return whether Triton's interpreter runs kernels in each step."""
-    return settings.get("buffer", "none") != "none"
-
-
 KIND = remote_kind(
     "sglang",
     "sglang",
     FACTORS,
     inside=Inside(FACTORS, MATRIX, is_central=True, model="gdn", is_only=True),
     known=KNOWN,
-    is_slow=_is_slow,
 )

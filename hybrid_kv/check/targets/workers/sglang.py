@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from importlib import import_module
 from typing import Any
 
 LONGEST = 640  # tokens of a prompt and its answer
@@ -121,6 +122,9 @@ class SglangEngine:
         """Import the modules that every start needs, once in a process: most of its time."""
         self._cpu = pipe.sibling("sglang_cpu")
         self._cpu.prepare()
+        # Its Triton launches kernels cheaply, and asks nothing of vLLM.
+        pipe.sibling("vllm_gpu")
+        import_module("vllm_gpu.interpreter").install()
         self._cpu.finish()
 
     def version(self) -> str:
