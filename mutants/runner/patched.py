@@ -1,0 +1,315 @@
+"""Known bugs as patches of another engine's own source, and what finds them.
+
+A patch begins with `# ID: what goes wrong` and `# settings: CELL; CELL`, the cells of the guard's
+matrix that should show it, the cheapest first; `plain` is the plainest one, and `model=linear` in a
+cell chooses another exact model. `# why not: …` may follow where it is not found. `healthy.patch`
+mends what is known of this release and is part of each run, where there is one; alone, it must be
+right in all its cells.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache, partial
+from pathlib import Path
+from statistics import median
+
+from hybrid_kv.check.probes.guarded import Guarded, Settings, ask
+from hybrid_kv.check.probes.known import name_known
+from hybrid_kv.check.probes.run import FINE
+from hybrid_kv.check.probes.session import Outcome
+from hybrid_kv.check.targets import remote
+from hybrid_kv.check.targets.kinds import kind_of, model_folder
+from hybrid_kv.check.targets.target import Kind
+from mutants.runner.mutant import inject
+
+HEALTHY = "healthy"
+TITLES = {"random": "random", "designed": "exact"}  # of weights, in tables
+Checkpoint = tuple[str, Mapping[str, str]]  # a model, and levels that it needs
+
+
+@dataclass(frozen=True)
+class PatchedEngine:
+    """An engine whose source has patches.
+
+    Attributes:
+        name: of the engine, its package, and the folder of its patches.
+        title: as its authors write it.
+        model: the exact model of a cell that names none.
+        levels: of each cell that does not name others.
+        checkpoints: other models than the exact ones, by the kind of their weights.
+        without: part of the cells in which these are not run, and why.
+        wrong_read: what a sanitizer saw first of a wrong outcome.
+    """
+
+    name: str
+    title: str
+    model: str = "mixed"
+    levels: Mapping[str, str] = field(default_factory=dict)
+    checkpoints: Mapping[str, Checkpoint] = field(default_factory=dict)
+    without: tuple[str, str] = ("", "")
+    wrong_read: Callable[[Guarded, Outcome], str] | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder of its patches."""
+        return Path(__file__).parents[1] / self.name
+
+    def patches_of(self, name: str) -> list[Path]:
+        """Return the patches that a run with a patch applies."""
+        files = [self.folder / f"{each}.patch" for each in dict.fromkeys((HEALTHY, name))]
+        return [file for file in files if file.is_file()]
+
+    def files_of(self, patch: Path) -> set[str]:
+        """Return the files that a patch changes, by their paths in the package."""
+        return set(re.findall(rf"(?m)^\+\+\+ b/{self.name}/(\S+)", patch.read_text()))
+
+    def cell_of(self, text: str) -> tuple[str, str]:
+        """Return the exact model of a cell, and its settings."""
+        model = "".join(re.findall(r"model=(\S+)", text)) or self.model
+        return model, re.sub(r"model=\S+|plain", "", text).strip()
+
+    def overlay(self, package: Path, patches: Sequence[Path], folder: Path) -> None:
+        """Make a package of symlinks in which only patched files are copies.
+
+        Raises:
+            subprocess.CalledProcessError: a patch does not apply.
+        """
+        names = {name for patch in patches for name in self.files_of(patch)}
+        texts = {name: (package / name).read_text(encoding="utf-8") for name in names}
+        inject(folder, texts, package)
+        for patch in patches:
+            command = ["git", "apply", str(patch)]
+            subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
+
+
+@dataclass
+class Found:
+    """A patch and what found it: nothing, if there is no probe.
+
+    Attributes:
+        seconds: of probes in the settings so far, without imports and starts.
+        answers: that came meanwhile.
+        wrong_read: what the sanitizer saw first; "not async" and "not on a GPU" where it cannot
+            run.
+    """
+
+    name: str
+    weights: str
+    probe: str = ""
+    setting: str = ""
+    seconds: float = 0.0
+    answers: int = 0
+    detail: str = ""
+    wrong_read: str = ""
+
+
+def head(patch: Path) -> tuple[str, str, list[str]]:
+    """Return the id of a patch, what goes wrong, and the cells that should show it."""
+    first, second = patch.read_text().splitlines()[:2]
+    name, _, what = first.removeprefix("# ").partition(": ")
+    return name, what, [cell.strip() for cell in second.removeprefix("# settings: ").split(";")]
+
+
+class _WrongError(Exception):
+    """A wrong outcome, which ends the probes of a cell."""
+
+
+class Search:
+    """The probes that look for each patch of an engine.
+
+    Args:
+        models: a model of that name inside the engine; its judge knows answers from the searches
+            before.
+    """
+
+    def __init__(
+        self, engine: PatchedEngine, python: str, weights: str, models: Callable[[str], Guarded]
+    ) -> None:
+        self._engine = engine
+        self._python = python
+        self._weights = weights
+        self._models = models
+
+    def run(self, name: str) -> Found:
+        """Run the probes on the engine with a patch, in each of its cells.
+
+        It ends with the first outcome that is not as it should be.
+        """
+        engine, found, ran = self._engine, Found(name, self._weights), list[Settings]()
+        finds = f"u.find_spec({engine.name!r}).submodule_search_locations[0]"
+        command = [self._python, "-c", f"import importlib.util as u; print({finds})"]
+        patches = engine.patches_of(name)
+        with tempfile.TemporaryDirectory() as folder:
+            printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            engine.overlay(Path(printed.strip()), patches, Path(folder))
+            os.environ["PYTHONPATH"] = folder
+            for setting in head(patches[-1])[2]:
+                if engine.checkpoints.get(self._weights) and engine.without[0] in setting:
+                    found.detail = found.detail or engine.without[1]
+                    continue
+                found.setting, found.detail = setting, ""
+                guarded, cell = self._cell(setting)
+                # Other weights than the exact model's have one checkpoint, and fewer factors.
+                if cell in ran:
+                    continue
+                ran.append(cell)
+                try:
+                    ask(guarded, cell, (), partial(self._report, guarded, found))
+                except _WrongError as end:
+                    if engine.wrong_read is not None:
+                        found.wrong_read = engine.wrong_read(guarded, end.args[0])
+                    break
+            remote.end_loaders()
+        return found
+
+    def _cell(self, setting: str) -> tuple[Guarded, Settings]:
+        """Return a cell's model in the engine, with the probes of a default run, and levels."""
+        engine = self._engine
+        model, text = engine.cell_of(setting)
+        checkpoint, more = engine.checkpoints.get(self._weights, (f"exact:{model}", {}))
+        known = self._models(checkpoint)
+        guarded = Guarded(kind_of(engine.name, self._python), known.folder, thorough=False)
+        guarded.judges = known.judges
+        for judge in guarded.judges.values():
+            judge.trusted = True  # the patch before may have seemed to be the oracle's error
+        levels = {**engine.levels, **dict(level.split("=") for level in text.split())}
+        return guarded, {**_possible(levels, guarded.kind), **more}
+
+    def _report(self, guarded: Guarded, found: Found, outcome: Outcome) -> None:
+        name_known(guarded.kind, guarded.version, outcome)
+        found.seconds = round(found.seconds + outcome.seconds, 1)
+        found.answers += outcome.num_answers
+        has_weights = self._weights in self._engine.checkpoints
+        if has_weights and (outcome.probe, outcome.verdict) == ("start", "not supported"):
+            found.detail = f"not run: {outcome.detail}"
+        elif has_weights and outcome.verdict == "void":
+            # as it may be without the patch: a healthy engine is run with the exact model alone
+            return
+        elif outcome.verdict not in FINE or outcome.probe == "start":
+            found.probe, found.detail = outcome.probe, f"{outcome.verdict}: {outcome.detail}"
+            raise _WrongError(outcome)
+
+
+def _possible(cell: Mapping[str, str], kind: Kind) -> Settings:
+    """Return the factors that an engine has, each with its next level if it lacks this one."""
+    levels = kind.factors
+    return {
+        name: level if level in levels[name] else levels[name][1]
+        for name, level in cell.items()
+        if name in levels
+    }
+
+
+def tables(engine: PatchedEngine, rows: Sequence[Mapping[str, str]]) -> str:
+    """Return the patches that were found as a table, fastest first, and those that were not.
+
+    The last row of each patch and kind of weights counts.
+    """
+    exact = {
+        row["name"]: row for row in rows if row["weights"] == "exact" and row["name"] != HEALTHY
+    }
+    others = [_by_checkpoint(rows, weights) for weights in engine.checkpoints]
+    names = [f"{TITLES[weights]} weights" for weights in engine.checkpoints]
+    found = sorted(
+        (row for row in exact.values() if row["probe"]),
+        key=lambda row: (float(row["seconds"]), row["name"]),
+    )
+    seconds = [float(row["seconds"]) for row in found]
+    reads = ["first wrong read"] if engine.wrong_read is not None else []
+    titles = ["patch", "id", "what goes wrong", "found by", "setting", "s", *names, *reads]
+    marks = ["--:" if title == "s" else "---" for title in titles]
+    lines = [
+        f"**{len(found)} of {len(exact)} are found**, in a median of {median(seconds):.1f} s of "
+        f"probes, at most {max(seconds):.0f} s.\n",
+        _line(titles),
+        f"|{'|'.join(marks)}|",
+    ]
+    for row in found:
+        id, what, _ = head(engine.folder / f"{row['name']}.patch")
+        more = [other.get(row["name"], "") for other in others]
+        read = [row["wrong_read"]] if reads else []
+        cells = row["probe"], row["setting"], row["seconds"]
+        lines.append(_line([row["name"], id, what, *cells, *more, *read]))
+    titles = ["patch", "id", "what goes wrong", "settings", *names, "why"]
+    lines += ["\n## Not found\n", _line(titles), f"|{'---|' * len(titles)}"]
+    for name in sorted({*exact} - {row["name"] for row in found}):
+        patch = engine.folder / f"{name}.patch"
+        id, what, settings = head(patch)
+        why = "".join(re.findall(r"(?m)^# why not: (.*)", patch.read_text()))
+        more = [other.get(name, "") for other in others]
+        lines.append(_line([name, id, what, "; ".join(settings), *more, why]))
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _by_checkpoint(rows: Sequence[Mapping[str, str]], weights: str) -> dict[str, str]:
+    """Return what found each patch with a checkpoint of these weights."""
+    return {
+        row["name"]: row["probe"] or row["detail"].partition(":")[0] or "no"
+        for row in rows
+        if row["weights"] == weights
+    }
+
+
+def _rewrite(engine: PatchedEngine) -> None:
+    page = engine.folder / "README.md"
+    text = page.read_text(encoding="utf-8")
+    with (engine.folder / "found.csv").open(newline="", encoding="utf-8") as file:
+        table = tables(engine, [*csv.DictReader(file)])
+    page.write_text(text[: text.index("**")] + table, encoding="utf-8")
+
+
+def main(engine: PatchedEngine) -> None:
+    """Write a row for each patch as it comes.
+
+    The exit code is 1 if the healthy engine is not right.
+    """
+    parser = argparse.ArgumentParser(description=f"Known bugs as patches of {engine.title}.")
+    parser.add_argument("--table", action="store_true", help="only rewrite the README's tables")
+    parser.add_argument("--python", help=f"of an environment with {engine.title}")
+    weights = ("exact", *engine.checkpoints)
+    parser.add_argument(
+        "--weights", choices=weights, default="exact", help="default: the exact model"
+    )
+    parser.add_argument("--out", type=Path, help="a CSV file to append rows to")
+    parser.add_argument(
+        "names", nargs="*", help="default: all, after a healthy engine in all of their cells"
+    )
+    chosen = parser.parse_args()
+    if chosen.table:
+        return _rewrite(engine)
+    if chosen.python is None:
+        parser.error(f"--python is missing: the Python of an environment with {engine.title}")
+    with ExitStack() as stack:
+
+        @cache
+        def models(name: str) -> Guarded:
+            folder = stack.enter_context(model_folder(name))
+            return Guarded(kind_of(engine.name, chosen.python), folder, thorough=False)
+
+        opened = chosen.out and stack.enter_context(chosen.out.open("a", newline="", buffering=1))
+        file = opened or sys.stdout
+        if not opened or not opened.tell():
+            csv.writer(file).writerow(column.name for column in fields(Found))
+        names = sorted({patch.stem for patch in engine.folder.glob("*.patch")} - {HEALTHY})
+        healthy = [HEALTHY] if (engine.folder / f"{HEALTHY}.patch").is_file() else []
+        search = Search(engine, chosen.python, chosen.weights, models)
+        for name in chosen.names or [*healthy, *names]:
+            found = search.run(name)
+            csv.writer(file).writerow(asdict(found).values())
+            file.flush()
+            if name == HEALTHY and found.probe:
+                raise SystemExit(f"without a bug, {found.setting}, {found.probe}: {found.detail}")

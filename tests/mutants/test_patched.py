@@ -1,0 +1,89 @@
+"""Patches of engines' sources: each has a runnable head and changes a file into other Python."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+
+from hybrid_kv.check.probes.run import matrix_of
+from hybrid_kv.check.targets.exact import PATTERNS, write_exact_checkpoint
+from hybrid_kv.check.targets.kinds import for_model, kind_of
+from mutants.runner.patched import HEALTHY, PatchedEngine, head, tables
+from mutants.runner.sglang import SGLANG
+from mutants.runner.vllm import VLLM
+
+ENGINES = (VLLM, SGLANG)
+ROOT = Path(__file__).parents[2]
+PATCHES = [
+    pytest.param(engine, patch.stem, id=f"{engine.name}-{patch.stem}")
+    for engine in ENGINES
+    for patch in sorted(engine.folder.glob("*.patch"))
+]
+MOST = 12  # changed lines
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("exact")
+    write_exact_checkpoint("mixed", folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(("engine", "name"), PATCHES)
+def test_a_patch_is_small_and_says_where_it_shows(
+    engine: PatchedEngine, name: str, exact: str
+) -> None:
+    patch = engine.patches_of(name)[-1]
+    id, what, cells = head(patch)
+    assert what and re.fullmatch(r"[A-L]\d\d" if name != HEALTHY else HEALTHY, id)
+    assert name == HEALTHY or len(engine.files_of(patch)) == 1
+    changed = re.findall(r"(?m)^[-+](?!-- a/|\+\+ b/)", patch.read_text())
+    assert changed and (name == HEALTHY or len(changed) <= MOST)
+    if (engine.folder / f"{HEALTHY}.patch").is_file():
+        assert {*cells} <= {*head(engine.patches_of(HEALTHY)[-1])[2]}
+    for model, text in map(engine.cell_of, cells):
+        assert model in PATTERNS and matrix_of(for_model(kind_of(engine.name), exact), [text])
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.name)
+def test_the_tables_of_the_readme_are_made_of_the_rows(engine: PatchedEngine) -> None:
+    with (engine.folder / "found.csv").open(newline="", encoding="utf-8") as file:
+        rows = [*csv.DictReader(file)]
+    names = {patch.stem for patch in engine.folder.glob("*.patch")}
+    assert {row["name"] for row in rows} == names - {HEALTHY}
+    readme = (engine.folder / "README.md").read_text(encoding="utf-8")
+    assert readme.endswith(tables(engine, rows))
+
+
+@pytest.mark.parametrize(("engine", "name"), PATCHES)
+def test_a_patch_applies_to_the_file_that_it_names(
+    engine: PatchedEngine, name: str, tmp_path: Path
+) -> None:
+    pattern = f".venv-{engine.name}/lib/python*/site-packages/{engine.name}"
+    installed = next(ROOT.glob(pattern), None)
+    if installed is None:
+        pytest.skip(f"{engine.title} is not installed in .venv-{engine.name}")
+    engine.overlay(installed, engine.patches_of(name), tmp_path)
+    for file in engine.files_of(engine.patches_of(name)[-1]):
+        text = (tmp_path / engine.name / file).read_text()
+        compile(text, file, "exec")
+        assert text != (installed / file).read_text()
+
+
+def test_an_overlay_copies_what_it_changes_alone(tmp_path: Path) -> None:
+    real = tmp_path / "real/vllm"
+    for name in ("core/b.py", "core/c.py", "core/__pycache__/b.pyc"):
+        (real / name).parent.mkdir(parents=True, exist_ok=True)
+        (real / name).write_text("x = 1\n")
+    patch = tmp_path / "one.patch"
+    patch.write_text("--- a/vllm/core/b.py\n+++ b/vllm/core/b.py\n@@ -1 +1 @@\n-x = 1\n+x = 2\n")
+    VLLM.overlay(real, [patch], tmp_path)
+    assert [(tmp_path / "vllm/core/b.py").read_text(), (real / "core/b.py").read_text()] == [
+        "x = 2\n",
+        "x = 1\n",
+    ]
+    links = {one.name: one.is_symlink() for one in (tmp_path / "vllm").rglob("*")}
+    assert links == {"core": False, "b.py": False, "__pycache__": False, "c.py": True}
