@@ -9,11 +9,11 @@ block of its last token, `block_idx_last_scheduled_token = (n + q - 1) // block_
 - A prefill writes the state after its last token to the current state block. In mode `all` it also
   writes the state at every block boundary that it passes, to that block's own logical block.
 - A decode verifies `q - 1` drafts. It writes the state after its j-th token to logical block
-  `current_block + j`, and all its convolution inputs to the current state block alone: the conv
+  `state_block_idx + j`, and all its convolution inputs to the current state block alone: the conv
   state after the j-th token is rows `j … j + kernel - 2` of it.
 
 The next step reads what the accepted tokens left: the conv state from row `window_row` of the
-*previous* current state block, the SSM state from logical block `previous current_block +
+*previous* current state block, the SSM state from logical block `previous state_block_idx +
 window_row`, where `window_row` is the number of accepted drafts. The previous current state block
 is remembered per request (`block_idx_last_scheduled_token_prev_step`). It cannot be derived from
 `num_computed_tokens`, which does not say how many drafts were scheduled with the accepted ones
@@ -221,8 +221,8 @@ class MambaMetadataBuilder:
         self,
         common: CommonAttentionMetadata,
         block_table: torch.Tensor,
-        current_blocks: Ints,
-        prev_step: Ints,
+        state_block_idx: Ints,
+        prev_state_block_idx: Ints,
         window_rows: Ints,
         rollback: Staged[RollbackStep] = STAGED_NO_DECODES,
         num_gathers: int | None = None,
@@ -234,18 +234,20 @@ class MambaMetadataBuilder:
         Args:
             block_table: [num_reqs_padded, width] int32, contiguous, read on the device; padding
                 rows hold the null block.
-            current_blocks, prev_step: [num_reqs_padded], the current state blocks of this step and
-                of the previous one.
+            state_block_idx, prev_state_block_idx: [num_reqs_padded], the current state blocks of
+                this step and of the previous one.
             window_rows: [num_reqs_padded], where the window begins there; 0 for padding.
             rollback: what the scheme's `prepare` gave.
             num_gathers: changes whenever `block_table` may (`BlockTables.num_gathers`); None: it
                 may have.
         """
-        key = self._key(common, current_blocks, prev_step, window_rows, rollback, num_gathers)
+        key = self._key(
+            common, state_block_idx, prev_state_block_idx, window_rows, rollback, num_gathers
+        )
         if key is not None and self._built is not None and self._built[0] == key:
             return (), partial(_same, self._built[1])
         indices = self._indices(
-            common, block_table.shape[1], current_blocks, prev_step, window_rows
+            common, block_table.shape[1], state_block_idx, prev_state_block_idx, window_rows
         )
         cuts: Sequence[Array] = ()
         if common.num_prefills and self.launches:
@@ -267,8 +269,8 @@ class MambaMetadataBuilder:
     @staticmethod
     def _key(
         common: CommonAttentionMetadata,
-        current_blocks: Ints,
-        prev_step: Ints,
+        state_block_idx: Ints,
+        prev_state_block_idx: Ints,
         window_rows: Ints,
         rollback: Staged[RollbackStep],
         num_gathers: int | None,
@@ -276,15 +278,15 @@ class MambaMetadataBuilder:
         """Return what the metadata of a step depends on; None if it must be made anew."""
         if num_gathers is None or rollback[0] or common.num_prefills:
             return None
-        known = common.query_lens, current_blocks, prev_step, window_rows
+        known = common.query_lens, state_block_idx, prev_state_block_idx, window_rows
         return num_gathers, *(values.tobytes() for values in known)
 
     def _indices(
         self,
         common: CommonAttentionMetadata,
         width: int,
-        current_blocks: Ints,
-        prev_step: Ints,
+        state_block_idx: Ints,
+        prev_state_block_idx: Ints,
         window_rows: Ints,
     ) -> MambaIndices:
         """Return the indices of one step, on the host.
@@ -299,14 +301,14 @@ class MambaMetadataBuilder:
         row = block_idx = offset = num_states[:0]
         if common.num_prefills and self.spec.mode.keeps_inside:
             row, block_idx, offset = boundaries_inside(
-                self.spec, common.num_computed_tokens[split:], current_blocks[split:]
+                self.spec, common.num_computed_tokens[split:], state_block_idx[split:]
             )
         starts = np.arange(num_rows) * width
-        sources = self.rollback.source_logical_blocks(prev_step, window_rows)
+        sources = self.rollback.source_logical_blocks(prev_state_block_idx, window_rows)
         is_target = self.offsets < num_states[:, None]
-        targets = np.where(is_target, current_blocks[:, None] + self.offsets, 0)
+        targets = np.where(is_target, state_block_idx[:, None] + self.offsets, 0)
         cells, is_block = MambaIndices.row_cells(
-            starts + prev_step, starts + sources, starts[:, None] + targets, is_target
+            starts + prev_state_block_idx, starts + sources, starts[:, None] + targets, is_target
         )
         return MambaIndices(
             window_rows=window_rows,
@@ -359,7 +361,7 @@ def _same(built: MambaMetadata) -> MambaMetadata:
 
 
 def boundaries_inside(
-    spec: MambaSpec, num_computed_tokens: Ints, current_blocks: Ints
+    spec: MambaSpec, num_computed_tokens: Ints, state_block_idx: Ints
 ) -> tuple[Ints, Ints, Ints]:
     """Return the block boundaries that prefills pass before their last token.
 
@@ -367,7 +369,7 @@ def boundaries_inside(
         Row, logical block, and tokens of the row up to there, [n] each.
     """
     first = num_computed_tokens // spec.block_size
-    counts = current_blocks - first
+    counts = state_block_idx - first
     row = np.repeat(np.arange(len(counts)), counts)
     block_idx = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts - first, counts)
     return row, block_idx, (block_idx + 1) * spec.block_size - num_computed_tokens[row]
@@ -380,13 +382,13 @@ class BoundaryCopies(NamedTuple):
     """
 
     rows: Any  # of the batch
-    current_blocks: Any  # logical block with the convolution inputs
-    drafts: Any  # j: the boundary is after the step's token j, counted from 0
+    state_block_idx: Any  # logical block with the convolution inputs
+    token_idx: Any  # j: the boundary is after the step's token j, counted from 0
     logical_blocks: Any  # the boundary's own
 
 
 def boundary_copies(
-    spec: MambaSpec | None, num_computed_tokens: Ints, query_lens: Ints, current_blocks: Ints
+    spec: MambaSpec | None, num_computed_tokens: Ints, query_lens: Ints, state_block_idx: Ints
 ) -> BoundaryCopies:
     """Return the copies of `postprocess_mamba` after a step's decodes if all drafts are accepted.
 
@@ -396,15 +398,16 @@ def boundary_copies(
 
     Args:
         spec: of the Mamba layers, if there are any.
-        num_computed_tokens, query_lens, current_blocks: [num_decodes].
+        num_computed_tokens, query_lens, state_block_idx: [num_decodes].
     """
     if spec is None or not spec.mode.keeps_states:
         none = np.empty(0, dtype=np.int64)
         return BoundaryCopies(none, none, none, none)
     logical_blocks = num_computed_tokens // spec.block_size
-    drafts = (logical_blocks + 1) * spec.block_size - 1 - num_computed_tokens
-    rows = np.flatnonzero((drafts < query_lens) & (current_blocks + drafts != logical_blocks))
-    return BoundaryCopies(rows, current_blocks[rows], drafts[rows], logical_blocks[rows])
+    token_idx = (logical_blocks + 1) * spec.block_size - 1 - num_computed_tokens
+    is_elsewhere = state_block_idx + token_idx != logical_blocks
+    rows = np.flatnonzero((token_idx < query_lens) & is_elsewhere)
+    return BoundaryCopies(rows, state_block_idx[rows], token_idx[rows], logical_blocks[rows])
 
 
 def stage_copies(copies: BoundaryCopies) -> Staged[BoundaryCopies]:
@@ -419,9 +422,9 @@ def due_copies(copies: BoundaryCopies, accepted: torch.Tensor) -> BoundaryCopies
     boundary is copied to itself. `accepted` counts drafts, without the bonus token, of each row
     that samples; decodes come first in the batch and all of them sample.
     """
-    is_due = copies.drafts <= accepted[copies.rows]
-    current_blocks = torch.where(is_due, copies.current_blocks, copies.logical_blocks)
-    return copies._replace(current_blocks=current_blocks, drafts=copies.drafts * is_due)
+    is_due = copies.token_idx <= accepted[copies.rows]
+    state_block_idx = torch.where(is_due, copies.state_block_idx, copies.logical_blocks)
+    return copies._replace(state_block_idx=state_block_idx, token_idx=copies.token_idx * is_due)
 
 
 def postprocess_mamba(
@@ -440,15 +443,15 @@ def postprocess_mamba(
         spec: of the layers.
         copies_states: also those that are no window (`Rollback.copies_states`).
     """
-    rows, current_blocks, drafts, logical_blocks = copies
+    rows, state_block_idx, token_idx, logical_blocks = copies
     home = block_table[rows, logical_blocks].long()
-    window_from = block_table[rows, current_blocks].long()
-    state_from = block_table[rows, current_blocks + drafts].long() if copies_states else None
+    window_from = block_table[rows, state_block_idx].long()
+    state_from = block_table[rows, state_block_idx + token_idx].long() if copies_states else None
     for parts in layers:
         for state, kept in zip(spec.parts, parts, strict=True):
             if state.role == "window":
                 size = kept.shape[1] - spec.num_speculative_tokens
-                window_rows = drafts[:, None] + torch.arange(size, device=drafts.device)
+                window_rows = token_idx[:, None] + torch.arange(size, device=token_idx.device)
                 # Row by row: rows `j …` of a window are no contiguous range in every layout
                 # (vllm!45682).
                 kept[home, :size] = kept[window_from[:, None], window_rows]

@@ -108,14 +108,14 @@ class Rollback(ABC):
         """
 
     @abstractmethod
-    def source_logical_blocks(self, current_blocks: Ints, window_rows: Ints) -> Ints:
+    def source_logical_blocks(self, prev_state_block_idx: Ints, window_rows: Ints) -> Ints:
         """Return the logical blocks of the states to start from, of each row.
 
         Of a scheme with a history this holds after a prefill and for a request that is handed over;
         a decode there reads what `kernels.recompute.rule` says.
 
         Args:
-            current_blocks: of the previous step.
+            prev_state_block_idx: the state blocks of the previous step.
             window_rows: the window's row in them.
         """
 
@@ -151,7 +151,7 @@ class Rollback(ABC):
 
     @abstractmethod
     def flush_all(
-        self, rows: Ints, num_gained: Ints, current_blocks: Ints, table: torch.Tensor
+        self, rows: Ints, num_gained: Ints, state_block_idx: Ints, table: torch.Tensor
     ) -> RollbackStep:
         """Build the step that flushes the final state of departing requests.
 
@@ -160,7 +160,7 @@ class Rollback(ABC):
         No boundary lies between them and the states that are written: `flush` was there before.
 
         Args:
-            rows, num_gained, current_blocks: [n], the last one the current state blocks.
+            rows, num_gained, state_block_idx: [n], the last one the current state blocks.
             table: [n, width] int32.
         """
 
@@ -190,8 +190,8 @@ class Slots(Rollback):
             )
         return SlotsSpec(num_speculative_tokens)
 
-    def source_logical_blocks(self, current_blocks: Ints, window_rows: Ints) -> Ints:
-        return current_blocks + window_rows
+    def source_logical_blocks(self, prev_state_block_idx: Ints, window_rows: Ints) -> Ints:
+        return prev_state_block_idx + window_rows
 
     def prepare(
         self,
@@ -207,7 +207,7 @@ class Slots(Rollback):
         return NO_DECODES
 
     def flush_all(
-        self, rows: Ints, num_gained: Ints, current_blocks: Ints, table: torch.Tensor
+        self, rows: Ints, num_gained: Ints, state_block_idx: Ints, table: torch.Tensor
     ) -> RollbackStep:
         return NO_DECODES
 
@@ -343,8 +343,8 @@ class Recompute(Rollback):
             )
         return RecomputeSpec(num_speculative_tokens, ring_len, longest if is_async else 0)
 
-    def source_logical_blocks(self, current_blocks: Ints, window_rows: Ints) -> Ints:
-        return current_blocks  # a prefill leaves its state with its window
+    def source_logical_blocks(self, prev_state_block_idx: Ints, window_rows: Ints) -> Ints:
+        return prev_state_block_idx  # a prefill leaves its state with its window
 
     def prepare(
         self,
@@ -383,7 +383,7 @@ class Recompute(Rollback):
         return now(table.device, self._step(rows, num_gained, None, table))
 
     def flush_all(
-        self, rows: Ints, num_gained: Ints, current_blocks: Ints, table: torch.Tensor
+        self, rows: Ints, num_gained: Ints, state_block_idx: Ints, table: torch.Tensor
     ) -> RollbackStep:
         """Flush all of the history into the current state block, for KV transfer.
 
@@ -393,7 +393,7 @@ class Recompute(Rollback):
         from hybrid_kv.kernels.recompute import RecomputeStep
 
         cursors = self.cursors
-        row, gained, target = upload(table.device, rows, num_gained, current_blocks)
+        row, gained, target = upload(table.device, rows, num_gained, state_block_idx)
         source = row.new_zeros(len(rows))
         if self._block_size is not None:
             source = (cursors.base_pos[row] - 1) // self._block_size

@@ -317,7 +317,8 @@ class KVCacheManager:
         rows = [RequestBlocks() for _ in self._groups]
         for group, row in zip(self._groups, rows, strict=True):
             if group.mode is not None:
-                row.published = group.mode.current_block(num_computed_tokens - 1, group.block_size)
+                last_token = num_computed_tokens - 1
+                row.published = group.mode.state_block_idx(last_token, group.block_size)
                 row.extend(np.zeros(row.published, dtype=np.int32))
             elif group.window is not None:
                 begin = group.window.first_seen(num_computed_tokens)

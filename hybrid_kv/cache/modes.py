@@ -63,7 +63,7 @@ class Mode(ABC):
         """
 
     @abstractmethod
-    def current_block(self, last_token: Ints, block_size: int) -> Ints:
+    def state_block_idx(self, last_token: Ints, block_size: int) -> Ints:
         """Return the logical block for the running state of a step.
 
         Args:
@@ -159,7 +159,7 @@ class NoStates(Mode):
     def num_covered(self, num_logical_blocks: int, block_size: int) -> int:
         return sys.maxsize
 
-    def current_block(self, last_token: Ints, block_size: int) -> Ints:
+    def state_block_idx(self, last_token: Ints, block_size: int) -> Ints:
         return constant(0, last_token)
 
     def num_blocks(self, num_logical_blocks: int, is_decode: bool) -> int:
@@ -209,7 +209,7 @@ class States(Mode):
     def num_covered(self, num_logical_blocks: int, block_size: int) -> int:
         return num_logical_blocks * block_size
 
-    def current_block(self, last_token: Ints, block_size: int) -> Ints:
+    def state_block_idx(self, last_token: Ints, block_size: int) -> Ints:
         return last_token // block_size
 
     def lone_block_size(

@@ -88,13 +88,13 @@ def pack(request: Request, runner: ModelRunner, weights: str) -> KVTransfer:
         views = runner.views[name]
         logical_blocks = runner.block_tables.tables[group.group_id][row].long()
         if isinstance(spec, MambaSpec):
-            current_blocks = runner.cursors.current_block[[row]]
+            state_block_idx = runner.cursors.state_block_idx[[row]]
             window_rows = runner.cursors.window_row[[row]]
             rollback = runner.builders[group.group_id].rollback
-            (source,) = rollback.source_logical_blocks(current_blocks, window_rows)
-            current_block = int(current_blocks[0])
+            (source,) = rollback.source_logical_blocks(state_block_idx, window_rows)
+            block_idx = int(state_block_idx[0])
             first = int(window_rows[0])
-            window = int(logical_blocks[current_block])
+            window = int(logical_blocks[block_idx])
             state = int(logical_blocks[source])
             parts = (
                 view[state] if rows is None else view[window, first : first + rows]
@@ -154,7 +154,7 @@ def unpack(
         parts = kv_transfer.layers[name]
         logical_blocks = torch.from_numpy(ids[group.group_id]).to(runner.device).long()
         if isinstance(spec, MambaSpec):
-            block = int(logical_blocks[spec.mode.current_block(num_tokens - 1, spec.block_size)])
+            block = int(logical_blocks[spec.mode.state_block_idx(num_tokens - 1, spec.block_size)])
             for view, tensor, rows in zip(views, parts, _window_rows(spec), strict=True):
                 view[block, slice(rows)] = tensor.to(view.device)
         else:

@@ -300,14 +300,14 @@ class ModelRunner:
     def flush_all(self, request: Request) -> None:
         """Write a request's states after its last token, before another engine goes on with it."""
         rows, num_gained = self._gained(request)
-        current_blocks = self.cursors.current_block[rows]
+        state_block_idx = self.cursors.state_block_idx[rows]
         self._write_states(
             request,
             (
                 (
                     group_id,
                     builder.rollback.flush_all(
-                        rows, num_gained, current_blocks, self._row(group_id, request)
+                        rows, num_gained, state_block_idx, self._row(group_id, request)
                     ),
                 )
                 for group_id, builder in self.builders.items()
@@ -454,14 +454,14 @@ class ModelRunner:
         computed = inputs.num_computed_tokens[:num_reqs]
         accepted = np.array(num_accepted, dtype=np.int64)
         window_rows = accepted - 1
-        current_blocks = inputs.current_blocks[:num_reqs].copy()
+        state_block_idx = inputs.state_block_idx[:num_reqs].copy()
         if len(copies.rows):
             # If the accepted tokens end exactly on a block boundary, resume from the copied state;
             # copying overwrote the first window rows of that block.
-            ended = copies.rows[copies.drafts + 1 == accepted[copies.rows]]
-            current_blocks[ended] = computed[ended] // spec.block_size
+            ended = copies.rows[copies.token_idx + 1 == accepted[copies.rows]]
+            state_block_idx[ended] = computed[ended] // spec.block_size
             window_rows[ended] = 0
-        self.cursors.advance(inputs.rows, computed, current_blocks, window_rows)
+        self.cursors.advance(inputs.rows, computed, state_block_idx, window_rows)
 
     def _propose(
         self,
@@ -523,7 +523,7 @@ class ModelRunner:
             self._mamba_spec,
             inputs.num_computed_tokens[:split],
             inputs.query_lens[:split],
-            inputs.current_blocks[:split],
+            inputs.state_block_idx[:split],
         )
         upload = StepUpload()
         sampling = upload.add(stage_sampling(batch))
@@ -588,8 +588,8 @@ class ModelRunner:
             metadata = builder.build(
                 common,
                 table,
-                inputs.current_blocks,
-                inputs.prev_blocks,
+                inputs.state_block_idx,
+                inputs.prev_state_block_idx,
                 inputs.window_rows,
                 rollback,
                 self.block_tables.num_gathers,

@@ -23,9 +23,9 @@ class StateCursor:
             block serves all of their groups.
 
     Attributes:
-        current_block: logical block of the last step's running state, or of the boundary state that
-            the next step starts from. It cannot be had from `num_computed_tokens`, which does not
-            tell how many drafts were scheduled.
+        state_block_idx: logical block of the last step's running state, or of the boundary state
+            that the next step starts from. It cannot be had from `num_computed_tokens`, which does
+            not tell how many drafts were scheduled.
         window_row: where the next step's window begins in that logical block: as many rows in as
             drafts were accepted, 0 after a boundary copy.
         begin: tokens computed before the last step; what the request has gained since are the
@@ -34,7 +34,7 @@ class StateCursor:
 
     def __init__(self, num_rows: int, spec: MambaSpec | None) -> None:
         self.spec = spec
-        self.current_block: Ints = np.zeros(num_rows, dtype=np.int64)
+        self.state_block_idx: Ints = np.zeros(num_rows, dtype=np.int64)
         self.window_row: Ints = np.zeros(num_rows, dtype=np.int64)
         self.begin: Ints = np.zeros(num_rows, dtype=np.int64)
 
@@ -42,13 +42,13 @@ class StateCursor:
         """Start the cursor of a row's new owner, with so many tokens in the cache."""
         spec = self.spec
         last = max(0, num_computed_tokens - 1)
-        self.current_block[row] = (
-            spec.mode.current_block(last, spec.block_size) if spec is not None else 0
+        self.state_block_idx[row] = (
+            spec.mode.state_block_idx(last, spec.block_size) if spec is not None else 0
         )
         self.window_row[row] = 0
         self.begin[row] = num_computed_tokens
 
-    def current_blocks(self, num_computed_tokens: Ints, query_lens: Ints) -> Ints:
+    def next_state_block_idx(self, num_computed_tokens: Ints, query_lens: Ints) -> Ints:
         """Return the current state blocks [n] of steps of `query_lens` more tokens.
 
         Zeros without Mamba layers.
@@ -56,7 +56,7 @@ class StateCursor:
         spec = self.spec
         if spec is None:
             return np.zeros_like(query_lens)
-        return spec.mode.current_block(num_computed_tokens + query_lens - 1, spec.block_size)
+        return spec.mode.state_block_idx(num_computed_tokens + query_lens - 1, spec.block_size)
 
     def num_gained(self, rows: Ints, num_computed_tokens: Ints) -> Ints:
         """Return the tokens [n] that rows have gained since their last step began.
@@ -66,9 +66,9 @@ class StateCursor:
         return num_computed_tokens - self.begin[rows]
 
     def advance(
-        self, rows: Ints, num_computed_tokens: Ints, current_blocks: Ints, window_rows: Ints
+        self, rows: Ints, num_computed_tokens: Ints, state_block_idx: Ints, window_rows: Ints
     ) -> None:
         """Take in a step that has run after `num_computed_tokens` tokens; all [n]."""
         self.begin[rows] = num_computed_tokens
-        self.current_block[rows] = current_blocks
+        self.state_block_idx[rows] = state_block_idx
         self.window_row[rows] = window_rows

@@ -37,8 +37,8 @@ class StepInputs:
         num_computed_tokens: [R], before the step; 0 for padding.
         token_rows: [T], the row of the engine that each token is of.
         positions: [T], of each token in its request.
-        current_blocks: [R], logical blocks for the running states of this step.
-        prev_blocks: [R], those of the previous step; 0 for padding.
+        state_block_idx: [R], logical blocks for the running states of this step.
+        prev_state_block_idx: [R], those of the previous step; 0 for padding.
         window_rows: [R], where the windows begin in these; 0 for padding.
         num_gained: [R], tokens that rows have gained since their last step began; 0 for padding.
     """
@@ -51,8 +51,8 @@ class StepInputs:
     num_computed_tokens: Ints
     token_rows: Ints
     positions: Ints
-    current_blocks: Ints
-    prev_blocks: Ints
+    state_block_idx: Ints
+    prev_state_block_idx: Ints
     window_rows: Ints
     num_gained: Ints
 
@@ -87,8 +87,8 @@ class StepInputs:
             num_computed_tokens=num_computed_tokens,
             token_rows=np.repeat(rows, lengths),
             positions=np.arange(lengths.sum()) - np.repeat(starts - computed, lengths),
-            current_blocks=cursors.current_blocks(num_computed_tokens, query_lens),
-            prev_blocks=_padded(cursors.current_block[rows], padding, 0),
+            state_block_idx=cursors.next_state_block_idx(num_computed_tokens, query_lens),
+            prev_state_block_idx=_padded(cursors.state_block_idx[rows], padding, 0),
             window_rows=_padded(cursors.window_row[rows], padding, 0),
             num_gained=_padded(cursors.num_gained(rows, computed), padding, 0),
         )

@@ -289,7 +289,7 @@ class Sanitizer(EngineObserver):
         for shadow, row in zip(self.shadows, logical_blocks, strict=True):
             spec = shadow.group.spec
             if isinstance(spec, MambaSpec):
-                block = row[spec.mode.current_block(computed - 1, spec.block_size)]
+                block = row[spec.mode.state_block_idx(computed - 1, spec.block_size)]
                 shadow.state[block] = shadow.cells[block, 0] = entries[-1]
             else:
                 size = shadow.block_size

@@ -101,8 +101,7 @@ def _check_writes(
     """Check the states that a step leaves.
 
     A decode leaves one after each token; a prefill after its last, and at the boundaries that it
-    passes. Unless `in_blocks` a decode leaves none, but the windows of its tokens, in the block
-    where they begin.
+    passes.
 
     Unless `in_blocks` a decode leaves none, but the windows of its tokens, in the block where they
     begin.
@@ -120,7 +119,7 @@ def _check_writes(
     rows, drafts = np.nonzero(owned)
     tokens = step.starts[rows] + np.where(rows < split, drafts, step.lengths[rows] - 1)
     targets = states[owned]
-    current_blocks = states[rows, 0]
+    window_blocks = states[rows, 0]
     stateless = (rows < split) & (not in_blocks)
     if metadata.boundaries is not None:
         more, offsets, homes = map(to_numpy, metadata.boundaries)
@@ -131,8 +130,8 @@ def _check_writes(
             ok, "index-range", shadow, inside, homes, "a boundary {} tokens into the row", offsets
         )
         added = more, np.zeros_like(more), step.starts[more] + offsets - 1, homes, homes
-        rows, drafts, tokens, targets, current_blocks = map(
-            np.concatenate, zip((rows, drafts, tokens, targets, current_blocks), added, strict=True)
+        rows, drafts, tokens, targets, window_blocks = map(
+            np.concatenate, zip((rows, drafts, tokens, targets, window_blocks), added, strict=True)
         )
         stateless = np.concatenate([stateless, np.zeros(len(more), dtype=bool)])
         ledger.check_range(shadow, rows, targets)
@@ -141,8 +140,8 @@ def _check_writes(
     ledger.check_once(shadow, rows, targets, shadow.state, targets)
     shadow.state[targets] = step.entries[tokens]
     shadow.state[targets[stateless]] = before  # only their windows
-    shadow.cells[current_blocks] = 0
-    shadow.cells[current_blocks, drafts] = step.entries[tokens]
+    shadow.cells[window_blocks] = 0
+    shadow.cells[window_blocks, drafts] = step.entries[tokens]
     for row in range(0 if in_blocks else min(split, num_rows)):
         window = step.entries[step.starts[row] : step.starts[row] + step.lengths[row]]
         shadow.cells[states[row, 0], : len(window)] = window
@@ -167,10 +166,10 @@ def expect_copy(
     table = to_numpy(block_table).astype(np.int64)
     every = np.stack([*map(to_numpy, copies)])
     # Those of rejected drafts are copies of a block to itself.
-    rows, current_blocks, drafts, logical_blocks = every[:, every[1] + every[2] != every[3]]
+    rows, state_block_idx, token_idx, logical_blocks = every[:, every[1] + every[2] != every[3]]
     home = table[rows, logical_blocks]
-    window = table[rows, current_blocks]
-    state = table[rows, current_blocks + drafts] if copies_states else None
+    window = table[rows, state_block_idx]
+    state = table[rows, state_block_idx + token_idx] if copies_states else None
     spec = shadow.group.spec
     assert isinstance(spec, MambaSpec)
     contents = []  # views, and what they must hold at `home`
@@ -178,7 +177,7 @@ def expect_copy(
         for state_part, kept in zip(spec.parts, parts, strict=True):
             if state_part.role == "window":
                 size = kept.shape[1] - spec.num_speculative_tokens
-                taps = torch.from_numpy(drafts[:, None] + np.arange(size))
+                taps = torch.from_numpy(token_idx[:, None] + np.arange(size))
                 contents.append((kept[:, :size], kept[torch.from_numpy(window)[:, None], taps]))
             elif state is not None:
                 contents.append((kept, kept[torch.from_numpy(state)]))
@@ -192,7 +191,7 @@ def expect_copy(
             ends <= accepted, "copy-rejected", shadow, rows, home, template, ends, accepted
         )
         ledger.check_writes(shadow, rows, home, step)
-        held = {"window": shadow.cells[window, drafts]}
+        held = {"window": shadow.cells[window, token_idx]}
         if state is not None:
             held["state"] = shadow.state[state]
         expected = [owner.prefix[end] for owner, end in zip(owners, ends.tolist(), strict=True)]

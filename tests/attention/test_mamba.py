@@ -46,9 +46,9 @@ def ints(*values):
 
 
 def due(subject, computed, lengths, accepted):
-    current_blocks = StateCursor(0, subject).current_blocks(computed, lengths)
+    state_block_idx = StateCursor(0, subject).next_state_block_idx(computed, lengths)
     copies = BoundaryCopies(
-        *map(torch.from_numpy, boundary_copies(subject, computed, lengths, current_blocks))
+        *map(torch.from_numpy, boundary_copies(subject, computed, lengths, state_block_idx))
     )
     return due_copies(copies, torch.from_numpy(accepted - 1))
 
@@ -66,10 +66,10 @@ def build(subject, builder, rows, num_decodes, prev, accepted, padding=0):
     batch = common(computed, lens, num_decodes, padding)
     table = table_of(len(lens), width, padding)
     prev, accepted = ints(*prev, *[0] * padding), ints(*accepted, *[1] * padding)
-    current_blocks = StateCursor(0, subject).current_blocks(
+    state_block_idx = StateCursor(0, subject).next_state_block_idx(
         batch.num_computed_tokens, batch.query_lens
     )
-    return now(CPU, builder.build(batch, table, current_blocks, prev, accepted - 1))
+    return now(CPU, builder.build(batch, table, state_block_idx, prev, accepted - 1))
 
 
 @st.composite
@@ -115,12 +115,12 @@ def test_every_row_reads_and_writes_its_own_logical_blocks(step, launches):
     windows, sources, states, boundaries = [], [], [], []
     for i, (n, q) in enumerate(batch):
         block = 1000 * (i + 1)
-        current_block = 0 if none else (n + q - 1) // subject.block_size
+        state_block_idx = 0 if none else (n + q - 1) // subject.block_size
         written = q if i < len(decodes) else 1
         windows.append(block + prev[i])
         sources.append(block + prev[i] + accepted[i] - 1)
         states.append(
-            [block + current_block + j if j < written else NULL_BLOCK for j in range(1 + k)]
+            [block + state_block_idx + j if j < written else NULL_BLOCK for j in range(1 + k)]
         )
         if i >= len(decodes) and subject.mamba_cache_mode == "all":
             boundaries += [
@@ -219,12 +219,12 @@ def test_metadata_is_built_again_when_something_changes_and_only_then():
         computed=(8, 9), lens=(1, 1), prev=(1, 2), accepted=(1, 1), num_gathers=1, num_decodes=2
     ):
         batch = common(list(computed), list(lens), num_decodes)
-        current_blocks = StateCursor(0, subject).current_blocks(
+        state_block_idx = StateCursor(0, subject).next_state_block_idx(
             batch.num_computed_tokens, batch.query_lens
         )
         before = ints(*prev), ints(*accepted) - 1
         return now(
-            CPU, builder.build(batch, table, current_blocks, *before, num_gathers=num_gathers)
+            CPU, builder.build(batch, table, state_block_idx, *before, num_gathers=num_gathers)
         )
 
     first = built()
@@ -274,11 +274,11 @@ def test_exactly_the_accepted_boundary_states_are_copied_home(mode, data):
     for i, (n, q, a) in enumerate(
         zip(computed.tolist(), lengths.tolist(), accepted.tolist(), strict=True)
     ):
-        current_block = (n + q - 1) // block_size
+        state_block_idx = (n + q - 1) // block_size
         for j in range(a):
             home = (n + j + 1) // block_size - 1
-            if (n + j + 1) % block_size == 0 and current_block + j != home:
-                expected.append((i, current_block, j, home))
+            if (n + j + 1) % block_size == 0 and state_block_idx + j != home:
+                expected.append((i, state_block_idx, j, home))
     got = zip(*(part.tolist() for part in copies), strict=True)
     # The block of a boundary whose draft is rejected is copied to itself.
     real = [(i, block, j, home) for i, block, j, home in got if block + j != home]
@@ -317,15 +317,15 @@ def test_home_gets_the_shifted_window_and_the_state_and_nothing_else_changes(mod
     for i, (n, q, a) in enumerate(
         zip(computed.tolist(), lengths.tolist(), accepted.tolist(), strict=True)
     ):
-        current_block = (n + q - 1) // subject.block_size
+        state_block_idx = (n + q - 1) // subject.block_size
         for j in range(a):
             home = (n + j + 1) // subject.block_size - 1
-            if (n + j + 1) % subject.block_size == 0 and current_block + j != home:
+            if (n + j + 1) % subject.block_size == 0 and state_block_idx + j != home:
                 for (window, state), (old_window, old_state) in zip(expected, layers, strict=True):
                     window[table[i, home], : kernel - 1] = old_window[
-                        table[i, current_block], j : j + kernel - 1
+                        table[i, state_block_idx], j : j + kernel - 1
                     ]
-                    state[table[i, home]] = old_state[table[i, current_block + j]]
+                    state[table[i, home]] = old_state[table[i, state_block_idx + j]]
     postprocess_mamba(
         due(subject, computed, lengths, accepted), table, layers, subject, copies_states=True
     )

@@ -14,7 +14,7 @@ class Expected(NamedTuple):
     """Of 10 tokens in blocks of 4, and a chunk of tokens 1 … 13 of 20 with hits in units of 8."""
 
     logical_blocks: int
-    current_blocks: list[int]
+    state_block_idx: list[int]
     held: int
     first_needed: int
     first_published: int
@@ -34,7 +34,7 @@ def test_each_mode_has_its_own_logical_blocks(name: str, expected: Expected) -> 
     mode = MODES[name]
     assert expected == Expected(
         logical_blocks=mode.num_logical_blocks(10, 4),
-        current_blocks=mode.current_block(np.array([0, 3, 8]), 4).tolist(),
+        state_block_idx=mode.state_block_idx(np.array([0, 3, 8]), 4).tolist(),
         held=mode.held_at_most(expected.logical_blocks, 1),
         first_needed=mode.first_needed(9, 4),
         first_published=mode.first_published(1, 2, 10, 4, is_decode=False),

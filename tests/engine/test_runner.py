@@ -108,7 +108,7 @@ def test_buffers_keep_their_address(mode):
             tables.slot_mappings,
             *tables.input_tables,
             *tables.tables,
-            torch.from_numpy(runner.cursors.current_block),
+            torch.from_numpy(runner.cursors.state_block_idx),
             torch.from_numpy(runner.cursors.window_row),
         ]
         for builder in builders(llm):
@@ -183,7 +183,7 @@ def test_stale_garbage_in_padded_rows_changes_nothing(captured, mode):
             builder.window_rows.fill_(3)
             builder.blocks.fill_(1)
         idle = np.setdiff1d(np.arange(8), [request.row for request in llm.scheduler.running])
-        runner.cursors.current_block[idle] = 5
+        runner.cursors.state_block_idx[idle] = 5
         runner.cursors.window_row[idle] = 3
 
     assert run(llm, litter) == expected()
@@ -211,13 +211,13 @@ def test_a_request_of_the_greatest_length_stays_inside_its_row(mode, k, right):
             assert table.shape[1] == width
             if item.drafts:
                 row = table[item.request.row].tolist()
-                current_block = (
+                state_block_idx = (
                     0 if mode == "none" else (item.num_computed_tokens + len(item.drafts)) // size
                 )
                 written = metadata.state_indices[0, : item.num_tokens].tolist()
-                assert written == row[current_block : current_block + item.num_tokens]
+                assert written == row[state_block_idx : state_block_idx + item.num_tokens]
                 assert len(set(written)) == item.num_tokens
-                beyond["logical_blocks"] += current_block + item.num_tokens > width - k
+                beyond["logical_blocks"] += state_block_idx + item.num_tokens > width - k
 
     spy(llm, look)
     (output,) = llm.generate([prompt], SamplingParams(max_tokens=99), progress=False)

@@ -66,8 +66,8 @@ def test_each_row_has_its_own_numbers() -> None:
     assert inputs.query_lens.tolist() == [1, 3, 6, 2]
     assert inputs.num_computed_tokens.tolist() == [13, 9, 0, 16]
     # Positions 13; 9 to 11; 0 to 5; 16 and 17.
-    assert inputs.current_blocks.tolist() == [3, 2, 1, 4]
-    assert inputs.prev_blocks.tolist() == [15, 12, 10, 17]
+    assert inputs.state_block_idx.tolist() == [3, 2, 1, 4]
+    assert inputs.prev_state_block_idx.tolist() == [15, 12, 10, 17]
     assert inputs.window_rows.tolist() == [2, 2, 0, 1]
     assert inputs.num_gained.tolist() == [13 - 10, 9 - 4, 0, 16 - 14]
 
@@ -88,8 +88,8 @@ def test_padding_is_neutral_and_only_in_a_step_of_decodes() -> None:
     assert inputs.query_lens[2:].tolist() == [1, 1]
     for values in (
         inputs.num_computed_tokens,
-        inputs.current_blocks,
-        inputs.prev_blocks,
+        inputs.state_block_idx,
+        inputs.prev_state_block_idx,
         inputs.window_rows,
         inputs.num_gained,
     ):
@@ -99,16 +99,16 @@ def test_padding_is_neutral_and_only_in_a_step_of_decodes() -> None:
 @pytest.mark.parametrize(("mode", "blocks"), [(None, [0, 0]), ("none", [0, 0]), ("align", [3, 2])])
 def test_current_blocks_are_those_of_the_mode(mode: str | None, blocks: list[int]) -> None:
     inputs = StepInputs.from_batch([row.item() for row in DECODES], cursors(mode), ())
-    assert inputs.current_blocks.tolist() == blocks
+    assert inputs.state_block_idx.tolist() == blocks
 
 
 def test_the_cursors_are_only_read() -> None:
     known = cursors()
     inputs = StepInputs.from_batch([row.item() for row in DECODES], known, ())
-    for values in (inputs.prev_blocks, inputs.window_rows, inputs.num_gained):
+    for values in (inputs.prev_state_block_idx, inputs.window_rows, inputs.num_gained):
         values += 100
     fresh = cursors()
-    for name in ("current_block", "window_row", "begin"):
+    for name in ("state_block_idx", "window_row", "begin"):
         assert getattr(known, name).tolist() == getattr(fresh, name).tolist()
 
 

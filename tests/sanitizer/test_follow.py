@@ -300,7 +300,7 @@ def states_beyond_the_row(built, *_):
     return built
 
 
-def boundary_into_current_block(built):
+def boundary_into_state_block(built):
     if built.boundaries is None:
         return None
     return built.boundaries._replace(
@@ -424,7 +424,7 @@ BUGS = {
     "boundary copy of a rejected draft": (
         runner,
         "due_copies",
-        before(lambda copies, accepted: (copies, copies.drafts.max() + 0 * accepted)),
+        before(lambda copies, accepted: (copies, copies.token_idx.max() + 0 * accepted)),
         ALL,
         "copy-rejected",
     ),
@@ -546,14 +546,14 @@ BUGS = {
     "boundary state and last state in one block": (
         MambaMetadataBuilder,
         "_make",
-        with_metadata(boundaries=boundary_into_current_block),
+        with_metadata(boundaries=boundary_into_state_block),
         ALL,
         "write-twice",
     ),
     "boundary copy one draft early": (
         runner,
         "due_copies",
-        around(lambda c, *_: c._replace(drafts=(c.drafts - 1).clamp(min=0))),
+        around(lambda c, *_: c._replace(token_idx=(c.token_idx - 1).clamp(min=0))),
         ALL,
         "copy-state",
     ),
