@@ -1,15 +1,17 @@
 """The exact model in an engine: a toy answers as the oracle does, but for a bug."""
 
 import ast
+import random
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
+from hybrid_kv.check.probes.checks import exact
 from hybrid_kv.check.probes.guarded import Guarded
 from hybrid_kv.check.probes.judge import ExactJudge
 from hybrid_kv.check.probes.known import name_known
-from hybrid_kv.check.probes.registry import Round
+from hybrid_kv.check.probes.registry import Round, Traffic
 from hybrid_kv.check.probes.reproducer import ProbeCase, write_files
 from hybrid_kv.check.probes.run import compare_with, default_matrix
 from hybrid_kv.check.probes.script import script_of
@@ -219,3 +221,18 @@ def test_a_failure_in_vllm_becomes_a_script(tmp_path):
     assert data["rounds"][0]["requests"][1] == {"prompt": (7,), "max_tokens": 2, "step": 4}
     assert data["options"]["enable_prefix_caching"] is True and data["expected"] == [8, 9]
     assert set(vllm.KIND.inside.factors) >= set(settings)
+
+
+@pytest.mark.parametrize("unit", [16, 312, 341])
+def test_traffic_keeps_within_the_limit_of_the_target(unit):
+    """Blocks of 312 tokens, those of exact Granite weights, made prompts of 2,194 tokens."""
+    source = Traffic(random.Random(0), 97, unit, longest=1560, limit=2048)
+    rounds = exact.traffic(source)
+    asked = next(rounds)
+    while asked is not None:
+        assert all(0 < len(ask.prompt) < 2048 for ask in asked.requests)
+        answers = [Answer((1,) * ask.max_tokens) for ask in asked.requests]
+        try:
+            asked = rounds.send(answers)
+        except StopIteration:
+            asked = None

@@ -20,8 +20,10 @@ def traffic(traffic: Traffic) -> Rounds:
     unit = traffic.unit
     known = list[tuple[int, ...]]()
     for number in range(4 * traffic.amount):
-        # The first rounds take few seconds.
-        longest = 7 * unit + 8 if number < 4 else traffic.limit - 6 * unit
+        # A text grows by up to six blocks. The first rounds take few seconds.
+        longest = max(1, traffic.limit - 6 * unit)
+        if number < 4:
+            longest = min(longest, 7 * unit + 8)
         long = replace(traffic, longest=traffic.limit)
         stems = [long.prompt(longest) for _ in range(3)]
         requests: list[Ask] = []
