@@ -173,6 +173,11 @@ class CacheConfig:
     enable_prefix_caching: Annotated[
         bool, "Reuse the blocks of earlier requests; without --mamba-cache-mode in mode all."
     ] = None  # type: ignore[assignment]  # resolved below
+    prefix_cache_retention_interval: Annotated[
+        int | None,
+        "States and windows that stay in the prefix cache: those that a prompt is resumed from (0),"
+        " and one in so many tokens; default: all.",
+    ] = None
     kv_cache_dtype: Annotated[str, "K/V dtype; auto takes the model's."] = "auto"
     mamba_ssm_cache_dtype: Annotated[
         str, "SSM state dtype; auto takes the config's or the family's."
@@ -194,7 +199,7 @@ class CacheConfig:
             "recompute_ring_len",
         )
         require_int(self, 1, "kv_offload_folder_bytes")
-        require_int(self, 0, "kv_offload_bytes")
+        require_int(self, 0, "kv_offload_bytes", "prefix_cache_retention_interval")
         require_bool(self, "enable_prefix_caching")
         self._resolve_mode()
         self._check_offload()
@@ -238,6 +243,11 @@ class CacheConfig:
             raise ConfigError(
                 f"{name}={getattr(self, name)!r} keeps blocks of the prefix cache, which is off; "
                 "add enable_prefix_caching=True"
+            )
+        if self.prefix_cache_retention_interval is not None and not self.enable_prefix_caching:
+            raise ConfigError(
+                f"prefix_cache_retention_interval={self.prefix_cache_retention_interval} says what "
+                "stays in the prefix cache, which is off; add enable_prefix_caching=True"
             )
 
 

@@ -36,6 +36,7 @@ class Request:
     in_flight: ScheduledRequest | None = None
     is_finished: bool = False
     hit: PrefixHit = NO_HIT  # of the first admission, without its chains
+    junction: int = 0  # of the hit of the last admission
     row: int = -1  # of the block tables; -1 while waiting
     # Fills its blocks with what another engine has computed, all of its tokens but the last; None
     # once it has.
@@ -48,6 +49,11 @@ class Request:
     def num_computed_tokens(self) -> int:
         """Tokens in the cache, all of them accepted."""
         return self.progress.computed
+
+    @property
+    def resume_points(self) -> tuple[int, int]:
+        """Tokens after which another request may go on from its states (`cache.retention`)."""
+        return len(self.prompt_token_ids) - 1, self.junction
 
     @property
     def num_tokens(self) -> int:

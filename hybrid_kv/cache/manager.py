@@ -17,6 +17,8 @@ logical blocks wholly before the window of the next token are freed, in every mo
 A rollback scheme may write states some tokens late (`StateProgress`): only then is that of a
 logical block published, and are the logical blocks before it freed.
 
+Of states and windows only those are published that `cache.retention` keeps.
+
 A block is *published* under the hash of all tokens up to its end once it holds exactly their K/V or
 the state after them: after the step that computed them, never when it is scheduled (vllm!56525),
 and only as far as tokens are known (accepted). A *hit* is the longest prefix that every group can
@@ -47,6 +49,7 @@ from hybrid_kv.cache.request_blocks import (
     Refusal,
     RequestBlocks,
 )
+from hybrid_kv.cache.retention import Retention
 from hybrid_kv.cache.spec import (
     KVCacheConfig,
     KVCacheSpec,
@@ -75,9 +78,11 @@ class KVCacheManager:
         num_uncertain_tokens: drafts of the step in flight that may count when the next one is
             scheduled.
         observers: notified when blocks change hands; more may join later.
+        retention_interval: of `cache.retention`.
 
     Attributes:
         hit_granularity: tokens; every hit is a multiple of it.
+        retention: what stays of states and windows.
         offload: a further tier for published blocks; a hit may come from both.
     """
 
@@ -89,6 +94,7 @@ class KVCacheManager:
         max_model_len: int | None = None,
         num_uncertain_tokens: int = 0,
         observers: Sequence[CacheObserver] = (),
+        retention_interval: int | None = None,
     ) -> None:
         self.config = config
         self.pool = BlockPool(config.num_blocks, self._notify_unpublished)
@@ -119,6 +125,7 @@ class KVCacheManager:
                     f"tokens, not {spec.block_size}; raise block_size"
                 )
         self.hit_granularity = lcm(*(spec.block_size for spec in self._specs))
+        self.retention = Retention(retention_interval, self.hit_granularity)
         self._groups = [LogicalBlockRules(spec) for spec in self._specs]
         self._giving_back = [i for i, group in enumerate(self._groups) if group.gives_back]
         # All groups of states have one mode, and one block size.
@@ -162,15 +169,19 @@ class KVCacheManager:
         """True if a prefill leaves something to hit at each boundary that it passes."""
         return self._states is None or self._states.mode.keeps_inside
 
-    def chunk_end(self, start: int, end: int, num_tokens: int) -> int:
+    def chunk_end(self, start: int, end: int, num_tokens: int, junction: int = 0) -> int:
         """Return where a chunk from `start` that can reach `end` should end.
 
         Args:
             num_tokens: known tokens of the request.
+            junction: of its hit, where a mode that leaves states at the ends of chunks alone must
+                leave one.
         """
         states = self._states
         if states is None:
             return end
+        if start < junction < end and not states.mode.keeps_inside and states.mode.keeps_states:
+            end = junction
         return states.mode.chunk_end(
             start, end, num_tokens, states.block_size, self.hit_granularity
         )
@@ -196,13 +207,21 @@ class KVCacheManager:
         other: BlockHashes,
         other_ids: Sequence[int],
         end: int,
+        resume_points: Sequence[int],
     ) -> int:
         """Return how many tokens a request could take from the first `end` of another one.
 
-        All of those are taken to be cached.
+        All of those are taken to be cached, states and windows as far as they are kept.
+
+        Args:
+            resume_points: of the other one.
         """
         texts = (hashes, token_ids), (other, other_ids)
-        return shared_tokens(self._specs[0].block_size, self.hit_granularity, *texts, end)
+        unit = self.hit_granularity
+        shared = shared_tokens(self._specs[0].block_size, unit, *texts, end)
+        if all(group.num_tail_blocks is None for group in self._groups):
+            return shared
+        return self.retention.longest_kept(shared, resume_points)
 
     def may_fit(self, request_id: str) -> bool:
         """Return whether retrying a rejected request could succeed now.
@@ -433,12 +452,14 @@ class KVCacheManager:
         token_ids: Sequence[int],
         progress: StateProgress,
         is_decode: bool,
+        resume_points: Sequence[int] = (),
     ) -> None:
-        """Publish the blocks that a step has completed.
+        """Publish the blocks that a step has completed, as far as they are kept.
 
         Args:
             token_ids: of the request, at least the computed ones.
             progress: after the step.
+            resume_points: see `cache.retention`.
         """
         if not self.enable_prefix_caching:
             return
@@ -455,11 +476,14 @@ class KVCacheManager:
             chain = hashes.chain(block_size, token_ids, progress.computed)
             if mode is not None:
                 first = mode.first_published(first, end, progress.computed, block_size, is_decode)
-            keys = [((index, chain[block_idx]), row[block_idx]) for block_idx in range(first, end)]
-            published += [(key, block) for key, block in keys if self.pool.publish(key, block)]
-            for observer in self.observers:
-                observer.on_publish(request_id, index, first, keys)
             row.published = end
+            for run in self.retention.kept_blocks(
+                range(first, end), block_size, group.num_tail_blocks, resume_points
+            ):
+                keys = [((index, chain[block_idx]), row[block_idx]) for block_idx in run]
+                published += [(key, block) for key, block in keys if self.pool.publish(key, block)]
+                for observer in self.observers:
+                    observer.on_publish(request_id, index, run.start, keys)
         if self._refusal is not None and not self._refusal.keys.isdisjoint(
             key for key, _ in published
         ):

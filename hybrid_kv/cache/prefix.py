@@ -54,6 +54,8 @@ def longest_hit(
     # Of attention all shorter prefixes can be restored, too.
     unsure = [index for index in indices if groups[index].num_tail_blocks is not None]
     tokens = min(ends) // unit * unit
+    of_attention = (ends[index] for index in indices if index not in unsure)
+    junction = min(of_attention, default=0) // unit * unit
     agreed = False
     while not agreed:
         shorter = min((longest(index, tokens) for index in unsure), default=tokens)
@@ -64,7 +66,13 @@ def longest_hit(
     if max(ends) >= longer:
         vetoes = (i for i in indices if ends[i] < longer or longest(i, longer) < longer)
         vetoed_by = next(vetoes, None)
-    return PrefixHit(tokens, tuple(ends), vetoed_by, tuple(chains))
+    return PrefixHit(
+        tokens,
+        tuple(ends),
+        vetoed_by,
+        junction if junction > tokens else 0,
+        tuple(chains),
+    )
 
 
 class AbsentBlock(NamedTuple):

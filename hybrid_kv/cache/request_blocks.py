@@ -53,13 +53,16 @@ class PrefixHit:
     """The prefix of a request that the cache can restore.
 
     `group_tokens` is what each group could have restored alone; `vetoed_by` is a group that could
-    not restore the next longer prefix though another one could, if there is one. `chains` are the
-    request's hashes, group by group, needed to take the hit; drop them before storing it.
+    not restore the next longer prefix though another one could, if there is one. `junction` is the
+    prefix that full attention could restore, in tokens, if it is longer than the hit; else 0.
+    `chains` are the request's hashes, group by group, needed to take the hit; drop them before
+    storing it.
     """
 
     num_tokens: int
     group_tokens: tuple[int, ...] = ()
     vetoed_by: int | None = None
+    junction: int = 0
     chains: tuple[Sequence[bytes], ...] = field(default=(), repr=False, compare=False)
 
     def keys(self) -> frozenset[BlockKey]:

@@ -147,6 +147,7 @@ def _manager(
         max_model_len=config.scheduler.max_model_len,
         num_uncertain_tokens=num_speculative_tokens if config.async_scheduling else 0,
         observers=observers,
+        retention_interval=config.cache.prefix_cache_retention_interval,
     )
 
 

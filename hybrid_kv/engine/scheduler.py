@@ -9,10 +9,11 @@ the door: no livelock. A prompt whose prefix another one is just computing waits
 
 In cache mode `align` a chunk that reaches a boundary of all groups
 (`KVCacheManager.hit_granularity`) ends on the last one that it reaches, and none passes the last
-one of the prompt that a hit may use. Where block sizes are unequal, a chunk before that may reach
-none of these: then it ends on a boundary of the states alone if it reaches one. After the last
-boundary of all groups a chunk may pass those of the states: nothing could use them. A chunk that
-cannot reach a boundary still runs: every step makes progress (vllm!51582).
+one of the prompt that a hit may use, nor a junction (`cache.retention`). Where block sizes are
+unequal, a chunk before that may reach none of these: then it ends on a boundary of the states alone
+if it reaches one. After the last boundary of all groups a chunk may pass those of the states:
+nothing could use them. A chunk that cannot reach a boundary still runs: every step makes progress
+(vllm!51582).
 """
 
 from __future__ import annotations
@@ -198,6 +199,7 @@ class Scheduler:
             )
             if self._waits_for_prefix(request, hit.num_tokens, scheduled):
                 return None
+        request.junction = hit.junction
         item = self._chunk(request, hit.num_tokens, budget, overwrite=True)
         new = self._allocate(item, hit)
         if new is None:
@@ -258,7 +260,12 @@ class Scheduler:
             if item.is_decode:
                 continue
             shared = self.manager.shared_tokens(
-                request.block_hashes, request.token_ids, other.block_hashes, other.token_ids, end
+                request.block_hashes,
+                request.token_ids,
+                other.block_hashes,
+                other.token_ids,
+                end,
+                other.resume_points,
             )
             if shared > num_cached and (self.manager.keeps_inside or shared == end):
                 return True
@@ -326,7 +333,7 @@ class Scheduler:
     ) -> ScheduledRequest:
         """Return a step of known tokens of a request from `start` on."""
         total = request.num_tokens
-        end = self.manager.chunk_end(start, min(total, start + budget), total)
+        end = self.manager.chunk_end(start, min(total, start + budget), total, request.junction)
         return ScheduledRequest(
             request=request,
             num_tokens=end - start,
@@ -388,7 +395,12 @@ class Scheduler:
         progress = request.progress
         if self.manager.completes_blocks(request.request_id, progress):
             self.manager.cache_blocks(
-                request.request_id, request.block_hashes, request.token_ids, progress, is_decode
+                request.request_id,
+                request.block_hashes,
+                request.token_ids,
+                progress,
+                is_decode,
+                request.resume_points,
             )
 
     def finish(self, request: Request, publish: bool = True) -> None:

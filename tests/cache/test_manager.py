@@ -314,11 +314,11 @@ def test_align_publishes_only_states_that_a_chunk_left_on_a_boundary() -> None:
     assert found == [[True] * 6, [False, False, True, False, True, False]]
     hits = [Owner(subject, "b", TEXT[:length]).look() for length in (9, 13, 20, 21, 26)]
     assert hits == [
-        PrefixHit(0, (8, 0), vetoed_by=1),
+        PrefixHit(0, (8, 0), vetoed_by=1, junction=8),
         PrefixHit(12, (12, 12)),
-        PrefixHit(12, (16, 12), vetoed_by=1),
+        PrefixHit(12, (16, 12), vetoed_by=1, junction=16),
         PrefixHit(20, (20, 20)),
-        PrefixHit(20, (24, 20), vetoed_by=1),
+        PrefixHit(20, (24, 20), vetoed_by=1, junction=24),
     ]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from hybrid_kv.attention.rollback import RollbackStep
 from hybrid_kv.cache.block_pool import BlockIds, BlockKey
 from hybrid_kv.cache.offload import Page
-from hybrid_kv.check.guard.published import longest_hit
+from hybrid_kv.check.guard.published import longest_attended, longest_hit
 from hybrid_kv.check.guard.step import RuleError, Track
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.observe import EngineObserver
@@ -306,6 +306,7 @@ class KeptBlocks(EngineObserver):
                 self.host is not None and not self.has_lost and name in self.host
             )
 
-        self.hits[request_id] = (
-            longest_hit(self._specs, request.num_tokens, is_there) if is_asked else 0
-        )
+        hit = longest_hit(self._specs, request.num_tokens, is_there) if is_asked else 0
+        attended = longest_attended(self._specs, request.num_tokens, is_there) if is_asked else 0
+        self.hits[request_id] = hit
+        track.junction = attended if attended > hit else 0

@@ -28,7 +28,7 @@ from hybrid_kv.check.guard.patterns import Patterns
 from hybrid_kv.check.guard.poison import StaleBlocks, poison, poison_null_block
 from hybrid_kv.check.guard.published import PublishedPrefixes, recompute_of, states_behind
 from hybrid_kv.check.guard.scenario import Cell, Scenario
-from hybrid_kv.check.guard.step import Ran, RuleError, Track, common_prefix, is_prefill
+from hybrid_kv.check.guard.step import Prefix, Ran, RuleError, Track, common_prefix, is_prefill
 from hybrid_kv.check.guard.waiting import Waiting
 from hybrid_kv.engine.llm import LLM, RequestOutput
 from hybrid_kv.kernels.common.integers import cdiv
@@ -92,6 +92,7 @@ class Observer(EngineObserver):
         self._exact_hits = llm.manager.enable_prefix_caching and self._knows_mode
         self._has_forgotten = False  # what running requests have published
         self._is_reset = False  # the device, and not the host
+        self._junctions: set[Prefix] = set()
         self._planned = self._check_plan(llm)
         self._waiting = Waiting(llm, self._track, self.published, self._kept.device)
         self._drafts = DraftRules(llm, self._track)
@@ -268,7 +269,12 @@ class Observer(EngineObserver):
             first = ran.item.num_computed_tokens // spec.block_size
             last = ran.end // spec.block_size
             name = group, ran.track.prefix(last * spec.block_size)
-            if not isinstance(spec, MambaSpec) and first < last and name not in self._kept.device:
+            if (
+                not isinstance(spec, MambaSpec)
+                and first < last
+                and self.published.keeps(ran.track, spec, last * spec.block_size)
+                and name not in self._kept.device
+            ):
                 raise RuleError(
                     "published-late",
                     f"request {ran.item.request.request_id}: {ran.end} tokens are in the cache, "
@@ -434,6 +440,11 @@ class Observer(EngineObserver):
             )
         self.seen["exact_hit"] += is_exact and begin > 0
         self.seen["exact_hit_of_host"] += is_exact and begin > 0 and was_lost
+        self.seen["junction"] += track.junction > 0
+        self.seen["sparse_hit"] += self.published.is_sparse and begin > 0
+        self.seen["junction_hit"] += track.prefix(begin) in self._junctions
+        if track.junction:
+            self._junctions.add(track.prefix(track.junction))
         self.seen["hit_behind_losses"] += begin > 0 and not self._kept.has_all and was_lost
 
     def _check_chunk(self, item: ScheduledRequest) -> None:
@@ -447,12 +458,14 @@ class Observer(EngineObserver):
         unit = self.published.unit
         last = (request.num_tokens - 1) // unit * unit  # what these tokens can use if repeated
         passes = begin // size < min(end, last) // size
-        if begin < last < end or (passes and end % size):
+        junction = self._track(request).junction
+        if begin < last < end or begin < junction < end or (passes and end % size):
             raise RuleError(
                 "chunk-end",
                 f"request {request.request_id}: a chunk of tokens {begin} to "
                 f"{end} of {request.num_tokens} passes a boundary of {size} "
-                f"tokens and does not end on one, the last one being {last}",
+                f"tokens and does not end on one, the last one being {last}, the junction "
+                f"{junction}",
             )
 
     def _account(

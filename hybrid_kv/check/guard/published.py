@@ -64,10 +64,38 @@ def longest_hit(
     return best
 
 
+def longest_attended(
+    specs: Sequence[KVCacheSpec], num_tokens: int, is_there: Callable[[int, int], bool]
+) -> int:
+    """Return the longest prefix, the last token excluded, of which full attention has all blocks.
+
+    0 without full attention. The arguments are those of `longest_hit`.
+    """
+    full = [
+        number
+        for number, spec in enumerate(specs)
+        if not isinstance(spec, MambaSpec) and window_of(spec) is None
+    ]
+    unit = lcm(*(spec.block_size for spec in specs))
+    best = 0
+    for end in range(unit, num_tokens if full else 0, unit):
+        if not all(
+            is_there(number, block_end)
+            for number in full
+            for block_end in range(
+                end - unit + specs[number].block_size, end + 1, specs[number].block_size
+            )
+        ):
+            break
+        best = end
+    return best
+
+
 class PublishedPrefixes:
     """The prefixes that a cache without eviction has: K/V of each block, and each mode's states.
 
     Attributes:
+        is_sparse: states and windows stay only where a prompt is resumed.
         late: prefixes whose states scheme `recompute` wrote a step late, cleared or not.
         unit: tokens between two places at which a hit can end.
     """
@@ -77,11 +105,39 @@ class PublishedPrefixes:
         self._specs = list(dict.fromkeys(specs))
         self.late: set[Prefix] = set()
         self.unit = lcm(*(spec.block_size for spec in specs))
+        self._interval = llm.config.cache.prefix_cache_retention_interval
+        self.is_sparse = self._interval is not None and any(
+            isinstance(spec, MambaSpec) or window_of(spec) is not None for spec in specs
+        )
         self._seen: set[tuple[int, Prefix]] = set()
 
     def clear(self) -> None:
         """Forget all prefixes."""
         self._seen.clear()
+
+    def is_resumed_at(self, track: Track, boundary: int) -> bool:
+        """Return whether a request leaves at a boundary what a hit reads of states and windows."""
+        if not self.is_sparse:
+            return True
+        if boundary in ((track.prompt - 1) // self.unit * self.unit, track.junction):
+            return True
+        if not self._interval:
+            return False
+        last = boundary + self.unit - 1  # before the next boundary
+        return last // self._interval * self._interval >= boundary
+
+    def keeps(self, track: Track, spec: KVCacheSpec, end: int) -> bool:
+        """Return whether a hit at some boundary reads a request's block that ends here."""
+        window = window_of(spec)
+        if isinstance(spec, MambaSpec):
+            return self.is_resumed_at(track, end)
+        if window is None:
+            return True
+        first = -(-end // self.unit) * self.unit
+        # The last boundary whose window reaches back to the block's last token.
+        last = end + window - 2
+        boundaries = range(first, last + 1, self.unit)
+        return any(self.is_resumed_at(track, boundary) for boundary in boundaries)
 
     def add(self, ran: Ran) -> None:
         """Add the blocks that a step has completed."""
@@ -101,7 +157,9 @@ class PublishedPrefixes:
             ]
             if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align" and ran.is_prefill:
                 ends = [end for end in ends if end == ran.end]
-            self._seen.update((kind, ran.track.prefix(end)) for end in ends)
+            self._seen.update(
+                (kind, ran.track.prefix(end)) for end in ends if self.keeps(ran.track, spec, end)
+            )
 
     def _recompute(self, ran: Ran, kind: int, spec: MambaSpec, recompute: RecomputeSpec) -> None:
         """Add the state that a decode writes before it runs.
@@ -112,17 +170,18 @@ class PublishedPrefixes:
         n = ran.item.num_computed_tokens
         boundary = (track.base // spec.block_size + 1) * spec.block_size
         if spec.mamba_cache_mode != "none" and n >= boundary:
-            self._write(track, kind, boundary)
+            self._write(track, kind, spec, boundary)
         elif (
             n - track.base + ran.item.num_tokens + 1 + recompute.num_speculative_tokens
             > recompute.ring_len
         ):
             track.base = n
 
-    def _write(self, track: Track, kind: int, boundary: int) -> None:
+    def _write(self, track: Track, kind: int, spec: MambaSpec, boundary: int) -> None:
         track.base = boundary
-        self.late.add(track.prefix(boundary))
-        self._seen.add((kind, track.prefix(boundary)))
+        if self.keeps(track, spec, boundary):
+            self.late.add(track.prefix(boundary))
+            self._seen.add((kind, track.prefix(boundary)))
 
     def end(self, track: Track, num_tokens: int) -> None:
         """Write what a request has completed, before it gives up its blocks."""
@@ -136,7 +195,7 @@ class PublishedPrefixes:
                 track.base = before
                 boundary = (track.base // spec.block_size + 1) * spec.block_size
                 if track.base and boundary <= num_tokens:
-                    self._write(track, kind, boundary)
+                    self._write(track, kind, spec, boundary)
 
     def hit(self, track: Track, num_tokens: int) -> int:
         """Return how many of a request's first tokens can be restored."""

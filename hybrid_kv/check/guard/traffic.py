@@ -95,6 +95,7 @@ CHANCES |= {
     "prompt logprobs": 0.3,
     "lose": 0.2,
     "third turn": 0.25,
+    "retain": 0.25,
 }  # in a scenario, drawn last
 _BLOCK_SIZES = {
     (SmallBlocksFirst.name, "one"): (4,),
@@ -390,6 +391,8 @@ def _random_scenario(
         events.append(Disturbance("lose", int(rng.integers(2, 20)), 5))
     if rng.random() < chances["third turn"]:
         _repeat_in_turn(requests)
+    if not _is_stateless(cell["mode"]) and rng.random() < chances["retain"]:
+        options["prefix_cache_retention_interval"] = int(rng.choice([0, 0, 16, 40]))
     return Scenario(
         seed,
         cell["layers"],

@@ -191,4 +191,6 @@ class Waiting:
             unit = self._published.unit
             same = common_prefix(track.sequence, other_track.sequence)
             shared = min(same, end, request.num_tokens - 1) // unit * unit
+            while shared and not self._published.is_resumed_at(other_track, shared):
+                shared -= unit
             yield shared > num_known and (self._keeps_inside or shared == end)
