@@ -188,7 +188,7 @@ SLEEP = replace(
         (
             KVCacheManager,
             "chunk_end",
-            lambda _: lambda self, start, end, n: end,
+            lambda _: lambda self, start, end, n, junction: end,
             scenario("align"),
             "end on one",
         ),
