@@ -53,9 +53,9 @@ def longest_hit(
     ends = [longest(index, limit) for index in indices]
     # Of attention all shorter prefixes can be restored, too.
     unsure = [index for index in indices if groups[index].num_tail_blocks is not None]
-    tokens = min(ends) // unit * unit
     of_attention = (ends[index] for index in indices if index not in unsure)
     junction = min(of_attention, default=0) // unit * unit
+    tokens = min(ends) // unit * unit
     agreed = False
     while not agreed:
         shorter = min((longest(index, tokens) for index in unsure), default=tokens)
