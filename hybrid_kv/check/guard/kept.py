@@ -139,6 +139,7 @@ class KeptBlocks(EngineObserver):
 
     Attributes:
         hits: of each request, how many tokens could be restored when it was admitted last.
+        junctions: and how many attention had, if these were more; else 0.
         host: None without host memory.
         loses: whether the host has nothing to give in this step, though it still says so.
         has_lost: whether the step has asked it for something.
@@ -146,6 +147,7 @@ class KeptBlocks(EngineObserver):
 
     def __init__(self, llm: LLM, tracks: Sequence[Track]) -> None:
         self.hits: dict[str, int] = {}
+        self.junctions: dict[str, int] = {}
         self.device = Device()
         self.host: HostCopies | None = None
         self._llm = llm
@@ -309,4 +311,4 @@ class KeptBlocks(EngineObserver):
         hit = longest_hit(self._specs, request.num_tokens, is_there) if is_asked else 0
         attended = longest_attended(self._specs, request.num_tokens, is_there) if is_asked else 0
         self.hits[request_id] = hit
-        track.junction = attended if attended > hit else 0
+        self.junctions[request_id] = attended if attended > hit else 0

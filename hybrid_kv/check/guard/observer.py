@@ -423,6 +423,8 @@ class Observer(EngineObserver):
         track.cached = track.cached if track.admissions else begin
         track.admissions += 1
         track.hit = begin
+        # Only now: what a preempted request left in the same step was kept by its junction before.
+        track.junction = self._kept.junctions[request.request_id]
         track.known_before = len(request.output_token_ids)
         track.base = track.computed = begin
         track.most = [0] * len(llm.plan.config.groups)
