@@ -42,7 +42,7 @@ class Stale(Ours):
 
     def ask(self, requests: Sequence[Ask], preempt_every: int = 0) -> list[Answer]:
         if requests[0].logprobs and not requests[0].salt:
-            for parts in self._llm.runner.views.values():
+            for parts in self.llm.runner.views.values():
                 for part in parts if isinstance(parts, tuple) else ():
                     part.mul_(0.5)
         return super().ask(requests, preempt_every)

@@ -150,7 +150,7 @@ def test_what_cannot_be_asked_is_said_in_one_line(
             ["--target", "http://127.0.0.1:9"],
             "http://127.0.0.1:9: no model is served there",
         ),
-        (["--target", "sglang"], "sglang: there is no such engine"),
+        (["--target", "tensorrt"], "tensorrt: there is no such engine"),
         (
             ["--target", server.url, "--model", "guard_model_qwen3_5"],
             "serves guard_model, not guard_model_qwen3_5",
