@@ -39,7 +39,7 @@ def no_salt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chunks_beside_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KVCacheManager, "chunk_end", lambda manager, start, end, num_tokens: end)
+    monkeypatch.setattr(KVCacheManager, "chunk_end", lambda manager, start, end, *_: end)
 
 
 @pytest.mark.parametrize(
