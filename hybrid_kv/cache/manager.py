@@ -174,16 +174,13 @@ class KVCacheManager:
 
         Args:
             num_tokens: known tokens of the request.
-            junction: of its hit, where a mode that leaves states at the ends of chunks alone must
-                leave one.
+            junction: of its hit.
         """
         states = self._states
         if states is None:
             return end
-        if start < junction < end and not states.mode.keeps_inside and states.mode.keeps_states:
-            end = junction
         return states.mode.chunk_end(
-            start, end, num_tokens, states.block_size, self.hit_granularity
+            start, end, num_tokens, states.block_size, self.hit_granularity, junction
         )
 
     def find_longest_cache_hit(

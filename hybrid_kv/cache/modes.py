@@ -102,13 +102,21 @@ class Mode(ABC):
 
     @abstractmethod
     def chunk_end(
-        self, start: int, end: int, num_tokens: int, block_size: int, hit_granularity: int
+        self,
+        start: int,
+        end: int,
+        num_tokens: int,
+        block_size: int,
+        hit_granularity: int,
+        junction: int = 0,
     ) -> int:
         """Return where a chunk from `start` should end if it can reach `end`.
 
         Args:
             num_tokens: known tokens of the request.
             hit_granularity: every prefix that can be restored is a multiple of it.
+            junction: where another prompt with the same beginning wants a state
+                (`cache.retention`); 0: nowhere.
         """
 
     @abstractmethod
@@ -177,7 +185,13 @@ class NoStates(Mode):
         return first
 
     def chunk_end(
-        self, start: int, end: int, num_tokens: int, block_size: int, hit_granularity: int
+        self,
+        start: int,
+        end: int,
+        num_tokens: int,
+        block_size: int,
+        hit_granularity: int,
+        junction: int = 0,
     ) -> int:
         return end
 
@@ -244,13 +258,21 @@ class Align(States):
         return end - 1 if num_tokens % block_size == 0 else end
 
     def chunk_end(
-        self, start: int, end: int, num_tokens: int, block_size: int, hit_granularity: int
+        self,
+        start: int,
+        end: int,
+        num_tokens: int,
+        block_size: int,
+        hit_granularity: int,
+        junction: int = 0,
     ) -> int:
         # The state that a repeated prompt can use: its last token is always computed.
         last_boundary = (num_tokens - 1) // hit_granularity * hit_granularity
         if start >= last_boundary:
             return end
         end = min(end, last_boundary)
+        if start < junction < end:
+            return junction
         # Where groups have other block sizes, a boundary of all is worth more than one of the
         # states alone.
         boundary = end // hit_granularity * hit_granularity
@@ -296,7 +318,13 @@ class All(States):
         return first
 
     def chunk_end(
-        self, start: int, end: int, num_tokens: int, block_size: int, hit_granularity: int
+        self,
+        start: int,
+        end: int,
+        num_tokens: int,
+        block_size: int,
+        hit_granularity: int,
+        junction: int = 0,
     ) -> int:
         return end
 

@@ -43,9 +43,8 @@ class Track:
     ended_before: int = 0  # requests, when this one started
     known_before: int = 0  # generated tokens, when it was admitted last
     hit: int = 0
-    junction: int = (
-        0  # tokens that attention had when it was admitted last; 0: no more than the hit
-    )
+    # Tokens that attention had when it was admitted last, if more than the hit; else 0.
+    junction: int = 0
     most: list[int] = field(default_factory=list)  # per group, upper bound of the logical blocks
     logical_blocks: list[set[int]] = field(default_factory=list)  # mode align: those held
     previous_drafts: int = -1  # scheduled in the step before; -1 before the first decode

@@ -108,7 +108,8 @@ def environment(settings: dict[str, str]) -> dict[str, str]:
 
 def changes(settings: dict[str, str]) -> dict[str, Any]:
     """Return attributes of SGLang's scheduler module that a setting needs, and their values."""
-    if (interval := settings.get("retract", "off")) == "off":
+    interval = settings.get("retract", "off")
+    if interval == "off":
         return {"TEST_RETRACT": False}
     return {"TEST_RETRACT": True, "TEST_RETRACT_INTERVAL": int(interval)}
 

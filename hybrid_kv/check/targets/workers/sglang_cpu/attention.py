@@ -39,7 +39,8 @@ class SglangAttentionBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Write one token of each row, and return outputs [rows, width]."""
         self._write(k, v, layer, forward_batch)
-        rows, lengths = forward_batch.req_pool_indices.tolist(), forward_batch.seq_lens.tolist()
+        rows = forward_batch.req_pool_indices.tolist()
+        lengths = forward_batch.seq_lens.tolist()
         spans = [(row, length, 1) for row, length in zip(rows, lengths, strict=True)]
         return self._attend(q, layer, forward_batch, spans, None)
 
@@ -48,7 +49,8 @@ class SglangAttentionBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Write the tokens of each row, some of them drafts, and return outputs [tokens, width]."""
         self._write(k, v, layer, forward_batch)
-        rows, lengths = forward_batch.req_pool_indices.tolist(), forward_batch.seq_lens.tolist()
+        rows = forward_batch.req_pool_indices.tolist()
+        lengths = forward_batch.seq_lens.tolist()
         if not forward_batch.forward_mode.is_target_verify():
             counts = forward_batch.extend_seq_lens.tolist()
             spans = list(zip(rows, lengths, counts, strict=True))
@@ -69,13 +71,15 @@ class SglangAttentionBackend(AttentionBackend):
         Args:
             lane: number of the row in the batch.
         """
-        translator, place = self.kv_index_translator, torch.arange(length)
+        translator = self.kv_index_translator
+        place = torch.arange(length)
         if translator is not None and translator.reads_are_translated:
             indices = batch.req_pool_indices
             source = translator.read_source(
                 batch.kv_loc_plan, req_pool_indices=indices, bs=len(indices)
             )
-            entry, ids = source.entry_page_size, source.ids.reshape(-1)
+            entry = source.entry_page_size
+            ids = source.ids.reshape(-1)
             first = source.row_ids[lane].long() * source.row_stride
             slots = ids[first + place // entry].long() * entry + place % entry
             if source.v2p is None:
@@ -97,14 +101,19 @@ class SglangAttentionBackend(AttentionBackend):
         Args:
             mask: which keys each draft sees, row after row; None: all before it and itself.
         """
-        pool, layer_id = self.token_to_kv_pool, layer.layer_id
+        pool = self.token_to_kv_pool
+        layer_id = layer.layer_id
         keys = pool.get_key_buffer(layer_id).view(torch.int32)[:, 0]
         values = pool.get_value_buffer(layer_id).view(torch.int32)[:, 0]
-        outputs, first, seen = [q[:0]], 0, 0
+        outputs = [q[:0]]
+        first = 0
+        seen = 0
         for lane, (row, length, count) in enumerate(spans):
             slots = self._slots_of(batch, lane, row, length)
-            k, v = keys[slots].long(), values[slots].long()
-            queries, first = q[first : first + count], first + count
+            k = keys[slots].long()
+            v = values[slots].long()
+            queries = q[first : first + count]
+            first = first + count
             if mask is None:
                 outputs.append(kernels.causal(queries, k, v, layer.read_mark))
                 continue

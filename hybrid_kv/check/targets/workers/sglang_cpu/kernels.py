@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+MODEL_TYPE = "exact_hybrid"  # of the configuration that SGLang reads
 PRIME = 2**31 - 1  # as in hybrid_kv.models.exact
 chunk_size = 8  # tokens between two states that a prefill hands to the tracking of prefixes
 
@@ -73,10 +74,14 @@ def causal_conv1d_fn(
 
     The last window of each row goes to its slot of conv_states [slots, dim, kernel - 1].
     """
-    y, num_past, conv_states = torch.zeros_like(x), weight.shape[1] - 1, given["conv_states"]
-    starts, seen = given["query_start_loc"].tolist(), given["has_initial_state"].tolist()
+    y = torch.zeros_like(x)
+    num_past = weight.shape[1] - 1
+    conv_states = given["conv_states"]
+    starts = given["query_start_loc"].tolist()
+    seen = given["has_initial_state"].tolist()
     for row, slot in enumerate(given["cache_indices"].tolist()):
-        first, last = starts[row], starts[row + 1]
+        first = starts[row]
+        last = starts[row + 1]
         if slot < 0 or first == last:
             continue
         past = conv_states[slot].long() if seen[row] else x.new_zeros(len(x), num_past)
@@ -121,9 +126,12 @@ def causal_conv1d_update(
     scratch memory [rows, drafts, dim, kernel - 1], and the slot stays.
     """
     drafts = x[..., None] if x.dim() == 2 else x
-    slots, scratch = given["conv_state_indices"].long(), given.get("intermediate_conv_window")
+    slots = given["conv_state_indices"].long()
+    scratch = given.get("intermediate_conv_window")
     alive = slots >= 0
-    start, windows, outputs = conv_state[slots.clamp(min=0)].long(), list[torch.Tensor](), []
+    start = conv_state[slots.clamp(min=0)].long()
+    windows = list[torch.Tensor]()
+    outputs = []
     parents = None
     if given.get("retrieve_next_token") is not None:
         parents = parents_of(given["retrieve_next_token"], given["retrieve_next_sibling"])
@@ -156,9 +164,12 @@ def chunk_rule(
     The latter are [1, chunks, states, width, size], row after row, as the chunked kernel has them.
     Each row begins with what is in its slot, and its last state goes there.
     """
-    c, y, before = mix(q, k, v), torch.zeros_like(v), []
+    c = mix(q, k, v)
+    y = torch.zeros_like(v)
+    before = []
     a, b = maps_of(c, given["g"])
-    initial_state, starts = given["initial_state"], given["cu_seqlens"].tolist()
+    initial_state = given["initial_state"]
+    starts = given["cu_seqlens"].tolist()
     for row, slot in enumerate(given["initial_state_indices"].tolist()):
         tokens = slice(starts[row], starts[row + 1])
         if tokens.start == tokens.stop:
@@ -181,16 +192,19 @@ def recurrent_rule(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: A
     Raises:
         NotImplementedError: rows of different lengths.
     """
-    lengths, parents = given["cu_seqlens"].diff(), given.get("retrieve_parent_token")
+    lengths = given["cu_seqlens"].diff()
+    parents = given.get("retrieve_parent_token")
     rows = len(lengths)
     count = int(lengths[0]) if rows else 0
     if bool((lengths != count).any()):
         raise NotImplementedError("rows of drafts that differ in length")
-    slots, source = given["initial_state_indices"][:rows].long(), given["initial_state_source"]
+    slots = given["initial_state_indices"][:rows].long()
+    source = given["initial_state_source"]
     alive = slots >= 0
     c = mix(q, k, v)[: rows * count].view(rows, count, -1)
     a, b = maps_of(c, given["A_log"])
-    start, states = source[slots.clamp(min=0)].long(), list[torch.Tensor]()
+    start = source[slots.clamp(min=0)].long()
+    states = list[torch.Tensor]()
     for i in range(count):
         parent = torch.full((rows,), i - 1) if parents is None else parents[:rows, i]
         states.append((a[:, i] * _before(states, start, parent) + b[:, i]) % PRIME)

@@ -19,8 +19,7 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
 from .attention import SglangAttentionBackend
-from .kernels import PRIME, logits_of, pack, unpack
-from .play import MODEL_TYPE
+from .kernels import MODEL_TYPE, PRIME, logits_of, pack, unpack
 
 NAME = "ExactHybridForCausalLM"
 BACKENDS = {"GDN_ATTN": "sglang.srt.layers.attention.linear.gdn_backend.GDNAttnBackend"}
@@ -99,7 +98,8 @@ class SglangDeltaNet(RadixLinearAttention):
         super().__init__(
             layer_id, 1, 1, num_states, width, width, width, padded.flatten(0, 1), None, "none"
         )
-        self.A_log, self.dt_bias = to_map, out  # `kernels.gating` hands them on
+        self.A_log = to_map
+        self.dt_bias = out
 
     def run(self, x: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
         """Return the output [num_tokens, width] for x."""
@@ -123,7 +123,8 @@ class SglangModel(nn.Module):
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         super().__init__()
         exact = config.exact
-        self.config, self.echo = config, exact["echo"]
+        self.config = config
+        self.echo = exact["echo"]
         self.logits_processor = SglangLogits(config)
         self.embedding, self.logit_map = (
             torch.tensor(exact[name], dtype=torch.int64) for name in ("embedding", "logit_map")

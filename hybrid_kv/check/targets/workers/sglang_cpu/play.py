@@ -14,7 +14,6 @@ import torch
 
 from . import hicache, kernels
 
-MODEL_TYPE = "exact_hybrid"
 MOST_IDLE = 2000  # steps that bring no token; the chunks of all prompts are fewer
 IDLE_STEPS = 3  # until the last results are processed and SGLang has checked its pools
 
@@ -25,8 +24,9 @@ class EndOfPlay(BaseException):
 
 def checkpoint_of(config: dict[str, Any]) -> str:
     """Return the folder of a checkpoint in which SGLang sees the exact model's configuration."""
-    folder, width = tempfile.mkdtemp(), config["head_dim"]
-    about = {**config, "model_type": MODEL_TYPE, "hidden_size": 2 * width + 1}
+    folder = tempfile.mkdtemp()
+    width = config["head_dim"]
+    about = {**config, "model_type": kernels.MODEL_TYPE, "hidden_size": 2 * width + 1}
     with open(f"{folder}/config.json", "w") as file:
         json.dump(about, file)
     return folder
@@ -177,7 +177,8 @@ class RequestPlay:
         self._step += 1
         known = sum(len(answer["token_ids"]) for answer in self.answers)
         if known != self._known or not self._running:
-            self._known, self._last_step = known, self._step
+            self._known = known
+            self._last_step = self._step
         if self._step - self._last_step > MOST_IDLE:
             raise RuntimeError(
                 f"{len(self._running)} requests run, and {MOST_IDLE} steps bring no token"

@@ -1,4 +1,4 @@
-"""What SGLang imports on a CPU and is not there, or what refuses a CPU by the name of its device.
+"""Stand-ins for what SGLang imports and a CPU lacks, and for checks that refuse its name.
 
 Anything that is not foreseen here raises.
 """
@@ -107,7 +107,8 @@ class EditingLoader(importlib.machinery.SourceFileLoader):
     """Compiles a module without its condition."""
 
     def get_code(self, fullname: str) -> Any:
-        path, (old, new) = self.get_filename(fullname), CONDITIONS[fullname]
+        path = self.get_filename(fullname)
+        old, new = CONDITIONS[fullname]
         source = self.get_data(path).decode()
         if old not in source:
             raise ValueError(f"{fullname} has no {old!r}: it is another SGLang than 0.5.23")
