@@ -81,6 +81,7 @@ class LeastRecentlyUsed:
             keys[g][block_idx] in self.idle for g, block_idx in self._of_hit(hit)
         ):
             hit -= 1
+        junction = self._attended(keys, (num_prompt - 1) // BLOCK) * BLOCK
         held = [
             {
                 block_idx: Held(keys[g][block_idx], is_whole=True)
@@ -95,7 +96,7 @@ class LeastRecentlyUsed:
         given_back: list[Key] = []
         lengths = [hit] * len(groups)
         computed = hit * BLOCK
-        for end in self._steps(computed, num_prompt, len(tokens) - 1):
+        for end in self._steps(computed, num_prompt, len(tokens) - 1, junction):
             is_first = computed == hit * BLOCK
             for blocks in [] if is_first else self._giving_back(held):
                 gone = [block_idx for block_idx in blocks if block_idx < (computed - 1) // BLOCK]
@@ -125,14 +126,24 @@ class LeastRecentlyUsed:
             return max(length, logical_blocks - 1)
         return length
 
-    def _steps(self, begin: int, num_prompt: int, end: int) -> list[int]:
+    def _attended(self, keys: Sequence[Sequence[Key]], most: int) -> int:
+        """Return how many of the first blocks every group of attention has, at most `most`."""
+        attention = [
+            keys[g][:most] for g, is_states in enumerate(self._has_states) if not is_states
+        ]
+        columns = list(zip(*attention, strict=True))
+        lost = (i for i, column in enumerate(columns) if not set(column) <= set(self.idle))
+        return next(lost, len(columns))
+
+    def _steps(self, begin: int, num_prompt: int, end: int, junction: int) -> list[int]:
         """Return where the steps of a request end.
 
-        A chunk ends where a repeated prompt could go on, if that is kept.
+        A chunk ends where a repeated prompt could go on, and where attention has more than states
+        have, if states are kept there.
         """
         last = (num_prompt - 1) // BLOCK * BLOCK
-        chunk = [last] if self._gives_back and begin < last else []
-        return [*chunk, *range(num_prompt, end + 1)]
+        chunks = sorted({place for place in (junction, last) if begin < place})
+        return [*(chunks if self._gives_back else []), *range(num_prompt, end + 1)]
 
     def _giving_back(self, held: Sequence[dict[int, Held]]) -> list[dict[int, Held]]:
         return [

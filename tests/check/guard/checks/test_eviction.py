@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hybrid_kv.cache import block_pool
+from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.check.guard.checks.eviction import check_eviction
 from hybrid_kv.check.guard.registry import Run
 
@@ -52,3 +53,20 @@ def test_evictions_that_are_counted_by_the_call_are_seen(monkeypatch: pytest.Mon
     monkeypatch.setattr(block_pool.BlockPool, "allocate", by_call)
     (result,) = check_eviction(Run(3))
     assert not result.passed and "evictions are counted" in result.detail
+
+
+def test_an_order_as_it_should_be_passes() -> None:
+    """Of 30 trials ten are in mode align; junctions and evictions meet in few of them."""
+    (result,) = check_eviction(Run(30))
+    assert result.passed, result.detail
+
+
+def test_a_chunk_that_passes_a_junction_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk_end = KVCacheManager.chunk_end
+
+    def blind(self: KVCacheManager, start: int, end: int, num_tokens: int, junction: int) -> int:
+        return chunk_end(self, start, end, num_tokens)
+
+    monkeypatch.setattr(KVCacheManager, "chunk_end", blind)
+    (result,) = check_eviction(Run(30))
+    assert not result.passed and result.detail.startswith("mode align")
