@@ -473,14 +473,14 @@ class KVCacheManager:
             chain = hashes.chain(block_size, token_ids, progress.computed)
             if mode is not None:
                 first = mode.first_published(first, end, progress.computed, block_size, is_decode)
-            row.published = end
-            for run in self.retention.kept_blocks(
+            kept = self.retention.kept_blocks(
                 range(first, end), block_size, group.num_tail_blocks, resume_points
-            ):
-                keys = [((index, chain[block_idx]), row[block_idx]) for block_idx in run]
-                published += [(key, block) for key, block in keys if self.pool.publish(key, block)]
-                for observer in self.observers:
-                    observer.on_publish(request_id, index, run.start, keys)
+            )
+            keys = [((index, chain[block_idx]), row[block_idx]) for block_idx in kept]
+            published += [(key, block) for key, block in keys if self.pool.publish(key, block)]
+            for observer in self.observers:
+                observer.on_publish(request_id, index, kept, keys)
+            row.published = end
         if self._refusal is not None and not self._refusal.keys.isdisjoint(
             key for key, _ in published
         ):

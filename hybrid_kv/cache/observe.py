@@ -36,11 +36,16 @@ class CacheObserver:
         """
 
     def on_publish(
-        self, request_id: str, group: int, first: int, blocks: Sequence[tuple[BlockKey, int]]
+        self,
+        request_id: str,
+        group: int,
+        logical_blocks: Sequence[int],
+        blocks: Sequence[tuple[BlockKey, int]],
     ) -> None:
-        """Hear that lookups find the keys and blocks of a request's logical blocks from `first` on.
+        """Hear that lookups find the keys and blocks of a request's logical blocks.
 
-        Where another block came first they find that one.
+        Where another block came first they find that one. It is called once for each group that has
+        completed some, also where none of these is kept.
         """
 
     def on_unpublish(self, keys: Sequence[BlockKey]) -> None:

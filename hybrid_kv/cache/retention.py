@@ -46,8 +46,8 @@ class Retention:
         block_size: int,
         num_tail_blocks: int | None,
         resume_points: Sequence[int],
-    ) -> list[range]:
-        """Return those of a group's completed blocks that are published, as runs in their order.
+    ) -> Sequence[int]:
+        """Return those of a group's completed blocks that are published, in their order.
 
         Args:
             blocks: logical blocks.
@@ -56,18 +56,14 @@ class Retention:
             resume_points: of the request, in tokens; a hit ends at the boundary before each.
         """
         if not blocks or self.interval is None or num_tail_blocks is None:
-            return [blocks] if blocks else []
+            return blocks
         first = (blocks.start + 1) * block_size
         last = (blocks.stop - 1 + num_tail_blocks) * block_size
-        runs: list[range] = []
-        for boundary in sorted(set(self._kept(first, last, resume_points))):
-            end = min(blocks.stop, boundary // block_size)
-            begin = max(blocks.start, boundary // block_size - num_tail_blocks)
-            if runs and begin <= runs[-1].stop:
-                runs[-1] = range(runs[-1].start, max(end, runs[-1].stop))
-            elif begin < end:
-                runs.append(range(begin, end))
-        return runs
+        kept: set[int] = set()
+        for boundary in self._kept(first, last, resume_points):
+            end = boundary // block_size
+            kept.update(range(max(blocks.start, end - num_tail_blocks), min(blocks.stop, end)))
+        return sorted(kept)
 
     def _kept(self, first: int, last: int, resume_points: Sequence[int]) -> Iterator[int]:
         """Yield the kept boundaries from `first` to `last`, in any order, some twice."""

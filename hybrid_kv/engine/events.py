@@ -76,7 +76,11 @@ class EventLog(EngineObserver):
         llm.observers.append(self)
 
     def on_publish(
-        self, request_id: str, group: int, first: int, blocks: Sequence[tuple[BlockKey, int]]
+        self,
+        request_id: str,
+        group: int,
+        logical_blocks: Sequence[int],
+        blocks: Sequence[tuple[BlockKey, int]],
     ) -> None:
         self._is_stored.update((key, True) for key, _ in blocks)
 

@@ -115,7 +115,11 @@ class Sanitizer(EngineObserver):
             owner.loaded.append((shadow, block_idx, block))
 
     def on_publish(
-        self, request_id: str, group: int, first: int, blocks: Sequence[tuple[BlockKey, int]]
+        self,
+        request_id: str,
+        group: int,
+        logical_blocks: Sequence[int],
+        blocks: Sequence[tuple[BlockKey, int]],
     ) -> None:
         """Check that blocks which lookups find from now on hold the request's accepted tokens."""
         ledger = self.ledger
@@ -124,7 +128,7 @@ class Sanitizer(EngineObserver):
         accepted = min(
             owner.request.num_tokens if owner.request is not None else 0, owner.computed or 0
         )
-        for block_idx, (key, block) in enumerate(blocks, first):
+        for block_idx, (key, block) in zip(logical_blocks, blocks, strict=True):
             ledger.log(ledger.step, "publish", shadow, np.array([block]), request_id)
             if ledger.held[owner.index, block] != group + 1:
                 ledger.fail(

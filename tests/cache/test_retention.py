@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 
 from hybrid_kv import LLM, SamplingParams
 from hybrid_kv.cache.block_hash import BlockHashes
+from hybrid_kv.cache.block_pool import BlockKey
 from hybrid_kv.cache.manager import KVCacheManager
+from hybrid_kv.cache.observe import CacheObserver
 from hybrid_kv.cache.request_blocks import LogicalBlockRules
 from hybrid_kv.cache.retention import Retention
 from hybrid_kv.cache.spec import (
@@ -67,9 +70,7 @@ def test_a_block_stays_if_a_hit_at_a_kept_boundary_reads_it(data: st.DataObject)
     kept = {mark // unit * unit for mark in marks}
     due = [i for i in blocks if any(is_read(spec, i, boundary) for boundary in kept)]
     tail = LogicalBlockRules(spec).num_tail_blocks
-    runs = Retention(interval, unit).kept_blocks(blocks, block_size, tail, points)
-    assert [i for run in runs for i in run] == due
-    assert all(len(run) > 0 for run in runs)
+    assert list(Retention(interval, unit).kept_blocks(blocks, block_size, tail, points)) == due
 
 
 @given(st.integers(0, 200), st.integers(0, 70), st.lists(st.integers(0, 200), max_size=3))
@@ -81,8 +82,8 @@ def test_the_longest_kept_prefix(num_tokens: int, interval: int, points: list[in
 
 @pytest.mark.parametrize("interval", [None, 0, 16])
 def test_full_attention_and_dense_retention_keep_all(interval: int | None) -> None:
-    assert Retention(interval, 8).kept_blocks(range(2, 5), 8, None, ()) == [range(2, 5)]
-    assert Retention(None, 8).kept_blocks(range(2, 5), 8, 1, ()) == [range(2, 5)]
+    assert list(Retention(interval, 8).kept_blocks(range(2, 5), 8, None, ())) == [2, 3, 4]
+    assert list(Retention(None, 8).kept_blocks(range(2, 5), 8, 1, ())) == [2, 3, 4]
 
 
 def managed(interval: int | None, *specs: KVCacheSpec) -> KVCacheManager:
@@ -179,3 +180,27 @@ def test_an_engine_hits_the_junction_of_an_earlier_prompt() -> None:
 def test_an_interval_that_means_nothing_is_refused(options: dict[str, int], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         LLM(answer_book("M*").model, block_size=8, num_blocks=90, device="cpu", **options)
+
+
+class Published(CacheObserver):
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, list[int]]] = []
+
+    def on_publish(
+        self,
+        request_id: str,
+        group: int,
+        logical_blocks: Sequence[int],
+        blocks: Sequence[tuple[BlockKey, int]],
+    ) -> None:
+        assert len(blocks) == len(logical_blocks)
+        self.calls.append((group, list(logical_blocks)))
+
+
+def test_a_step_reports_what_it_publishes_of_a_group_at_once() -> None:
+    """The window's tails at 16, 32 and 36 are apart: two offload batches would not be one."""
+    manager = managed(16, full_spec(4), window_spec(4, 6))
+    seen = Published()
+    manager.observers = [seen]
+    run_prompt(manager, "0", list(range(38)))
+    assert seen.calls == [(0, list(range(9))), (1, [2, 3, 6, 7, 8])]

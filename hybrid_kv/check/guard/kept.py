@@ -257,12 +257,16 @@ class KeptBlocks(EngineObserver):
             self.host.load(names)
 
     def on_publish(
-        self, request_id: str, group: int, first: int, blocks: Sequence[tuple[BlockKey, int]]
+        self,
+        request_id: str,
+        group: int,
+        logical_blocks: Sequence[int],
+        blocks: Sequence[tuple[BlockKey, int]],
     ) -> None:
         if self._last[0] != request_id or self._last[1] >= group:
             self._store()
         self._last = request_id, group
-        for block_idx, (_, block) in enumerate(blocks, first):
+        for block_idx, (_, block) in zip(logical_blocks, blocks, strict=True):
             name = self._name(request_id, group, block_idx)
             if self.device.publish(name, block):
                 self._new.append(name)
