@@ -65,7 +65,7 @@ figures: $(STAMP)
 
 titles: export BASE ?= HEAD~1
 titles:
-	bash .ci/titles "$$BASE"
+	$(PYTHON) .ci/titles "$$BASE"
 
 docs: $(STAMP)
 	$(BIN)/python .ci/docs.py

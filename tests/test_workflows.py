@@ -283,7 +283,7 @@ def test_a_day_without_a_changed_line_takes_a_sample_or_is_void(script, tmp_path
     first, second = script("mutants", "hybrid-kv", N="100", SAMPLE="20").splitlines()
     assert "--generated 100 --changed-since" in first and "--generated 20 --seed" in second
     done = subprocess.run(
-        ["bash", ROOT / ".ci/titles", "HEAD"], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, ROOT / ".ci/titles", "HEAD"], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 3 and done.stdout.startswith("void: ")
     assert script("mutants", "hybrid-kv", N="100") == ""
@@ -395,7 +395,7 @@ def test_the_action_guards_and_keeps_its_verdict(script, tmp_path):
     where = {"HYBRID_KV": "hybrid-kv", "GITHUB_STEP_SUMMARY": str(page)}
     ran = script("action", RUN="guard", TARGET="vllm", MODEL="a b", AGAINST="old/python", **where)
     assert ran.startswith(
-        "guard --target=vllm --model=a b --against=old/python --junit-xml out/guard.xml "
+        "check vllm --model=a b --against=old/python --junit-xml out/guard.xml "
     )
     assert (
         script("action", RUN="compare", BASE="main", **where).endswith(" -- main .\n")

@@ -1,6 +1,6 @@
 """A scenario that the guard saw fail, replayed by each commit's own guard.
 
-It is run by `hybrid-kv guard --replay FILE`.
+It is run by `hybrid-kv replay FILE`.
 """
 
 from __future__ import annotations
