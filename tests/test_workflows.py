@@ -394,9 +394,7 @@ def test_the_action_guards_and_keeps_its_verdict(script, tmp_path):
     page = tmp_path / "page.md"
     where = {"HYBRID_KV": "hybrid-kv", "GITHUB_STEP_SUMMARY": str(page)}
     ran = script("action", RUN="guard", TARGET="vllm", MODEL="a b", AGAINST="old/python", **where)
-    assert ran.startswith(
-        "check vllm --model=a b --against=old/python --junit-xml out/guard.xml "
-    )
+    assert ran.startswith("check vllm --model=a b --against=old/python --junit-xml out/guard.xml ")
     assert (
         script("action", RUN="compare", BASE="main", **where).endswith(" -- main .\n")
         and not page.exists()

@@ -6,10 +6,12 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from hybrid_kv.measure.results import append_rows, check_file, dataset, read_rows
 from hybrid_kv.measure.results.dataset import export_file, export_rows, merge_rows
+from hybrid_kv.measure.results.schema import COLUMNS
 from hybrid_kv.measure.results.store import AS_PARQUET
 from tests.cli.run import printed, refused, run
 from tests.measure.dashboard.kinds import everything
@@ -228,3 +230,11 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path, capsys):
         place = [] if len(words) == 4 else [tmp_path / "a.csv"]
         assert said in refused(capsys, "results", *words, *place)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.csv", "bad.csv", "none.csv"]
+
+
+def test_pandas_reads_a_data_set_as_the_docs_say(tmp_path: Path) -> None:
+    files, whole = write(tmp_path / "rows", everything()), tmp_path / "all.parquet"
+    export_rows([files / "made.csv"], whole)
+    frame = pd.read_parquet(whole, partitioning=None)
+    assert list(frame) == list(COLUMNS)
+    assert sorted(frame["run_id"]) == sorted(read_rows(whole)["run_id"])
