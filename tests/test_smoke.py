@@ -132,3 +132,12 @@ def test_a_command_ends_with_the_run_that_is_terminated(smoke: ModuleType, tmp_p
     child = int((tmp_path / "log").read_text())
     with pytest.raises(ProcessLookupError):
         os.killpg(child, 0)
+
+
+def test_a_server_that_ignores_ctrl_c_is_killed(
+    smoke: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(smoke, "LIMIT", 0.1)
+    plan = smoke.Plan("trap '' INT; mkfifo held; read < held", seconds=0.1)
+    code, _ = smoke.run(smoke.Command("page", 0, ""), plan, tmp_path / "log")
+    assert code == 124
