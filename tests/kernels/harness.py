@@ -11,18 +11,27 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bench.static import compile
-from tests.kernels.interpreter import count_bytes, interpreted, share_memory_with_the_interpreter
+from bench.static.record import AotCase
+from tests.kernels.interpreter import (
+    Counts,
+    count_bytes,
+    interpreted,
+    share_memory_with_the_interpreter,
+)
 
 # Of storing: a unit in the last place (half of one on a GPU; the interpreter truncates), relative
 # and absolute.
@@ -48,11 +57,13 @@ GAPS = [0, 5, 16]  # elements between pages, and between tokens, that are not th
 class Shape(SimpleNamespace):
     """The sizes of one call; it pickles, so that it reaches the process that interprets."""
 
-    def but(self, **changes):
+    def but(self, **changes: Any) -> Shape:
         return Shape(**{**vars(self), **changes})
 
 
-def shapes(base, **options):
+def shapes(
+    base: Shape, **options: st.SearchStrategy[Any] | Sequence[Any]
+) -> st.SearchStrategy[Shape]:
     """`base` with other values: of each name a strategy, or a list to choose from."""
     drawn = {
         name: option if isinstance(option, st.SearchStrategy) else st.sampled_from(option)
@@ -61,11 +72,11 @@ def shapes(base, **options):
     return st.builds(base.but, seed=st.integers(0, 2**31), **drawn)
 
 
-def poisoned(count, dtype):
+def poisoned(count: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.full((count,), POISON[dtype], dtype=BITS[dtype.itemsize]).view(dtype)
 
 
-def bits(tensor):
+def bits(tensor: torch.Tensor) -> torch.Tensor:
     """As integers, which are equal for NaN that are equal."""
     return tensor.cpu().view(BITS[tensor.itemsize])
 
@@ -73,14 +84,29 @@ def bits(tensor):
 class Pool:
     """Blocks with gaps between them, every element NaN until something is put there."""
 
-    def __init__(self, num_blocks, shape, gap, dtype, device="cpu"):
+    def __init__(
+        self,
+        num_blocks: int,
+        shape: tuple[int, ...],
+        gap: int,
+        dtype: torch.dtype,
+        device: str = "cpu",
+    ) -> None:
         size = math.prod(shape)
         self.storage = poisoned(2 + num_blocks * (size + gap), dtype).to(device)
         strides = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
         self.blocks = self.storage.as_strided((num_blocks, *shape), (size + gap, *strides), 2)
 
 
-def flat_tokens(count, shapes_, gap, dtype, g, scale=1.0, offset=0):
+def flat_tokens(
+    count: int,
+    shapes_: Sequence[tuple[int, ...]],
+    gap: int,
+    dtype: torch.dtype,
+    g: torch.Generator,
+    scale: float = 1.0,
+    offset: int = 0,
+) -> list[torch.Tensor]:
     """Return slices of a wide projection, [count, *shape]; two trailing tokens are NaN."""
     sizes = [math.prod(shape) for shape in shapes_]
     wide = (torch.randn(count, offset + sum(sizes) + gap, generator=g) * scale).to(dtype)
@@ -89,7 +115,7 @@ def flat_tokens(count, shapes_, gap, dtype, g, scale=1.0, offset=0):
     return [part.unflatten(1, shape) for part, shape in zip(parts, shapes_, strict=True)]
 
 
-def update_rows(shape, g):
+def update_rows(shape: Shape, g: torch.Generator) -> dict[str, torch.Tensor]:
     """Return rows of a verify step: their starts, the blocks they read, the blocks they write.
 
     A shape's `rows` are tokens, whether it is padding, and the token whose block is also the
@@ -109,7 +135,9 @@ def update_rows(shape, g):
     return {"cu_seqlens": starts, "source_indices": sources, "state_indices": targets}
 
 
-def spread_time_steps(count, heads, dtype, g):
+def spread_time_steps(
+    count: int, heads: int, dtype: torch.dtype, g: torch.Generator
+) -> torch.Tensor:
     """Return time steps [count, heads], around every bend of softplus and across 20.
 
     The bends: where 1 + e is 1, where it is not exact, near 0. A strong decay often stands
@@ -152,19 +180,26 @@ class Operation:
     pools: dict = {}  # noqa: RUF012
     like = "x"
 
-    def expected(self):
+    def expected(self) -> Iterable[Expected]:
         """The parts of the result, made before the call."""
         return []
 
     @classmethod
-    def patches(cls, shape):
+    def patches(cls, shape: Shape) -> AbstractContextManager[object]:
         return contextlib.nullcontext()
 
-    def run(self, implementation):
+    def run(self, implementation: Callable[..., Any]) -> Any:
         return implementation(**self.arguments)
 
 
-def near(what, got, expected, share, scale, dtype):
+def near(
+    what: str,
+    got: torch.Tensor,
+    expected: torch.Tensor,
+    share: float,
+    scale: float | torch.Tensor,
+    dtype: torch.dtype,
+) -> None:
     """Within the arithmetic's share of `scale`, and the rounding of `dtype`."""
     relative, absolute = ROUNDING[dtype] if share else (0.0, 0.0)
     allowed = share * scale + relative * expected.abs() + absolute
@@ -172,7 +207,7 @@ def near(what, got, expected, share, scale, dtype):
     assert bool((excess <= 1).all()), f"{what}: {float(excess.max())} times what is allowed"
 
 
-def check(operation, implementation):
+def check(operation: Operation, implementation: Callable[..., Any]) -> Any:
     """The result is as expected, and nothing else has been written."""
     expected = list(operation.expected())
     before = {
@@ -203,18 +238,20 @@ def check(operation, implementation):
     return y
 
 
-def check_kernel(kind, shape):
+def check_kernel(kind: type[Operation], shape: Shape) -> None:
     with kind.patches(shape):
         check(kind(shape), kind.kernel)
 
 
-def equality(kind, cases, *examples):
+def equality(
+    kind: type[Operation], cases: st.SearchStrategy[Shape], *examples: Shape
+) -> list[Callable[[], None]]:
     """Return tests of a kernel (a quarter of the examples, as it is slow) and its reference."""
 
-    def kernel(shape):
+    def kernel(shape: Shape) -> None:
         interpreted(check_kernel, kind, shape)
 
-    def reference(shape):
+    def reference(shape: Shape) -> None:
         check(kind(shape), kind.reference)
 
     found = []
@@ -238,7 +275,12 @@ CHANGES = {
 }
 
 
-def rejections(make, call, special=(), allowed=()):
+def rejections(
+    make: Callable[[], dict[str, Any]],
+    call: Callable[..., object],
+    special: Sequence[tuple[str, Callable[[Any], object], str]] = (),
+    allowed: Collection[str] = (),
+) -> Callable[..., None]:
     """Return a test that an argument of another shape, type, device or with gaps is refused.
 
     Args:
@@ -259,7 +301,7 @@ def rejections(make, call, special=(), allowed=()):
     ]
 
     @pytest.mark.parametrize(("name", "change", "message"), cases)
-    def test(name, change, message):
+    def test(name: str, change: Callable[[Any], object], message: str) -> None:
         arguments = make()
         arguments[name] = change(arguments[name])
         with pytest.raises(ValueError, match=message or None):
@@ -268,13 +310,18 @@ def rejections(make, call, special=(), allowed=()):
     return test
 
 
-def rejected_operations(kind, shape, special=(), allowed=()):
+def rejected_operations(
+    kind: type[Operation],
+    shape: Shape,
+    special: Sequence[tuple[str, Callable[[Any], object], str]] = (),
+    allowed: Collection[str] = (),
+) -> Callable[..., None]:
     """`rejections` of an operation; its pools may have fewer blocks."""
     fewer = {f"{name}, short" for name in kind(shape).pools}
     return rejections(lambda: kind(shape).arguments, kind.kernel, special, fewer | {*allowed})
 
 
-def check_far(kind, shape, seeds=3):
+def check_far(kind: type[Operation], shape: Shape, seeds: int = 3) -> None:
     """Check blocks 2^31 elements and more into a pool that is never committed as a whole."""
     share_memory_with_the_interpreter()
     for seed in range(seeds):
@@ -293,7 +340,9 @@ def check_far(kind, shape, seeds=3):
             assert torch.equal(bits(here.arguments[name]), bits(there.arguments[name])), name
 
 
-def check_far_tokens(kind, shape, names, stride):
+def check_far_tokens(
+    kind: type[Operation], shape: Shape, names: Sequence[str], stride: int
+) -> None:
     """Tokens 2^31 elements and more behind the first, in each of the arguments named."""
     share_memory_with_the_interpreter()
     here, there = kind(shape), kind(shape)
@@ -308,7 +357,9 @@ def check_far_tokens(kind, shape, names, stride):
         assert torch.equal(bits(pool.storage), bits(there.pools[name].storage)), name
 
 
-def measure(kind, shape, *names):
+def measure(
+    kind: type[Operation], shape: Shape, *names: str
+) -> tuple[dict[str, Counts], Counts, int]:
     """What a launch loads and stores of the arguments named: see `count_bytes`."""
     operation = kind(shape)
     with kind.patches(shape):
@@ -317,7 +368,13 @@ def measure(kind, shape, *names):
         )
 
 
-def compiled(kernel, wanted=lambda case: True, load=128, store=128, least=lambda case, target: 0):
+def compiled(
+    kernel: str,
+    wanted: Callable[[AotCase], bool] = lambda case: True,
+    load: int = 128,
+    store: int = 128,
+    least: Callable[[AotCase, str], float] = lambda case, target: 0,
+) -> Callable[..., None]:
     """Return a test that cases compile without spills and to wide accesses.
 
     `hybrid-kv kernels` compiles all cases for all targets.
@@ -328,7 +385,7 @@ def compiled(kernel, wanted=lambda case: True, load=128, store=128, least=lambda
     """
 
     @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
-    def test(target):
+    def test(target: str) -> None:
         (module,) = compile.MODULES
         found = [
             case
@@ -347,37 +404,44 @@ def compiled(kernel, wanted=lambda case: True, load=128, store=128, least=lambda
     return test
 
 
-def multiply_bfloat16():
+def multiply_bfloat16() -> AbstractContextManager[object]:
     """Multiply bfloat16 by value: the interpreter takes their bits as integers (triton#4972)."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, tl
 
     dot = InterpreterBuilder.create_dot
 
-    def widened(handle):
+    def widened(handle: TensorHandle) -> TensorHandle:
         if handle.dtype.scalar != tl.bfloat16:
             return handle
         return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
-    def create_dot(self, a, b, *rest):
+    def create_dot(
+        self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *rest: object
+    ) -> TensorHandle:
         return dot(self, widened(a), widened(b), *rest)
 
     return patch.object(InterpreterBuilder, "create_dot", create_dot)
 
 
-def defined(recurrence, *operands):
+def defined(
+    recurrence: Callable[..., tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]],
+    *operands: torch.Tensor,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return a row's outputs and the state after each token, by a definition in float64."""
     outputs, states = recurrence(*(part.cpu().double().numpy() for part in operands))
     return torch.from_numpy(outputs), [*torch.from_numpy(states)]
 
 
-def assert_close(got, expected, share, terms=1e-3):
+def assert_close(
+    got: torch.Tensor, expected: torch.Tensor, share: float, terms: float = 1e-3
+) -> None:
     """By a share of the largest value: elements err relatively without bound where terms cancel."""
     assert float((got.double() - expected.double()).abs().max()) <= share * max(
         float(expected.abs().max()), terms
     )
 
 
-def strided_states(values):
+def strided_states(values: torch.Tensor) -> torch.Tensor:
     """A copy as `cache.layout` hands it out: with gaps between the pages, which hold NaN."""
     size = math.prod(values.shape[1:])
     pages = torch.full((2 + len(values) * (size + 5),), torch.nan, dtype=values.dtype)
@@ -385,7 +449,9 @@ def strided_states(values):
     return pages.as_strided(values.shape, strides, 2).copy_(values)
 
 
-def wanted_states(draw, lengths, most=None):
+def wanted_states(
+    draw: Callable[[st.SearchStrategy[Any]], Any], lengths: Sequence[int], most: int | None = None
+) -> tuple[list[tuple[int, int]], torch.Tensor, torch.Tensor]:
     """Rows and offsets of states that are wanted, in any order: a list and two tensors."""
     places = st.sampled_from(
         [(row, n + 1) for row, length in enumerate(lengths) for n in range(length)]

@@ -6,14 +6,24 @@ nor touch an address outside of the arguments. `watch` makes each launch of this
 otherwise.
 """
 
+from __future__ import annotations
+
 import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
+
+if TYPE_CHECKING:  # Importing it decides whether kernels are interpreted.
+    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
+
+Ints = npt.NDArray[np.int64]
 
 
 class Launch:
-    def __init__(self, name, tensors):
+    def __init__(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         self.name, self.programs = name, {}
         # by whether it is a store: program, line, number, addresses
         self.accesses = {True: [], False: []}
@@ -28,7 +38,9 @@ class Launch:
             x.element_size() * (1 + i) for x, i in zip(tensors, last, strict=True)
         ]
 
-    def access(self, program, pointers, mask, is_store):
+    def access(
+        self, program: Sequence[int], pointers: TensorHandle, mask: TensorHandle, is_store: bool
+    ) -> None:
         where, active = np.broadcast_arrays(pointers.data, mask.data.astype(bool))
         at = where[active].astype(np.int64)
         size = pointers.get_element_ty().primitive_bitwidth // 8
@@ -44,7 +56,7 @@ class Launch:
         self.number += 1
         self.accesses[is_store].append((number, frame.f_lineno, self.number, at))
 
-    def check(self):
+    def check(self) -> None:
         program, line, time, at = self._by_address(is_store=True)
         twice = (at[1:] == at[:-1]) & (program[1:] != program[:-1])
         assert not twice.any(), (
@@ -66,7 +78,7 @@ class Launch:
             )
             assert not shared.any(), said
 
-    def _by_address(self, is_store):
+    def _by_address(self, is_store: bool) -> tuple[Ints, Ints, Ints, Ints]:
         rows = self.accesses[is_store]
         lengths = [len(at) for *_, at in rows]
         at = np.concatenate([np.empty(0, np.int64), *(at for *_, at in rows)])
@@ -76,18 +88,18 @@ class Launch:
         order = np.argsort(at, kind="stable")
         return *(part[order] for part in parts), at[order]
 
-    def _lines(self, one, other, where):
+    def _lines(self, one: Ints, other: Ints, where: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
         return sorted({*zip(one[where].tolist(), other[where].tolist(), strict=True)})[:3]
 
 
-def watch():
+def watch() -> None:
     """For good: this process runs nothing but checks."""
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
     launches, run = [], GridExecutor.__call__
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
 
-    def launched(self, *args, **kwargs):
+    def launched(self: GridExecutor, *args: object, **kwargs: object) -> None:
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
         launches.append(Launch(self.fn.__name__, tensors))
         try:
@@ -96,11 +108,19 @@ def watch():
         finally:
             launches.pop()
 
-    def loaded(self, pointers, mask, *rest):
+    def loaded(
+        self: InterpreterBuilder, pointers: TensorHandle, mask: TensorHandle, *rest: object
+    ) -> object:
         launches[-1].access(self.grid_idx, pointers, mask, is_store=False)
         return load(self, pointers, mask, *rest)
 
-    def stored(self, pointers, value, mask, *rest):
+    def stored(
+        self: InterpreterBuilder,
+        pointers: TensorHandle,
+        value: TensorHandle,
+        mask: TensorHandle,
+        *rest: object,
+    ) -> object:
         launches[-1].access(self.grid_idx, pointers, mask, is_store=True)
         return store(self, pointers, value, mask, *rest)
 

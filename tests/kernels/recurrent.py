@@ -1,14 +1,19 @@
 """The operands of a verify step and a prefill, for any recurrent layer (a second base class)."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import torch
 from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
 
-from tests.kernels.harness import Operation, shapes, update_rows
+from tests.kernels.harness import Operation, Shape, shapes, update_rows
 from tests.support.spans import Cut
 
 
 class Recurrent(Operation):
-    def put(self, block, scale, g):
+    def put(self, block: int, scale: float, g: torch.Generator) -> None:
         """An initial state into a block; with scale 0 the first token's own contribution shows."""
         state = self.arguments["state"]
         state[block] = (torch.randn(state.shape[1:], generator=g) * scale).to(
@@ -19,7 +24,7 @@ class Recurrent(Operation):
 class VerifyStep(Recurrent):
     """Rows of a shape, see `update_rows`."""
 
-    def __init__(self, shape, device="cpu"):
+    def __init__(self, shape: Shape, device: str = "cpu") -> None:
         self.shape, g = shape, torch.Generator().manual_seed(shape.seed)
         self.num_tokens = sum(length for length, _, _ in shape.rows)
         super().__init__(
@@ -35,7 +40,7 @@ class VerifyStep(Recurrent):
 
 
 @st.composite
-def verify_steps(draw, base, **options):
+def verify_steps(draw: DrawFn, base: Shape, **options: Any) -> Shape:
     """Shapes with rows of up to six tokens; see `harness.shapes`."""
     columns = draw(st.integers(1, 6))
     row = st.tuples(st.integers(0, columns), st.booleans(), st.integers(-1, columns - 1))
@@ -46,7 +51,7 @@ def verify_steps(draw, base, **options):
 class Prefill(Recurrent):
     """Rows of a shape, see `test_spans.Row`."""
 
-    def __init__(self, shape, device="cpu"):
+    def __init__(self, shape: Shape, device: str = "cpu") -> None:
         self.shape, g = shape, torch.Generator().manual_seed(shape.seed)
         self.cut = Cut(shape.rows, shape.chunk_size, g, device, shape.index_dtype)
         self.num_tokens = self.cut.spans.num_tokens

@@ -1,5 +1,9 @@
 """Batches of decodes, prefills and padding, as attention gets them."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -7,7 +11,9 @@ from hybrid_kv.attention.common import CommonAttentionMetadata
 from hybrid_kv.kernels.common.upload import now
 
 
-def common(computed, lens, num_decodes, padding=0):
+def common(
+    computed: Sequence[int], lens: Sequence[int], num_decodes: int, padding: int = 0
+) -> CommonAttentionMetadata:
     """Return a batch of `num_decodes` decodes, then padding rows (only without prefills)."""
     computed, lens = [*computed, *[0] * padding], [*lens, *[1] * padding]
     positions = [torch.arange(start, start + n) for start, n in zip(computed, lens, strict=True)]

@@ -1,9 +1,16 @@
 """Benchmarks that are right, and one that is right only so many times."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
 from bench.harness.cells import Case, Cell, WrongResultError
 
 
-def cell(make, tier="cpu", promise=None, **params):
+def cell(
+    make: Callable[[], Any] | None, tier: str = "cpu", promise: float | None = None, **params: Any
+) -> Cell:
     return Cell(
         "offload",
         "b",
@@ -16,15 +23,15 @@ def cell(make, tier="cpu", promise=None, **params):
     )
 
 
-def steady(error=0.0):
+def steady(error: float = 0.0) -> Case:
     return Case(lambda: None, lambda: error)
 
 
-def failing_after(count, error=None):
+def failing_after(count: int, error: float | None = None) -> Case:
     """Right `count` times; then beyond its tolerance, or with this error."""
     left = [count]
 
-    def check():
+    def check() -> float:
         left[0] -= 1
         if left[0] >= 0:
             return 0.0

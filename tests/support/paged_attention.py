@@ -1,5 +1,9 @@
 """Operands of paged attention, and its definition over their rows."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from unittest.mock import patch
 
 import torch
@@ -21,7 +25,15 @@ from tests.kernels.harness import (
 TOLERANCE, TILED, FLOAT16_WEIGHTS = 5e-6, 1e-5, 2.0**-10
 
 
-def attention(query, key, value, positions, scale, grid=0, window=0):
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: Sequence[int],
+    scale: float,
+    grid: int = 0,
+    window: int = 0,
+) -> torch.Tensor:
     operands = (part.cpu().double().numpy() for part in (query, key, value))
     return torch.from_numpy(definitions.attention(*operands, positions, scale, grid, window))
 
@@ -37,7 +49,7 @@ class Attention(Operation):
     like = "query"
     share = dict.fromkeys(FLOATS, TILED + FLOAT16_WEIGHTS) | {torch.float32: TILED}
 
-    def __init__(self, shape, device="cpu"):
+    def __init__(self, shape: Shape, device: str = "cpu") -> None:
         self.shape, g = shape, torch.Generator().manual_seed(shape.seed)
         self.window = 0 if shape.grid else shape.window  # never both
         size, heads = shape.head_size, shape.kv_heads * shape.per_kv
@@ -95,10 +107,10 @@ class Attention(Operation):
         self.arguments |= {"window": self.window} if self.window else {}
 
     @classmethod
-    def patches(cls, shape):
+    def patches(cls, shape: Shape) -> AbstractContextManager[object]:
         return patch.multiple(module, MAX_ROWS=shape.max_rows, BLOCK_N=shape.block_n)
 
-    def expected(self):
+    def expected(self) -> Iterator[Expected]:
         shape, share, first = self.shape, self.share[self.shape.dtype], 0
         for (_, _, padding), length, total, (key, value) in zip(
             shape.rows, self.lengths, self.totals, self.stored, strict=True

@@ -1,7 +1,11 @@
 """Runs of many steps in scheme `recompute`, against the recurrence in float64."""
 
+from __future__ import annotations
+
 import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -9,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
 
 from hybrid_kv.kernels.recompute import (
     RecomputeCursors,
@@ -28,6 +33,9 @@ from tests.kernels.harness import (
     shapes,
 )
 from tests.kernels.ssd.layer import mamba2
+
+Update = Callable[..., torch.Tensor]
+Appended = tuple[tuple[torch.Tensor | None, float], ...]
 
 OUTPUTS = {
     torch.float64: 1e-12,
@@ -53,14 +61,14 @@ CPU = torch.device("cpu")
 
 
 @contextlib.contextmanager
-def rounding_of_the_hardware():
+def rounding_of_the_hardware() -> Iterator[None]:
     """Round float32 to bfloat16 as hardware does; the interpreter truncates, and slowly."""
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     cast = InterpreterBuilder.cast_impl
 
-    def nearest(self, source, kind):
+    def nearest(self: InterpreterBuilder, source: TensorHandle, kind: tl.dtype) -> TensorHandle:
         types = source.dtype.scalar, kind.scalar
         if types == (tl.float32, tl.bfloat16):
             rounded = (
@@ -102,7 +110,9 @@ BASE = Shape(
 
 
 @st.composite
-def cases(draw, dtypes, states):
+def cases(
+    draw: DrawFn, dtypes: Sequence[torch.dtype], states: Sequence[torch.dtype | str]
+) -> Shape:
     max_query_len = draw(st.sampled_from([1, 2, 4, 6, 10]))
     block_size = draw(st.sampled_from([None, max_query_len, max_query_len + 1, 12, 16]))
     if block_size is not None:
@@ -144,7 +154,7 @@ class Request:
 class Run:
     """A pool, rings and cursors, NaN wherever nothing may be read, and their requests."""
 
-    def __init__(self, case, device=CPU):
+    def __init__(self, case: Shape, device: torch.device = CPU) -> None:
         self.case, self.device = case, device
         self.g = g = torch.Generator().manual_seed(case.seed)
         self.heads = case.groups * case.per_group
@@ -197,7 +207,7 @@ class Run:
         self.shared = self.shared if size is not None and case.starts[0] % size == 0 else []
         self.outputs, self.expected = [], []
 
-    def reserve(self, blocks, shape):
+    def reserve(self, blocks: int, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return storage that holds NaN, and the states in it, with gaps between blocks."""
         case = self.case
         planes = (2,) if case.state == PLANES else ()
@@ -212,10 +222,10 @@ class Run:
         state = storage.as_strided((blocks, *planes, *shape), (elements + case.gap, *strides), 2)
         return storage, state
 
-    def column(self, pos):
+    def column(self, pos: int) -> int:
         return 0 if self.case.block_size is None else (pos - 1) // self.case.block_size
 
-    def inputs(self, num_tokens):
+    def inputs(self, num_tokens: int) -> tuple[torch.Tensor, ...]:
         """x, dt, B and C of tokens, NaN in the last, which is no row's."""
         case, g = self.case, self.g
         shared = case.groups, case.size
@@ -235,18 +245,26 @@ class Run:
         )
         return x, dt, B, C
 
-    def update(self, run_update, step, tokens, cu_seqlens):
+    def update(
+        self,
+        run_update: Update,
+        step: RecomputeStep,
+        tokens: Sequence[torch.Tensor],
+        cu_seqlens: torch.Tensor,
+    ) -> torch.Tensor:
         x, dt, B, C = tokens
         return run_update(
             self.state, self.ring, step, x, dt, self.dt_bias, self.A_log, B, C, self.D, cu_seqlens
         )
 
-    def appended(self, x, dt, B, C):
+    def appended(
+        self, x: torch.Tensor, dt: torch.Tensor, B: torch.Tensor, C: torch.Tensor
+    ) -> Appended:
         """What the ring's x, B and dt get of each token, and the error as a share of it."""
         # Of small time steps too: log(1 + e) alone would err by 6e-5 of them.
         return (x, 0.0), (B, 0.0), (F.softplus(dt.double() + self.dt_bias.double()), 5e-6)
 
-    def step(self, run_commit, run_update):
+    def step(self, run_commit: Callable[..., RecomputeStep], run_update: Update) -> None:
         """Run a step of some requests in some order, then a padding row with a token of its own."""
         case, g = self.case, self.g
         order = torch.randperm(len(self.requests), generator=g)[
@@ -304,10 +322,17 @@ class Run:
             self.check_flush(request, n_flush, block)
         assert set(written).isdisjoint(self.shared), "a cached block was written"
 
-    def chance(self, p):
+    def chance(self, p: float) -> bool:
         return bool(torch.rand(1, generator=self.g) < p)
 
-    def check_memory(self, before, written, rings, appended, expected):
+    def check_memory(
+        self,
+        before: torch.Tensor,
+        written: list[int],
+        rings: list[torch.Tensor],
+        appended: list[tuple[int, int]],
+        expected: Appended,
+    ) -> None:
         changed = bits(self.storage) != bits(before)
         own = torch.zeros(len(before), dtype=torch.bool)
         own.as_strided(self.state.shape, self.state.stride(), 2)[written] = True
@@ -322,7 +347,14 @@ class Run:
                 old[row, :, place] = part[row, :, place]
             assert torch.equal(bits(part), bits(old)), "the ring changed elsewhere"
 
-    def follow(self, chosen, lengths, y, appended, *tokens):
+    def follow(
+        self,
+        chosen: list[Request],
+        lengths: list[int],
+        y: torch.Tensor,
+        appended: list[tuple[int, int]],
+        *tokens: torch.Tensor,
+    ) -> None:
         """Take the recurrence on; some of the tokens are accepted."""
         first, (x, dt, B, C) = 0, tokens
         A, D = -self.A_log.cpu().double().exp(), self.D.cpu().double()
@@ -340,7 +372,7 @@ class Run:
             if length:
                 request.now = passed[request.accepted - 1]
 
-    def check_flush(self, request, n_flush, block):
+    def check_flush(self, request: Request, n_flush: int, block: int) -> None:
         folded, request.history = request.history[:n_flush], request.history[n_flush:]
         expected = self.fold(request.base, folded)
         found = read_states(self.state, torch.tensor([block], device=self.device))[0].cpu().double()
@@ -363,14 +395,14 @@ class Run:
         assert bool((norms[0] <= (1e-12 if double else FROBENIUS) * norms[1]).all()), norms
         request.base = expected
 
-    def fold(self, state, tokens):
+    def fold(self, state: torch.Tensor, tokens: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
         if not tokens:
             return state
         x, steps, B = (torch.stack(part) for part in zip(*tokens, strict=True))
         A = -self.A_log.cpu().double().exp()
         return mamba2(state, x, steps, A, B, torch.zeros_like(B), self.D)[1][-1]
 
-    def finish(self):
+    def finish(self) -> None:
         outputs, expected = torch.cat(self.outputs), torch.cat(self.expected)
         scale = expected.abs().amax((0, 2))[:, None]
         single = self.case.dtype == torch.float64 and self.case.state != torch.float64
@@ -379,7 +411,13 @@ class Run:
         assert worst <= share, worst
 
 
-def check_run(case, run_commit, run_update, device=CPU, kind=Run):
+def check_run(
+    case: Shape,
+    run_commit: Callable[..., RecomputeStep],
+    run_update: Update,
+    device: torch.device = CPU,
+    kind: type[Run] = Run,
+) -> None:
     run = kind(case, device)
     for _ in range(case.steps):
         run.step(run_commit, run_update)
@@ -426,14 +464,19 @@ EDGES = (SHORT_BLOCKS, SHORT_BLOCKS.but(extreme=True, seed=1), SAME_BLOCK, IN_PL
 DOUBLE = BASE.but(starts=(8, 8), groups=2, dtype=torch.float64, state=torch.float64)
 
 
-def follows_the_recurrence(test, drawn, edges, max_examples):
+def follows_the_recurrence(
+    test: Callable[[Shape], None],
+    drawn: SearchStrategy[Shape],
+    edges: Iterable[Shape],
+    max_examples: int,
+) -> Callable[[], None]:
     """Return a test of the edges, each a part of the rule by itself, and of drawn cases."""
     for edge in edges:
         test = example(edge)(test)
     return settings(max_examples=max_examples)(given(drawn)(test))
 
 
-def check_null(update, kind=Run, base=BASE):
+def check_null(update: Update, kind: type[Run] = Run, base: Shape = BASE) -> None:
     """A row without a block to read or to write does neither, whatever else its step says."""
     run = kind(base.but(dtype=torch.bfloat16))
     block, count, row = run.table[0, 1:2].long(), torch.tensor([3]), torch.tensor([1])
@@ -451,7 +494,7 @@ def check_null(update, kind=Run, base=BASE):
         assert all(torch.equal(part, old) for part, old in zip(memory, before, strict=True))
 
 
-def check_kept(update, kind=Run, base=BASE):
+def check_kept(update: Update, kind: type[Run] = Run, base: Shape = BASE) -> None:
     """Neutral tokens leave every bit of a state, also where its halves meet."""
     run = kind(base)
     source, target = run.table[0, :2].long().split(1)
@@ -476,7 +519,7 @@ def check_kept(update, kind=Run, base=BASE):
     assert bool((read_states(run.state, target) == 1 + 2**-9 + 2**-20).all())
 
 
-def ring_and_step(run):
+def ring_and_step(run: Run) -> dict[str, Any]:
     """Their parts by name."""
     found = {f"ring.{name}": getattr(run.ring, name) for name in ("x", "B", "dt")}
     return (
@@ -486,10 +529,10 @@ def ring_and_step(run):
     )
 
 
-def flattened(update):
+def flattened(update: Update) -> Callable[..., None]:
     """An update that takes ring and step by their parts."""
 
-    def call(**named):
+    def call(**named: Any) -> None:
         for name, kind in (("ring", RecomputeRing), ("step", RecomputeStep)):
             parts = {
                 part.removeprefix(f"{name}."): named.pop(part)

@@ -1,9 +1,14 @@
 """Prefills cut into spans, and the states that are kept of them."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
 
 from hybrid_kv.kernels.common.spans import Boundaries, Spans
 
@@ -31,7 +36,7 @@ class Row:
 
 
 @st.composite
-def rows(draw, lengths):
+def rows(draw: DrawFn, lengths: Sequence[int]) -> Row:
     length = draw(st.sampled_from(lengths))
     return Row(
         length=length,
@@ -46,7 +51,14 @@ def rows(draw, lengths):
 class Cut:
     """The spans of some rows in separate blocks, and each row's kept states: [(offset, block)]."""
 
-    def __init__(self, drawn, chunk_size, generator, device="cpu", index_dtype=torch.int64):
+    def __init__(
+        self,
+        drawn: Sequence[Row],
+        chunk_size: int,
+        generator: torch.Generator,
+        device: str = "cpu",
+        index_dtype: torch.dtype = torch.int64,
+    ) -> None:
         lengths = torch.tensor([row.length for row in drawn], dtype=torch.int64)
         flat = [(index, offset) for index, row in enumerate(drawn) for offset in row.boundaries]
         order = torch.randperm(len(flat), generator=generator).tolist()
@@ -83,7 +95,7 @@ class Cut:
         self.drawn, self.index_dtype, self.device = drawn, index_dtype, device
         self.spans = Spans(lengths, blocks, wanted, chunk_size)
 
-    def arguments(self, sources):
+    def arguments(self, sources: str) -> dict[str, Any]:
         """Of a call, the sources under that name."""
         return {
             "spans": self.spans,
@@ -93,7 +105,7 @@ class Cut:
             ),
         }
 
-    def rows(self):
+    def rows(self) -> Iterator[tuple[Row, slice, int, list[tuple[int, int]]]]:
         """Return each row with tokens: index, tokens, block read (0: none), and what is kept."""
         first = 0
         for row, source, kept in zip(self.drawn, self.sources, self.kept, strict=True):
