@@ -5,9 +5,12 @@ error of about 1e-6, so 5e-6, as for paged attention; float64: 1e-13; bfloat16: 
 keeps weights and outputs in it.
 """
 
+from __future__ import annotations
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
 
 from hybrid_kv.kernels.common.strided import gather_tokens
 from hybrid_kv.kernels.mla import attend_latent, store_latent
@@ -16,15 +19,21 @@ from hybrid_kv.kernels.paged_attention.reference import FOLDED_QUERIES
 from tests.kernels import definitions
 from tests.kernels.harness import strided_states
 
+Problem = tuple[list[int], list[int], int, int, int, int, torch.dtype, torch.Generator]
+
 TOLERANCE = {torch.float32: 5e-6, torch.float64: 1e-13, torch.bfloat16: 2e-2}
 
 
-def strided_cache(num_blocks, block_size, width, dtype=torch.float32):
+def strided_cache(
+    num_blocks: int, block_size: int, width: int, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """A layer's view with the gaps of other layers' pages, NaN everywhere."""
     return strided_states(torch.full((num_blocks, block_size, width), torch.nan, dtype=dtype))
 
 
-def stored(latents, block_size, g):
+def stored(
+    latents: list[torch.Tensor], block_size: int, g: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
     """A cache with the rows' latents in blocks of any order, and its block table."""
     columns = -(-max(map(len, latents)) // block_size)
     cache = strided_cache(
@@ -38,14 +47,14 @@ def stored(latents, block_size, g):
     return cache, table
 
 
-def padded_positions(totals, new):
+def padded_positions(totals: list[int], new: list[int]) -> torch.Tensor:
     """Return each row's last `new` positions, [num_rows, max(new)], its last one repeated."""
     steps = torch.minimum(torch.arange(max(new)), torch.tensor(new)[:, None] - 1)
     return (torch.tensor(totals) - torch.tensor(new))[:, None] + steps
 
 
 @st.composite
-def problems(draw):
+def problems(draw: DrawFn) -> Problem:
     totals = draw(st.lists(st.integers(1, FOLDED_QUERIES + 4), min_size=1, max_size=3))
     decodes = draw(st.booleans())
     new = [1 if decodes else draw(st.integers(1, total)) for total in totals]
@@ -55,7 +64,7 @@ def problems(draw):
 
 
 @given(problems())
-def test_rows_read_their_own_blocks_whatever_lies_in_unused_slots(problem):
+def test_rows_read_their_own_blocks_whatever_lies_in_unused_slots(problem: Problem) -> None:
     totals, new, block_size, heads, rank, rope, dtype, g = problem
     latents = [torch.randn(total, rank + rope, generator=g).to(dtype) for total in totals]
     cache, table = stored(latents, block_size, g)
@@ -87,7 +96,7 @@ def test_rows_read_their_own_blocks_whatever_lies_in_unused_slots(problem):
         unique_by=lambda slot: slot if slot >= 0 else object(),
     )
 )
-def test_a_negative_slot_stores_nothing(slots):
+def test_a_negative_slot_stores_nothing(slots: list[int]) -> None:
     cache = strided_cache(3, 4, 2).zero_()
     latent = torch.arange(1, 1 + len(slots) * 2, dtype=torch.float32).view(-1, 2)
     store_latent(latent, cache, slot_cells(torch.tensor(slots), 4))

@@ -5,33 +5,43 @@ in bfloat16 2e-2, a few roundings of 4e-3. Expert ids are equal: drawn logits ar
 any rounding.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from unittest.mock import patch
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
 
 from hybrid_kv.kernels.moe import apply_experts, route_sigmoid, route_softmax, route_topk_softmax
 from hybrid_kv.measure.device import pretend_gpu
 from tests.kernels import definitions
 from tests.kernels.harness import assert_close
 
+Activation = Callable[[torch.Tensor], torch.Tensor]
+Experts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Activation]
+
 SHARE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2e-2}
 
 
-def gated(hidden):
+def gated(hidden: torch.Tensor) -> torch.Tensor:
     gate, up = hidden.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
-def squared(hidden):
+def squared(hidden: torch.Tensor) -> torch.Tensor:
     return F.relu(hidden).square()
 
 
-def spread(shape, g, dtype=torch.float64):
+def spread(
+    shape: tuple[int, int], g: torch.Generator, dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
     """Return multiples of 1/8 that differ within a row: equal in every dtype, with no ties."""
     return (
         torch.stack([torch.randperm(shape[1], generator=g) for _ in range(shape[0])]) / 8 - 1
@@ -39,23 +49,29 @@ def spread(shape, g, dtype=torch.float64):
 
 
 @st.composite
-def logits_of_tokens(draw):
+def logits_of_tokens(draw: DrawFn) -> tuple[torch.Tensor, int]:
     tokens, experts = draw(st.integers(1, 5)), draw(st.integers(1, 12))
     g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
     return spread((tokens, experts), g, dtype), draw(st.integers(1, experts))
 
 
-def assert_wide(weights, logits):
+def assert_wide(weights: torch.Tensor, logits: torch.Tensor) -> None:
     assert weights.dtype == (torch.float64 if logits.dtype == torch.float64 else torch.float32)
 
 
-def by_expert(weights, ids, num_experts):
+def by_expert(weights: torch.Tensor, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     """[num_tokens, num_experts] in float64, 0 for an expert that was not chosen."""
     return weights.new_zeros(len(weights), num_experts).scatter_(1, ids, weights).double()
 
 
-def assert_weights(routed, logits, definition, *options, **named):
+def assert_weights(
+    routed: tuple[torch.Tensor, torch.Tensor],
+    logits: torch.Tensor,
+    definition: Callable[..., npt.NDArray[np.float64]],
+    *options: object,
+    **named: object,
+) -> None:
     weights, ids = routed
     assert_wide(weights, logits)
     expected = torch.from_numpy(
@@ -65,7 +81,9 @@ def assert_weights(routed, logits, definition, *options, **named):
 
 
 @given(logits_of_tokens(), st.booleans())
-def test_softmax_routers_choose_and_weigh_as_the_definition_says(problem, renormalise):
+def test_softmax_routers_choose_and_weigh_as_the_definition_says(
+    problem: tuple[torch.Tensor, int], renormalise: bool
+) -> None:
     logits, top_k = problem
     assert_weights(
         route_softmax(logits, top_k, renormalise),
@@ -84,7 +102,7 @@ def test_softmax_routers_choose_and_weigh_as_the_definition_says(problem, renorm
 
 
 @given(st.data())
-def test_the_sigmoid_router_chooses_and_weighs_as_the_definition_says(data):
+def test_the_sigmoid_router_chooses_and_weighs_as_the_definition_says(data: st.DataObject) -> None:
     draw, tokens = data.draw, data.draw(st.integers(1, 4))
     num_groups, per_group = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     top_k_groups = draw(st.integers(1, num_groups))
@@ -111,7 +129,7 @@ def test_the_sigmoid_router_chooses_and_weighs_as_the_definition_says(data):
 
 
 @st.composite
-def expert_problems(draw):
+def expert_problems(draw: DrawFn) -> Experts:
     tokens, experts = draw(st.integers(1, 20)), draw(st.integers(1, 9))
     top_k = draw(st.integers(1, experts))
     # Rows of whole 16 bytes, and others: only those go through a grouped product.
@@ -134,7 +152,9 @@ def expert_problems(draw):
 
 
 @given(expert_problems())
-def test_every_token_gets_the_weighted_sum_of_its_experts_and_no_other_is_read(problem):
+def test_every_token_gets_the_weighted_sum_of_its_experts_and_no_other_is_read(
+    problem: Experts,
+) -> None:
     x, ids, weights, up, down, activation = problem
     expected, magnitude = (torch.zeros(x.shape, dtype=torch.float64) for _ in range(2))
     wide_up, wide_down = up.double(), down.double()
@@ -165,7 +185,9 @@ def test_every_token_gets_the_weighted_sum_of_its_experts_and_no_other_is_read(p
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("tokens", "inner"), [(1, 16), (4, 16), (4, 12)])
-def test_a_gpu_s_host_does_not_wait_to_know_how_many_tokens_an_expert_has(dtype, tokens, inner):
+def test_a_gpu_s_host_does_not_wait_to_know_how_many_tokens_an_expert_has(
+    dtype: torch.dtype, tokens: int, inner: int
+) -> None:
     g = torch.Generator().manual_seed(0)
     x, up = (
         torch.randn(tokens, 16, generator=g).to(dtype),

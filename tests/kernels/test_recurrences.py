@@ -9,9 +9,10 @@ in float32, so they change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
 
 from hybrid_kv.kernels.common.ragged import WantedStates
 from hybrid_kv.kernels.gated_delta import gated_delta_chunk, gated_delta_update
@@ -29,11 +31,19 @@ from hybrid_kv.kernels.ssd import chunk_scan, host, reference, selective_state_u
 from tests.kernels import definitions
 from tests.kernels.harness import assert_close, defined, strided_states, wanted_states
 
+Operands = tuple[torch.Tensor, ...]
+
 FEW, CHUNKED, DOUBLE = 1e-5, 2e-5, 1e-12
 DTYPES = [(torch.float32,) * 2, (torch.float64,) * 2, (torch.float32, torch.bfloat16)]
 
 
-def mamba2_operands(shape, sizes, strength, dtype, g):
+def mamba2_operands(
+    shape: tuple[int, int],
+    sizes: Sequence[int],
+    strength: float,
+    dtype: torch.dtype,
+    g: torch.Generator,
+) -> tuple[Operands, torch.Tensor]:
     (groups, head_dim, size), heads = sizes, 2 * sizes[0]
     x, dt = (
         torch.randn(*shape, heads, head_dim, generator=g),
@@ -45,7 +55,13 @@ def mamba2_operands(shape, sizes, strength, dtype, g):
     return tuple(part.to(dtype) for part in (x, dt, A, B, C, D)), state.to(dtype)
 
 
-def mamba1_operands(shape, sizes, strength, dtype, g):
+def mamba1_operands(
+    shape: tuple[int, int],
+    sizes: Sequence[int],
+    strength: float,
+    dtype: torch.dtype,
+    g: torch.Generator,
+) -> tuple[Operands, torch.Tensor]:
     channels, size, _ = sizes
     x, dt = (
         torch.randn(*shape, channels, generator=g),
@@ -57,7 +73,14 @@ def mamba1_operands(shape, sizes, strength, dtype, g):
     return tuple(part.to(dtype) for part in (x, dt, A, B, C, D)), state.to(dtype)
 
 
-def delta_operands(shape, sizes, strength, dtype, g, per_channel=False):
+def delta_operands(
+    shape: tuple[int, int],
+    sizes: Sequence[int],
+    strength: float,
+    dtype: torch.dtype,
+    g: torch.Generator,
+    per_channel: bool = False,
+) -> tuple[Operands, torch.Tensor]:
     """Return unit keys, scaled unit queries, beta of 0 … 2, log decays of 0 … -strength."""
     heads, k_size, v_size = sizes
     q, k = (
@@ -72,7 +95,7 @@ def delta_operands(shape, sizes, strength, dtype, g, per_channel=False):
     return (q * k_size**-0.5, k, v, decay, beta), state
 
 
-def channel_operands(*arguments):
+def channel_operands(*arguments: Any) -> tuple[Operands, torch.Tensor]:
     return delta_operands(*arguments, per_channel=True)
 
 
@@ -105,7 +128,9 @@ class Recurrence:
     chunk: Callable = lambda size: size
     context: Callable = nullcontext
 
-    def rows(self, lengths, operands, state):
+    def rows(
+        self, lengths: Sequence[int], operands: Operands, state: torch.Tensor
+    ) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
         """Outputs of each row, and the state after each of its tokens."""
         return [
             defined(
@@ -116,7 +141,7 @@ class Recurrence:
             for row, length in enumerate(lengths)
         ]
 
-    def terms(self, operands, states):
+    def terms(self, operands: Operands, states: Sequence[torch.Tensor]) -> float:
         """The largest product that outputs add up, where they may cancel."""
         if self.cancels is None:
             return 1e-3
@@ -124,24 +149,49 @@ class Recurrence:
             float(state.abs().max()) for state in states
         )
 
-    def scan(self, operands, state, chunk_size, rows, offsets):
+    def scan(
+        self,
+        operands: Operands,
+        state: torch.Tensor,
+        chunk_size: int,
+        rows: torch.Tensor,
+        offsets: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         with self.context():
             return self.many(operands, state, chunk_size, rows, offsets)
 
 
-def in_the_loop():
+def in_the_loop() -> AbstractContextManager[object]:
     return patch.object(host, "MAX_THREADS", torch.get_num_threads())
 
 
-def scan_mamba2(operands, state, chunk_size, rows, offsets):
+def scan_mamba2(
+    operands: Operands,
+    state: torch.Tensor,
+    chunk_size: int,
+    rows: torch.Tensor,
+    offsets: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
     return chunk_scan(*operands, state, chunk_size, rows, offsets)
 
 
-def scan_mamba1(operands, state, chunk_size, rows, offsets):
+def scan_mamba1(
+    operands: Operands,
+    state: torch.Tensor,
+    chunk_size: int,
+    rows: torch.Tensor,
+    offsets: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
     return selective_scan(*operands, state, chunk_size, rows, offsets)
 
 
-def scan_delta(operands, state, chunk_size, rows, offsets):
+def scan_delta(
+    operands: Operands,
+    state: torch.Tensor,
+    chunk_size: int,
+    rows: torch.Tensor,
+    offsets: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
     return gated_delta_chunk(*operands, state, chunk_size, rows, offsets)
 
 
@@ -175,7 +225,9 @@ each = pytest.mark.parametrize("one", RECURRENCES.values(), ids=RECURRENCES)
 
 
 @st.composite
-def problems(draw, one, most=20):
+def problems(
+    draw: DrawFn, one: Recurrence, most: int = 20
+) -> tuple[list[int], Operands, torch.Tensor]:
     """Return row lengths, operands with any values after the tokens, and a state with gaps."""
     lengths = draw(st.lists(st.integers(1, most), min_size=1, max_size=3))
     sizes = [draw(st.integers(1, 4)) for _ in range(3)]
@@ -195,8 +247,8 @@ def problems(draw, one, most=20):
 @each
 @given(data=st.data(), chunk_size=st.integers(1, 23))
 def test_chunks_of_any_size_equal_the_definition_with_the_state_at_any_offset(
-    one, data, chunk_size
-):
+    one: Recurrence, data: st.DataObject, chunk_size: int
+) -> None:
     lengths, operands, state = data.draw(problems(one))
     wanted, rows, offsets = wanted_states(data.draw, lengths, most=6)
     before = [part.clone() for part in (*operands, state)]
@@ -224,7 +276,9 @@ def test_chunks_of_any_size_equal_the_definition_with_the_state_at_any_offset(
 
 @each
 @given(data=st.data())
-def test_a_few_tokens_equal_the_definition_with_the_state_after_each(one, data):
+def test_a_few_tokens_equal_the_definition_with_the_state_after_each(
+    one: Recurrence, data: st.DataObject
+) -> None:
     lengths, operands, state = data.draw(problems(one, most=6))
     before = [part.clone() for part in (*operands, state)]
     y, states = one.few(state, *operands)
@@ -242,7 +296,7 @@ def test_a_few_tokens_equal_the_definition_with_the_state_after_each(one, data):
 
 
 @each
-def test_a_token_without_a_step_leaves_the_state_alone_bit_for_bit(one):
+def test_a_token_without_a_step_leaves_the_state_alone_bit_for_bit(one: Recurrence) -> None:
     operands, state = one.operands(
         (2, 6), (2, 3, 4), 1.0, torch.float32, torch.Generator().manual_seed(0)
     )
@@ -257,7 +311,7 @@ def test_a_token_without_a_step_leaves_the_state_alone_bit_for_bit(one):
 
 @each
 @pytest.mark.parametrize("chunk_size", [16, 64, 128])
-def test_tokens_behind_a_strong_decay_keep_their_digits(one, chunk_size):
+def test_tokens_behind_a_strong_decay_keep_their_digits(one: Recurrence, chunk_size: int) -> None:
     """Half of a chunk decays by 400 and more: small differences of large sums keep their digits."""
     operands, state = one.operands(
         (1, 128), (2, 8, 8), 0.02, torch.float32, torch.Generator().manual_seed(0)
@@ -276,7 +330,9 @@ def test_tokens_behind_a_strong_decay_keep_their_digits(one, chunk_size):
 
 
 @given(data=st.data(), chunk_size=st.integers(1, 12))
-def test_the_size_of_chunks_changes_no_bit_of_a_state_of_mamba1(data, chunk_size):
+def test_the_size_of_chunks_changes_no_bit_of_a_state_of_mamba1(
+    data: st.DataObject, chunk_size: int
+) -> None:
     lengths, operands, state = data.draw(problems(one := RECURRENCES["mamba1"]))
     row, offsets = torch.arange(len(lengths)), torch.tensor(lengths)
     expected = one.few(state, *operands)[1][row, offsets - 1]
@@ -284,7 +340,7 @@ def test_the_size_of_chunks_changes_no_bit_of_a_state_of_mamba1(data, chunk_size
 
 
 @pytest.mark.parametrize("max_threads", [0, torch.get_num_threads(), 999])
-def test_the_compiled_loop_runs_on_few_cores_of_a_cpu(max_threads):
+def test_the_compiled_loop_runs_on_few_cores_of_a_cpu(max_threads: int) -> None:
     with patch.object(host, "MAX_THREADS", max_threads):
         assert host.scan_loop(torch.empty(1, dtype=torch.bfloat16)) is None
         assert host.scan_loop(torch.empty(1, device="meta")) is None
@@ -293,7 +349,7 @@ def test_the_compiled_loop_runs_on_few_cores_of_a_cpu(max_threads):
         assert (host.scan_loop(torch.empty(1)) is None) == (max_threads == 0)
 
 
-def test_the_compiled_loop_reads_nothing_behind_the_states_that_are_wanted():
+def test_the_compiled_loop_reads_nothing_behind_the_states_that_are_wanted() -> None:
     if loop := host.scan_loop(torch.empty(1)):
         x, one = np.ones((1, 1, 1, 1), dtype=np.float32), np.ones(2, dtype=np.int64)
         wanted = np.zeros((2, 1, 1, 1), dtype=np.float32)
@@ -314,7 +370,7 @@ def test_the_compiled_loop_reads_nothing_behind_the_states_that_are_wanted():
         assert wanted[0] and not wanted[1]
 
 
-def test_jamba_of_transformers_computes_the_same():
+def test_jamba_of_transformers_computes_the_same() -> None:
     jamba = pytest.importorskip("transformers.models.jamba.modeling_jamba")
     operands, state = mamba1_operands(
         (2, 30), (6, 4, 0), 4.0, torch.float32, torch.Generator().manual_seed(0)
@@ -331,7 +387,7 @@ def test_jamba_of_transformers_computes_the_same():
 @pytest.mark.parametrize(
     ("length", "per_channel"), [(1, False), (5, False), (150, False), (5, True), (150, True)]
 )
-def test_delta_nets_of_transformers_compute_the_same(length, per_channel):
+def test_delta_nets_of_transformers_compute_the_same(length: int, per_channel: bool) -> None:
     """They want unscaled queries, and states as [K, V]."""
     if per_channel:
         kimi = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,7 +10,7 @@ from tests.kernels.definitions import slot
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_matches_tokens_that_are_dealt_out_one_by_one(data):
+def test_matches_tokens_that_are_dealt_out_one_by_one(data: st.DataObject) -> None:
     """One beyond the row has no slot, not one in the first block of the next row (vllm!54296)."""
     interleave = data.draw(st.sampled_from([1, 2, 4]))
     block_size = interleave * data.draw(st.integers(1, 6))
@@ -36,6 +38,6 @@ def test_matches_tokens_that_are_dealt_out_one_by_one(data):
     ]
 
 
-def test_slots_beyond_int32_are_right():
+def test_slots_beyond_int32_are_right() -> None:
     table = torch.tensor([[2**30]], dtype=torch.int32)
     assert slot_mapping(table, torch.tensor([0]), torch.tensor([15]), 16).tolist() == [2**34 + 15]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +19,7 @@ from tests.support.block_table_steps import Scenario, scenarios, tensors
 LAYOUTS = [TableLayout(3, 4, 2, 2), TableLayout(5, 4, 1, 1)]
 
 
-def as_python(*arguments) -> HostTables:
+def as_python(*arguments: Any) -> HostTables:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host, "compiled", lambda loop, signature: loop)
         return HostTables(*arguments)
@@ -74,7 +78,9 @@ def test_what_was_forgotten_is_brought_anew_whoever_owned_the_row(owners: int) -
     assert [table[0, 0] for table in tables.input_tables] == ([14, 8] if owners else [-7, -7])
 
 
-def staged(rows, counts, ids, overwrite=True):
+def staged(
+    rows: Sequence[int], counts: Sequence[Sequence[int]], ids: Sequence[int], overwrite: bool = True
+) -> tuple[npt.NDArray[Any], ...]:
     shapes = np.array(counts, dtype=np.int32), np.full(len(rows), overwrite)
     return np.array(ids, dtype=np.int32), np.array(rows, dtype=np.int32), *shapes
 
@@ -99,7 +105,12 @@ def staged(rows, counts, ids, overwrite=True):
     ],
 )
 def test_what_cannot_be_appended_is_refused_and_nothing_is_written(
-    make, rows, counts, ids, error, message
+    make: Callable[..., HostTables],
+    rows: list[int],
+    counts: list[list[int]],
+    ids: list[int],
+    error: type[Exception],
+    message: str,
 ) -> None:
     tables = make(LAYOUTS, 2, 8)
     with pytest.raises(error, match=message):
@@ -108,7 +119,7 @@ def test_what_cannot_be_appended_is_refused_and_nothing_is_written(
 
 
 @pytest.mark.parametrize("make", [HostTables, as_python])
-def test_a_batch_beyond_the_tables_is_refused(make) -> None:
+def test_a_batch_beyond_the_tables_is_refused(make: Callable[..., HostTables]) -> None:
     tables, one = make(LAYOUTS, 2, 8), np.ones(1, dtype=np.int64)
     for row in (-1, 2, 3):
         with pytest.raises(IndexError, match="a row of a batch that the tables do not have"):

@@ -1,9 +1,15 @@
 """A convolution's operands for flat tokens, and what its definition says of one row of them."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from tests.kernels.definitions import causal_conv1d
-from tests.kernels.harness import Expected, Pool, flat_tokens
+from tests.kernels.harness import Expected, Pool, Shape, flat_tokens
 
 # In float32, of the sum of the magnitudes that meet before SiLU (as many roundings as taps, and
 # exp), whose slope is at most 1.1; plus the rounding of a 16-bit output. What is stored is compared
@@ -11,11 +17,13 @@ from tests.kernels.harness import Expected, Pool, flat_tokens
 OUTPUTS = 1e-6
 
 
-def numpy(tensor):
+def numpy(tensor: torch.Tensor | None) -> npt.NDArray[np.float64] | None:
     return None if tensor is None else tensor.cpu().double().numpy()
 
 
-def convolve(x, weight, bias, window):
+def convolve(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: torch.Tensor
+) -> Iterator[torch.Tensor]:
     """y [len, channels] and all inputs [kernel - 1 + len, channels] of a row, in float64."""
     return map(torch.from_numpy, causal_conv1d(*map(numpy, (window, x, weight, bias))))
 
@@ -23,7 +31,15 @@ def convolve(x, weight, bias, window):
 class Layer:
     """`arguments` from conv_state to bias; of the pool nothing but NaN is in a block."""
 
-    def __init__(self, shape, tokens, num_blocks, height, g, device):
+    def __init__(
+        self,
+        shape: Shape,
+        tokens: int,
+        num_blocks: int,
+        height: int,
+        g: torch.Generator,
+        device: str,
+    ) -> None:
         # Values that both types hold, so that what is stored can be compared bit for bit: the
         # interpreter does not round as a GPU does.
         (x,) = flat_tokens(
@@ -42,14 +58,14 @@ class Layer:
         }
         self.pools = {"conv_state": pool}
 
-    def put(self, block, first, g):
+    def put(self, block: int, first: int, g: torch.Generator) -> None:
         """A window into a block, from row `first` on."""
         window = torch.randn(self.shape.kernel - 1, self.shape.channels, generator=g)
         self.arguments["conv_state"][block, first : first + self.shape.kernel - 1] = window.to(
             self.pools["conv_state"].storage
         )
 
-    def row(self, span, source, first):
+    def row(self, span: slice, source: int, first: int) -> tuple[Expected, torch.Tensor]:
         """What is expected of a row's outputs, and all of its inputs."""
         blocks, x, weight, bias = (
             self.arguments[name] for name in ("conv_state", "x", "weight", "bias")
@@ -61,7 +77,7 @@ class Layer:
         magnitude += 0 if bias is None else bias.cpu().abs().double().max()
         return Expected("y", span, y, OUTPUTS, magnitude, x.dtype), inputs
 
-    def stored(self, block, inputs):
+    def stored(self, block: int, inputs: torch.Tensor) -> Expected:
         """A block whose first rows must hold these."""
         return Expected(
             "conv_state", (block, slice(len(inputs))), inputs, 0, 0, self.shape.state_dtype

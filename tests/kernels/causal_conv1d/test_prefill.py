@@ -1,5 +1,9 @@
 """The convolution of a prefill against its definition, interpreted; tolerances in `layer`."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from unittest.mock import patch
 
 import pytest
@@ -12,7 +16,9 @@ from tests.kernels.causal_conv1d.layer import Layer
 from tests.kernels.causal_conv1d.test_update import BASE, LAYOUTS, NANO
 from tests.kernels.harness import (
     FLOATS,
+    Expected,
     Operation,
+    Shape,
     check,
     check_far,
     check_far_tokens,
@@ -31,7 +37,7 @@ class Prefill(Operation, Layer):
     kernel = staticmethod(causal_conv1d_prefill)
     reference = staticmethod(causal_conv1d_prefill_reference)
 
-    def __init__(self, shape, device="cpu"):
+    def __init__(self, shape: Shape, device: str = "cpu") -> None:
         self.shape, g = shape, torch.Generator().manual_seed(shape.seed)
         self.cut = Cut(shape.rows, 16, g, device, shape.index_dtype)
         self.num_tokens, height = self.cut.spans.num_tokens, shape.kernel + 1 + shape.more_rows
@@ -45,10 +51,10 @@ class Prefill(Operation, Layer):
         self.arguments |= self.cut.arguments("window_indices") | {"window_rows": first}
 
     @classmethod
-    def patches(cls, shape):
+    def patches(cls, shape: Shape) -> AbstractContextManager[object]:
         return patch.object(module, "warp_size", lambda: shape.lanes)
 
-    def expected(self):
+    def expected(self) -> Iterator[Expected]:
         for row, span, source, kept in self.cut.rows():
             y, inputs = self.row(span, source, row.accepted - 1)
             yield y
@@ -77,14 +83,14 @@ test_equals_the_definition, test_the_reference_equals_the_definition = equality(
 )
 
 
-def check_backwards(shape):
+def check_backwards(shape: Shape) -> None:
     """Programs have no order: what the last ones store, the first must not read."""
     with programs(backwards) as grids:
         check_kernel(Prefill, shape)
     assert grids == [(-(-shape.channels // 128) * sum(-(-row.length // 16) for row in shape.rows),)]
 
 
-def test_programs_need_no_order_though_rows_write_the_blocks_that_they_start_from():
+def test_programs_need_no_order_though_rows_write_the_blocks_that_they_start_from() -> None:
     drawn = tuple(
         Row(40, boundaries, start)
         for boundaries in ((17, 33), (1, 40))
@@ -96,12 +102,12 @@ def test_programs_need_no_order_though_rows_write_the_blocks_that_they_start_fro
 FAR = SHORT.but(rows=(Row(19, (18,)),), channels=8)
 
 
-def test_offsets_pass_int32():
+def test_offsets_pass_int32() -> None:
     interpreted(check_far, Prefill, FAR.but(rows=(Row(2),), state_dtype=torch.float16))
     interpreted(check_far_tokens, Prefill, FAR.but(dtype=torch.float16), ["x"], 2**27)
 
 
-def test_traffic_is_every_token_once_and_the_windows():
+def test_traffic_is_every_token_once_and_the_windows() -> None:
     """An eighth of a layer of Nemotron-3-Nano; a tile loads the three tokens before it again."""
     shape = NANO.but(channels=768, rows=(Row(48, (32,)),), more_rows=1)
     counted, y, launches = interpreted(measure, Prefill, shape, "conv_state", "x", "weight", "bias")
@@ -113,7 +119,7 @@ def test_traffic_is_every_token_once_and_the_windows():
     assert launches == 1
 
 
-def test_a_window_that_reaches_back_loads_no_token_before_its_row():
+def test_a_window_that_reaches_back_loads_no_token_before_its_row() -> None:
     """It would be another row's, or, in front of the first row, no memory of ours."""
     shape = SHORT.but(
         rows=(Row(16), Row(1, start="last"), Row(2, (1,), initial=False)), channels=128
@@ -145,7 +151,7 @@ test_rejects_what_the_kernel_would_misread = rejected_operations(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_on_a_gpu(dtype):
+def test_on_a_gpu(dtype: torch.dtype) -> None:
     drawn = (Row(600, (528,), "first"), Row(0), Row(3, (1, 2), "last"), Row(33, initial=False))
     check(
         Prefill(NANO.but(rows=drawn, state_dtype=dtype, more_rows=1), "cuda"), causal_conv1d_prefill

@@ -4,29 +4,36 @@ Tolerance: 1e-6 of max|pre-activation terms| in float32, where four products and
 err by a few 1e-7; 1e-14 in float64.
 """
 
+from __future__ import annotations
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
 
 from hybrid_kv.kernels.causal_conv1d import causal_conv1d, windows_at
 from tests.kernels.causal_conv1d.layer import convolve
 
+Problem = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, list[int], float]
+
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-14}
 
 
-def plain(x, weight, bias, window):
+def plain(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: torch.Tensor
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """One row: y [len, channels], and the window before the first token and after each."""
     y, inputs = convolve(x, weight, bias, window)
     return y, [*inputs.unfold(0, weight.shape[1] - 1, 1).mT]
 
 
-def assert_close(got, expected, scale):
+def assert_close(got: torch.Tensor, expected: torch.Tensor, scale: float) -> None:
     assert float((got.double() - expected).abs().max()) <= TOLERANCE[got.dtype] * scale
 
 
 @st.composite
-def problems(draw):
+def problems(draw: DrawFn) -> Problem:
     lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
     channels, kernel = draw(st.integers(1, 7)), draw(st.integers(2, 5))
     dtype = draw(st.sampled_from(list(TOLERANCE)))
@@ -43,7 +50,9 @@ def problems(draw):
 
 
 @given(problems(), st.data())
-def test_equals_the_loop_with_the_window_at_any_offset(problem, data):
+def test_equals_the_loop_with_the_window_at_any_offset(
+    problem: Problem, data: st.DataObject
+) -> None:
     x, weight, bias, window, lengths, scale = problem
     for row, length in enumerate(lengths):
         x[row, length:] = torch.nan

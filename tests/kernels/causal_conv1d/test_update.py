@@ -1,10 +1,15 @@
 """The convolution of a verify step against its definition, interpreted; tolerances in `layer`."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
 
 from hybrid_kv.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_update_reference
 from hybrid_kv.kernels.causal_conv1d import update as module
@@ -13,6 +18,7 @@ from tests.kernels.harness import (
     FLOATS,
     GAPS,
     INTS,
+    Expected,
     Operation,
     Shape,
     check,
@@ -32,7 +38,7 @@ class Update(Operation, Layer):
     kernel = staticmethod(causal_conv1d_update)
     reference = staticmethod(causal_conv1d_update_reference)
 
-    def __init__(self, shape, device="cpu"):
+    def __init__(self, shape: Shape, device: str = "cpu") -> None:
         self.shape, g = shape, torch.Generator().manual_seed(shape.seed)
         lengths, rows = [length for length, *_ in shape.rows], len(shape.rows)
         self.num_tokens = sum(lengths)
@@ -61,10 +67,10 @@ class Update(Operation, Layer):
         }
 
     @classmethod
-    def patches(cls, shape):
+    def patches(cls, shape: Shape) -> AbstractContextManager[object]:
         return patch.object(module, "warp_size", lambda: shape.lanes)
 
-    def expected(self):
+    def expected(self) -> Iterator[Expected]:
         ends = self.arguments["cu_seqlens"].tolist()
         for row, (length, accepted, padding, _) in enumerate(self.shape.rows):
             if length:
@@ -108,7 +114,7 @@ LAYOUTS = {
 
 
 @st.composite
-def cases(draw):
+def cases(draw: DrawFn) -> Shape:
     columns = draw(st.integers(1, 6))
     row = st.tuples(st.integers(0, columns), st.integers(1, columns), st.booleans(), st.booleans())
     rows = tuple(draw(st.lists(row, min_size=1, max_size=4)))
@@ -124,7 +130,7 @@ test_equals_the_definition, test_the_reference_equals_the_definition = equality(
 )
 
 
-def test_offsets_pass_int32():
+def test_offsets_pass_int32() -> None:
     shape = BASE.but(rows=((2, 1, False, False),), channels=8, state_dtype=torch.float16)
     interpreted(check_far, Update, shape)
 
@@ -133,7 +139,7 @@ NANO = BASE.but(channels=6144, dtype=torch.bfloat16, state_dtype=torch.bfloat16,
 
 
 @pytest.mark.parametrize("length", [1, 6])
-def test_traffic_is_every_row_once(length):
+def test_traffic_is_every_row_once(length: int) -> None:
     """At the shape of Nemotron-3-Nano: 3T + 5 rows of 12,288 bytes, whatever room a row has."""
     shape = NANO.but(rows=((length, 1, False, False),), columns=6)
     counted, y, launches = interpreted(measure, Update, shape, "conv_state", "x", "weight", "bias")
@@ -164,7 +170,7 @@ test_rejects_what_the_kernel_would_misread = rejected_operations(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_on_a_gpu(dtype):
+def test_on_a_gpu(dtype: torch.dtype) -> None:
     rows = (
         (6, 3, False, False),
         (1, 1, True, False),

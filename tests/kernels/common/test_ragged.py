@@ -1,5 +1,7 @@
 """Flat tokens and padded rows are the same tokens; states come back in the order asked for."""
 
+from __future__ import annotations
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 
 
 @given(LENGTHS, st.integers(1, 3))
-def test_padded_holds_each_row_and_flat_undoes_it(lengths, channels):
+def test_padded_holds_each_row_and_flat_undoes_it(lengths: list[int], channels: int) -> None:
     arrays, make = Ragged.stage(torch.tensor(lengths), CPU)
     assert bool(arrays) == (len(set(lengths)) > 1)
     ragged = make(*map(torch.from_numpy, arrays))
@@ -24,7 +26,7 @@ def test_padded_holds_each_row_and_flat_undoes_it(lengths, channels):
 
 
 @given(LENGTHS)
-def test_padding_is_finite_and_of_the_same_row(lengths):
+def test_padding_is_finite_and_of_the_same_row(lengths: list[int]) -> None:
     ragged = Ragged(torch.tensor(lengths), CPU)
     owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     assert torch.equal(
@@ -33,13 +35,15 @@ def test_padding_is_finite_and_of_the_same_row(lengths):
 
 
 @given(LENGTHS)
-def test_rows_start_where_those_before_them_end(lengths):
+def test_rows_start_where_those_before_them_end(lengths: list[int]) -> None:
     starts = Ragged(torch.tensor(lengths), CPU).starts
     assert starts.tolist() == [sum(lengths[:row]) for row in range(len(lengths) + 1)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 20))), st.integers(1, 25))
-def test_each_state_comes_from_its_own_chunk_into_its_own_place(places, chunk_size):
+def test_each_state_comes_from_its_own_chunk_into_its_own_place(
+    places: list[tuple[int, int]], chunk_size: int
+) -> None:
     rows, offsets = torch.tensor(places, dtype=torch.int64).view(-1, 2).unbind(1)
     # Of row r after n tokens the state is 100 * r + n.
     states = 100 * torch.arange(4.0)[:, None] + torch.arange(1.0, 21)

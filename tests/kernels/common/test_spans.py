@@ -1,5 +1,7 @@
 """How a prefill is cut, against a walk over its tokens one by one."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 from hypothesis import example, given
@@ -15,7 +17,7 @@ from tests.support.spans import Cut, Row, rows
     st.integers(0, 99),
 )
 @example([Row(16, (16, 16)), Row(0), Row(33, (1, 16, 32))], 16, 0)
-def test_equals_a_walk_over_the_tokens(drawn, chunk_size, seed):
+def test_equals_a_walk_over_the_tokens(drawn: list[Row], chunk_size: int, seed: int) -> None:
     cut = Cut(drawn, chunk_size, torch.Generator().manual_seed(seed))
     spans, token = cut.spans, 0
     chunks, tiles, ends, found = [], [], [], []
@@ -53,7 +55,7 @@ def test_equals_a_walk_over_the_tokens(drawn, chunk_size, seed):
 
 
 @pytest.mark.parametrize("offset", [0, 4, -1])
-def test_a_boundary_outside_of_its_row_is_refused(offset):
+def test_a_boundary_outside_of_its_row_is_refused(offset: int) -> None:
     wanted = Boundaries(
         torch.tensor([1, 1, 0]), torch.tensor([1, offset, 9]), torch.tensor([3, 4, 6])
     )
@@ -62,7 +64,7 @@ def test_a_boundary_outside_of_its_row_is_refused(offset):
 
 
 @pytest.mark.parametrize("chunk_size", [0, 8, 48])
-def test_chunks_of_another_size_are_refused(chunk_size):
+def test_chunks_of_another_size_are_refused(chunk_size: int) -> None:
     with pytest.raises(
         ValueError, match=f"chunk_size is {chunk_size}; it must be a power of two >= 16"
     ):

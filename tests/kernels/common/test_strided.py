@@ -1,5 +1,7 @@
 """Blocks at any stride are read and written as an index would."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,7 +10,14 @@ from hypothesis import strategies as st
 from hybrid_kv.kernels.common.strided import copy_blocks, gather_tokens, token_places
 
 
-def strided(blocks, tokens, inner, gap, generator, dtype=torch.float32):
+def strided(
+    blocks: int,
+    tokens: int,
+    inner: int,
+    gap: int,
+    generator: torch.Generator,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a view [blocks, tokens, inner] with foreign elements before, between and after."""
     page = tokens * inner + gap
     storage = torch.randn(1 + (blocks - 1) * page + tokens * inner, generator=generator).to(dtype)
@@ -18,7 +27,9 @@ def strided(blocks, tokens, inner, gap, generator, dtype=torch.float32):
 @given(
     st.integers(1, 4), st.integers(1, 3), st.integers(1, 6), st.integers(0, 6), st.integers(0, 99)
 )
-def test_tokens_are_gathered_from_any_strides(blocks, tokens, inner, gap, seed):
+def test_tokens_are_gathered_from_any_strides(
+    blocks: int, tokens: int, inner: int, gap: int, seed: int
+) -> None:
     """With a gap the stride of a block may be no multiple of a token's."""
     g = torch.Generator().manual_seed(seed)
     _, cache = strided(blocks, tokens, inner, gap, g)
@@ -35,7 +46,9 @@ def test_tokens_are_gathered_from_any_strides(blocks, tokens, inner, gap, seed):
     st.integers(0, 1),
     st.integers(0, 99),
 )
-def test_blocks_are_copied_whole_and_nothing_else(dtype, tokens, inner, gap, start, seed):
+def test_blocks_are_copied_whole_and_nothing_else(
+    dtype: torch.dtype, tokens: int, inner: int, gap: int, start: int, seed: int
+) -> None:
     """Sizes, gaps and addresses that are multiples of 16 bytes, and others."""
     g = torch.Generator().manual_seed(seed)
     page = tokens * inner + gap
@@ -50,7 +63,7 @@ def test_blocks_are_copied_whole_and_nothing_else(dtype, tokens, inner, gap, sta
 
 
 @pytest.mark.parametrize("bits", [0x7F800001, 0x7FC12345, -1])
-def test_bits_stay_as_they_are(bits):
+def test_bits_stay_as_they_are(bits: int) -> None:
     """Planes of a split state are no numbers, and a NaN may carry anything."""
     pool = torch.zeros(3, 4, dtype=torch.int32)
     copy_blocks(

@@ -1,5 +1,7 @@
 """Arrays of any dtype and shape come to the device by one copy that the host does not wait for."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +36,7 @@ class Named:
     second: Any
 
 
-def test_one_copy_brings_them_all():
+def test_one_copy_brings_them_all() -> None:
     with pretend_gpu() as gpu:
         moved = upload(torch.device("cuda:0"), *ARRAYS)
         found = [tensor.cpu().numpy() for tensor in moved]
@@ -46,14 +48,14 @@ def test_one_copy_brings_them_all():
         assert got.dtype == wanted.dtype and np.array_equal(got, wanted)
 
 
-def test_a_device_of_another_kind_gets_them_too():
+def test_a_device_of_another_kind_gets_them_too() -> None:
     moved = upload(torch.device("meta"), *ARRAYS)
     assert [(tensor.device.type, tensor.shape) for tensor in moved] == [
         ("meta", array.shape) for array in ARRAYS
     ]
 
 
-def test_the_host_may_change_them_at_once():
+def test_the_host_may_change_them_at_once() -> None:
     with pretend_gpu() as gpu:
         array = np.arange(3)
         (moved,) = upload(torch.device("cuda:0"), array)
@@ -63,7 +65,7 @@ def test_the_host_may_change_them_at_once():
         assert moved.tolist() == [0, 1, 2]
 
 
-def test_memory_that_is_not_its_own_would_be_noticed():
+def test_memory_that_is_not_its_own_would_be_noticed() -> None:
     with pretend_gpu():
         source = torch.arange(3).pin_memory()
         source.to("cuda:0", non_blocking=True)
@@ -72,7 +74,7 @@ def test_memory_that_is_not_its_own_would_be_noticed():
             torch.cuda.synchronize()
 
 
-def test_what_is_staged_together_is_made_in_its_order_of_one_upload():
+def test_what_is_staged_together_is_made_in_its_order_of_one_upload() -> None:
     with pretend_gpu() as gpu:
         pair, made, (last,) = now(
             torch.device("cuda:0"), together(move(*ARRAYS[:2]), ((), lambda: 7), move(ARRAYS[4]))
@@ -88,7 +90,7 @@ def test_what_is_staged_together_is_made_in_its_order_of_one_upload():
         assert gpu.counts(since)["download"] == 1 and download(None) == [None]
 
 
-def test_each_of_a_step_gets_its_result_of_one_upload():
+def test_each_of_a_step_gets_its_result_of_one_upload() -> None:
     with pretend_gpu() as gpu:
         upload = StepUpload()
         pair, seven = upload.add(move(*ARRAYS[:2])), upload.add(((), lambda: 7))
@@ -107,7 +109,7 @@ def test_each_of_a_step_gets_its_result_of_one_upload():
         assert gpu.counts()["upload"] == 1
 
 
-def test_a_step_without_arrays_uploads_nothing():
+def test_a_step_without_arrays_uploads_nothing() -> None:
     with pretend_gpu() as gpu:
         upload = StepUpload()
         seven = upload.add(((), lambda: 7))
@@ -115,7 +117,7 @@ def test_a_step_without_arrays_uploads_nothing():
         assert seven.result == 7 and not gpu.counts()["upload"]
 
 
-def test_on_a_cpu_nothing_is_copied():
+def test_on_a_cpu_nothing_is_copied() -> None:
     array = np.arange(3)
     upload(torch.device("cpu"), array)[0][0] = 7
     assert array[0] == 7

@@ -1,10 +1,24 @@
 """A delta-rule layer's operands for flat tokens, and the rule over a row in float64."""
 
+from __future__ import annotations
+
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tests.kernels import definitions
-from tests.kernels.harness import FLOATS, GAPS, INTS, Pool, defined, flat_tokens, spread_time_steps
+from tests.kernels.harness import (
+    FLOATS,
+    GAPS,
+    INTS,
+    Pool,
+    Shape,
+    defined,
+    flat_tokens,
+    spread_time_steps,
+)
+
+Floats = npt.NDArray[np.float64]
 
 # that any operand may have
 LAYOUTS = {
@@ -18,7 +32,16 @@ LAYOUTS = {
 }
 
 
-def operands(q, k, v, dt, dt_bias, A_log, beta, scale):
+def operands(
+    q: Floats,
+    k: Floats,
+    v: Floats,
+    dt: Floats,
+    dt_bias: Floats,
+    A_log: Floats,
+    beta: Floats,
+    scale: Floats | np.float64,
+) -> tuple[Floats, ...]:
     """Of the rule: unit queries, scaled, and keys, as the papers have it; of each value head.
 
     Arrays of numpy.
@@ -37,14 +60,16 @@ def operands(q, k, v, dt, dt_bias, A_log, beta, scale):
     )
 
 
-def rule(state, *raw):
+def rule(state: Floats, *raw: Floats) -> tuple[Floats, Floats]:
     return definitions.gated_delta(state, *operands(*raw))
 
 
 class Layer:
     """`arguments` from state to beta; of the pool nothing but NaN is in a block."""
 
-    def __init__(self, shape, tokens, num_blocks, g, device):
+    def __init__(
+        self, shape: Shape, tokens: int, num_blocks: int, g: torch.Generator, device: str
+    ) -> None:
         heads, keys = shape.key_heads * shape.shared, (shape.key_heads, shape.key)
         gates = (heads, shape.key) if shape.per_channel else (heads,)
         q, k, v = flat_tokens(
@@ -77,7 +102,7 @@ class Layer:
         self.arguments |= {"beta_scale": shape.beta_scale} if shape.beta_scale != 1.0 else {}
         self.pools = {"state": pool}
 
-    def row(self, span, source):
+    def row(self, span: slice, source: int) -> tuple[torch.Tensor, list[torch.Tensor], float]:
         """Return a row's outputs, its states, and the largest number that they are made of.
 
         A token with beta near 1 cancels what the state held for its key.

@@ -7,7 +7,11 @@ tests/kernels/test_recurrences.py). With 16-bit inputs what meets in a product h
 learns is made of two such products, an output of two more. Storing adds its own rounding.
 """
 
+from __future__ import annotations
+
 import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -47,11 +51,11 @@ class Prefill(recurrent.Prefill, Layer):
 
     @classmethod
     @contextlib.contextmanager
-    def patches(cls, shape):
+    def patches(cls, shape: Shape) -> Iterator[None]:
         with patch.multiple(module, TILE_BYTES=shape.tile_bytes), multiply_bfloat16():
             yield
 
-    def expected(self):
+    def expected(self) -> Iterator[Expected]:
         shape, share = self.shape, EXACT + PRODUCTS[self.shape.dtype]
         for _, span, source, kept in self.cut.rows():
             y, states, largest = self.row(span, source)
@@ -110,7 +114,7 @@ test_equals_the_rule, test_the_reference_equals_the_rule = equality(
 )
 
 
-def check_backwards(shape):
+def check_backwards(shape: Shape) -> None:
     """Programs have no order: what the last ones store, the first must not read.
 
     Two launches, of so many programs.
@@ -122,7 +126,7 @@ def check_backwards(shape):
     assert grids == [(heads, chunks), (heads * -(-shape.value // 16), len(shape.rows))]
 
 
-def test_two_launches_whose_programs_need_no_order():
+def test_two_launches_whose_programs_need_no_order() -> None:
     interpreted(check_backwards, SEVERAL.but(key_heads=1))
 
 
@@ -142,7 +146,7 @@ FAR_TOKENS = (
         (check_far_tokens, (Prefill, FAR_TOKENS[0].but(per_channel=True), *FAR_TOKENS[1:])),
     ],
 )
-def test_offsets_pass_int32(checked, arguments):
+def test_offsets_pass_int32(checked: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     interpreted(checked, *arguments)
 
 
@@ -161,7 +165,7 @@ PART = SEVERAL.but(
 
 
 @pytest.mark.parametrize("per_channel", [False, True])
-def test_a_state_is_read_once_and_passes_memory_only_for_its_blocks(per_channel):
+def test_a_state_is_read_once_and_passes_memory_only_for_its_blocks(per_channel: bool) -> None:
     shape = PART.but(per_channel=per_channel, shared=1 + (not per_channel))
     counted, y, launches = interpreted(measure, Prefill, shape, "state", "v", "beta")
     heads = shape.shared
@@ -178,7 +182,7 @@ def test_a_state_is_read_once_and_passes_memory_only_for_its_blocks(per_channel)
 
 @pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize(("dtype", "chunk_size"), [(torch.float32, 64), (torch.bfloat16, 128)])
-def test_heads_of_real_models(dtype, chunk_size, per_channel):
+def test_heads_of_real_models(dtype: torch.dtype, chunk_size: int, per_channel: bool) -> None:
     drawn = (Row(70, (1, 64)), Row(33, initial=False))
     shape = PART.but(
         rows=drawn, shared=1, dtype=dtype, chunk_size=chunk_size, per_channel=per_channel
@@ -186,7 +190,7 @@ def test_heads_of_real_models(dtype, chunk_size, per_channel):
     interpreted(check_kernel, Prefill, shape)
 
 
-def check_strong_decay(shape):
+def check_strong_decay(shape: Shape) -> None:
     """Decays of e^-3000 in a row: their inverse is infinite.
 
     Behind, weak ones must count exactly.
@@ -198,7 +202,7 @@ def check_strong_decay(shape):
         check(problem, gated_delta_prefill)
 
 
-def check_one_key(shape):
+def check_one_key(shape: Shape) -> None:
     """Each token overwrites the last, without decay: powers of the system pass 2^64."""
     problem = Prefill(shape.but(rows=(Row(64),), chunk_size=64, beta_scale=2.0))
     problem.arguments["dt"].fill_(-24.0)
@@ -211,7 +215,9 @@ def check_one_key(shape):
 @pytest.mark.parametrize("checked", [check_strong_decay, check_one_key])
 @pytest.mark.parametrize("shape", [SEVERAL, BY_CHANNEL], ids=["per head", "per channel"])
 @pytest.mark.parametrize("tile_bytes", [64, 256])
-def test_neither_overflows_nor_blurs_what_follows(checked, shape, tile_bytes):
+def test_neither_overflows_nor_blurs_what_follows(
+    checked: Callable[..., None], shape: Shape, tile_bytes: int
+) -> None:
     interpreted(checked, shape.but(key_heads=1, shared=1, tile_bytes=tile_bytes))
 
 
@@ -244,7 +250,7 @@ test_rejects_what_the_kernel_would_misread = rejected_operations(
 @pytest.mark.gpu
 @pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_on_a_gpu(dtype, per_channel):
+def test_on_a_gpu(dtype: torch.dtype, per_channel: bool) -> None:
     drawn = (Row(600, (528,), "first"), Row(0), Row(3, (1, 2), "last"), Row(133, initial=False))
     chunk_size = 64 if dtype == torch.float32 else 128
     shape = PART.but(

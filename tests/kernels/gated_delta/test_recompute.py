@@ -7,10 +7,15 @@ rule's; 1.2e-2 with bfloat16 inputs, whose products take operands of 8 bits, twi
 other. Checkpoints are as in tests/kernels/recompute.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
+from hypothesis.strategies import SearchStrategy
 
 from hybrid_kv.kernels.gated_delta import (
     gated_delta_flush,
@@ -27,7 +32,7 @@ from hybrid_kv.kernels.recompute import (
     recompute_flush_reference,
 )
 from tests.kernels.gated_delta.layer import operands, rule
-from tests.kernels.harness import compiled, defined, flat_tokens, rejections, shapes
+from tests.kernels.harness import Shape, compiled, defined, flat_tokens, rejections, shapes
 from tests.kernels.interpreter import interpreted
 from tests.support import recompute as mamba2
 
@@ -46,7 +51,7 @@ BASE = mamba2.BASE.but(per_channel=False, beta_scale=1.0)
 class Run(mamba2.Run):
     """`groups` are key heads, `head_dim` values and `size` keys."""
 
-    def __init__(self, case, device=CPU):
+    def __init__(self, case: Shape, device: torch.device = CPU) -> None:
         super().__init__(case, device)
         gates = (self.heads, case.size) if case.per_channel else (self.heads,)
         sizes = (
@@ -60,7 +65,7 @@ class Run(mamba2.Run):
             part.fill_(torch.nan)
         self.dt_bias = torch.rand(gates, generator=self.g).sub(0.5).to(device, case.parameters)
 
-    def inputs(self, num_tokens):
+    def inputs(self, num_tokens: int) -> tuple[torch.Tensor, ...]:
         """v, dt, k, q and beta of tokens, NaN in the last, which is no row's."""
         v, _, k, q = super().inputs(num_tokens)
         bends = torch.tensor(
@@ -81,24 +86,44 @@ class Run(mamba2.Run):
             beta[: num_tokens + 1].to(self.device),
         )
 
-    def layer(self, v, dt, k, q, beta):
+    def layer(
+        self,
+        v: torch.Tensor,
+        dt: torch.Tensor,
+        k: torch.Tensor,
+        q: torch.Tensor,
+        beta: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
         return q, k, v, dt, self.dt_bias, self.A_log, beta
 
-    def update(self, run_update, step, tokens, cu_seqlens):
+    def update(
+        self,
+        run_update: mamba2.Update,
+        step: RecomputeStep,
+        tokens: Sequence[torch.Tensor],
+        cu_seqlens: torch.Tensor,
+    ) -> torch.Tensor:
         # the default is left out
         scale = () if self.case.beta_scale == 1.0 else (self.case.beta_scale,)
         return run_update(self.state, self.ring, step, *self.layer(*tokens), cu_seqlens, *scale)
 
-    def wide(self, *tokens):
+    def wide(self, *tokens: torch.Tensor) -> list[torch.Tensor]:
         raw = (part.cpu().double().numpy() for part in self.layer(*tokens))
         return [torch.from_numpy(part) for part in operands(*raw, np.float64(self.case.beta_scale))]
 
-    def appended(self, *tokens):
+    def appended(self, *tokens: torch.Tensor) -> mamba2.Appended:
         _, k, _, g, _ = self.wide(*(part[:-1] for part in tokens))
         keys = k[:, :: self.case.per_group].to(self.device)
         return (None, 0.0), (keys, KEYS[self.case.dtype]), (g.to(self.device), 5e-6)
 
-    def follow(self, chosen, lengths, y, appended, *tokens):
+    def follow(
+        self,
+        chosen: list[mamba2.Request],
+        lengths: list[int],
+        y: torch.Tensor,
+        appended: list[tuple[int, int]],
+        *tokens: torch.Tensor,
+    ) -> None:
         """Take the rule on, from what the memory says is true; some of the tokens are accepted."""
         first, scale = 0, torch.tensor(self.case.beta_scale)
         for request, length in zip(chosen, lengths, strict=True):
@@ -123,7 +148,7 @@ class Run(mamba2.Run):
                     self.expected.append((beta[t].unsqueeze(-1) * wrong)[None])
                 request.now = self.fold(request.now, request.drafts[: request.accepted])
 
-    def entry(self, row, place):
+    def entry(self, row: int, place: int) -> tuple[torch.Tensor, ...]:
         """u, log decay and key of a token in the ring."""
         u, g, k = (
             part[row, :, place].cpu().double().clone()
@@ -131,17 +156,17 @@ class Run(mamba2.Run):
         )
         return u, g.view(self.heads, 1, -1), k.repeat_interleave(self.case.per_group, 0)
 
-    def fold(self, state, tokens):
+    def fold(self, state: torch.Tensor, tokens: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
         for u, g, k in tokens:
             state = state * g.exp() + u.unsqueeze(-1) * k.unsqueeze(-2)
         return state
 
-    def finish(self):
+    def finish(self) -> None:
         with patch.object(mamba2, "OUTPUTS", OUTPUTS):
             super().finish()
 
 
-def check(case, every=4):
+def check(case: Shape, every: int = 4) -> None:
     """The interpreter is slow and the kernel's memory is the reference's, so they take turns."""
     run = Run(case)
     with (
@@ -156,7 +181,9 @@ def check(case, every=4):
     run.finish()
 
 
-def cases(dtypes, states):
+def cases(
+    dtypes: Sequence[torch.dtype], states: Sequence[torch.dtype | str]
+) -> SearchStrategy[Shape]:
     drawn = mamba2.cases(dtypes, states)
     more = {"per_channel": [False, True], "beta_scale": [1.0, 2.0], "rows": [16, 64]}
     return drawn.flatmap(lambda case: shapes(case, **more))
@@ -170,13 +197,13 @@ EDGES = [
 EDGES[1] = EDGES[1].but(head_dim=16, rows=64)  # values of a head that fill a program
 
 
-def check_reference(case):
+def check_reference(case: Shape) -> None:
     mamba2.check_run(
         case.but(steps=16), commit_reference, gated_delta_recompute_reference, kind=Run
     )
 
 
-def check_kernels(case):
+def check_kernels(case: Shape) -> None:
     interpreted(check, case)
 
 
@@ -200,7 +227,7 @@ test_the_kernel_follows_the_rule = mamba2.follows_the_recurrence(
 )
 
 
-def check_flush(per_channel):
+def check_flush(per_channel: bool) -> None:
     """A flush alone leaves what its reference does, and touches no ring and no other block."""
     run, one = (
         Run(BASE.but(per_channel=per_channel, size=33, head_dim=65, slack=14)),
@@ -225,12 +252,12 @@ def check_flush(per_channel):
         assert torch.equal(part, old)
 
 
-def test_a_flush_by_itself_equals_its_reference():
+def test_a_flush_by_itself_equals_its_reference() -> None:
     for per_channel in (False, True):
         interpreted(check_flush, per_channel)
 
 
-def test_a_state_keeps_every_bit_and_padding_does_nothing():
+def test_a_state_keeps_every_bit_and_padding_does_nothing() -> None:
     for checked in (mamba2.check_kept, mamba2.check_null):
         interpreted(checked, gated_delta_recompute, Run, BASE)
 
@@ -242,7 +269,7 @@ test_compiles_without_spills_to_128_bit_accesses = compiled(
 )
 
 
-def arguments():
+def arguments() -> dict[str, Any]:
     """Return the arguments of `gated_delta_recompute` as `flattened` names their parts."""
     run = Run(BASE.but(starts=(3, 4), groups=2, per_group=1, dtype=torch.bfloat16))
     v, dt, k, q, beta = run.inputs(2)

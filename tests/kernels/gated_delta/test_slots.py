@@ -7,6 +7,11 @@ Storing in fewer bits adds a unit in the last place (half of one on a GPU; the i
 truncates): 2^-7 of the value in bfloat16, 2^-10 or 2^-24 absolute in float16.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -42,10 +47,10 @@ class Slots(VerifyStep, Layer):
     like = "v"
 
     @classmethod
-    def patches(cls, shape):
+    def patches(cls, shape: Shape) -> AbstractContextManager[object]:
         return patch.multiple(module, warp_size=lambda: shape.lanes, TILE=shape.tile)
 
-    def expected(self):
+    def expected(self) -> Iterator[Expected]:
         ends = self.arguments["cu_seqlens"].tolist()
         for row, (length, padding, _) in enumerate(self.shape.rows):
             if not length:
@@ -115,7 +120,7 @@ FAR = BASE.but(rows=((2, False, -1),), columns=2)
         ),
     ],
 )
-def test_offsets_pass_int32(checked, arguments):
+def test_offsets_pass_int32(checked: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     interpreted(checked, *arguments)
 
 
@@ -138,7 +143,9 @@ SMALL = ("dt_bias", "A_log", "cu_seqlens", "source_indices", "state_indices")
 @pytest.mark.parametrize(
     ("length", "state_dtype", "per_channel"), [(4, torch.float32, False), (1, torch.bfloat16, True)]
 )
-def test_traffic_is_one_state_read_and_one_written_per_token(length, state_dtype, per_channel):
+def test_traffic_is_one_state_read_and_one_written_per_token(
+    length: int, state_dtype: torch.dtype, per_channel: bool
+) -> None:
     shape = EIGHTH.but(
         rows=((length, False, -1), (0, True, -1)),
         columns=length,
@@ -187,7 +194,7 @@ test_rejects_what_the_kernel_would_misread = rejected_operations(
 @pytest.mark.gpu
 @pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize("state_dtype", FLOATS)
-def test_on_a_gpu(state_dtype, per_channel):
+def test_on_a_gpu(state_dtype: torch.dtype, per_channel: bool) -> None:
     rows = ((6, False, -1), (1, True, -1), (3, False, 2), (0, False, -1), (4, False, 0))
     shape = EIGHTH.but(
         rows=rows, columns=6, key_heads=16, state_dtype=state_dtype, per_channel=per_channel

@@ -6,6 +6,10 @@ row. Plus the rounding of a 16-bit output (a unit in the last place, since the i
 truncates).
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given
@@ -36,7 +40,7 @@ class GatedNorm(Operation):
     reference = staticmethod(gated_rms_norm_reference)
     like = "gate"
 
-    def __init__(self, shape, device="cpu"):
+    def __init__(self, shape: Shape, device: str = "cpu") -> None:
         self.shape, g = shape, torch.Generator().manual_seed(shape.seed)
         channels = shape.groups * shape.size
         x = (torch.randn(shape.tokens, channels, generator=g) * shape.scale).to(device, shape.dtype)
@@ -55,7 +59,7 @@ class GatedNorm(Operation):
             "eps": shape.eps,
         }
 
-    def expected(self):
+    def expected(self) -> Iterator[Expected]:
         operands = (self.arguments[name].cpu().double().numpy() for name in ("x", "gate", "weight"))
         y = torch.from_numpy(
             definitions.gated_rms_norm(*operands, self.shape.groups, self.shape.eps)
@@ -92,14 +96,14 @@ test_equals_the_formula, test_the_reference_equals_the_formula = equality(
 
 
 @given(CASES)
-def test_the_layer_equals_the_formula(shape):
+def test_the_layer_equals_the_formula(shape: Shape) -> None:
     problem = GatedNorm(shape)
     layer = GatedRMSNorm(shape.groups * shape.size, shape.groups, shape.eps)
     layer.weight.copy_(problem.arguments["weight"])
     check(problem, lambda x, gate, **_: layer(x, gate))
 
 
-def test_traffic_is_every_element_once():
+def test_traffic_is_every_element_once() -> None:
     """Counted at the shape of Nemotron-3-Nano."""
     shape = BASE.but(tokens=3, groups=8, size=512, dtype=torch.bfloat16, gate_dtype=torch.bfloat16)
     counted, y, launches = interpreted(measure, GatedNorm, shape, "x", "gate", "weight")
@@ -131,6 +135,6 @@ test_rejects_what_the_kernel_would_misread = rejected_operations(
 @pytest.mark.gpu
 @pytest.mark.parametrize("groups", [1, 8])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_on_a_gpu(groups, dtype):
+def test_on_a_gpu(groups: int, dtype: torch.dtype) -> None:
     shape = BASE.but(tokens=5, groups=groups, size=8192 // groups, dtype=dtype, gate_dtype=dtype)
     check(GatedNorm(shape, "cuda"), gated_rms_norm)

@@ -6,6 +6,9 @@ bits add a unit in the last place. Where float16 goes to the tensor core as it i
 of the values: 2^-10 more (the interpreter truncates).
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -50,14 +53,14 @@ from tests.kernels.interpreter import interpreted
 from tests.support.paged_attention import MIXED, TOLERANCE, Attention
 
 
-def test_behind_a_rows_last_token_that_token_is_read_again():
+def test_behind_a_rows_last_token_that_token_is_read_again() -> None:
     """A block holds two tokens of three elements: 7 places between blocks, 3 between tokens."""
     cache = torch.zeros(100 * 7).as_strided((100, 2, 1, 3), (7, 3, 3, 1))
     table = torch.tensor([[3, 1], [2, 99]], dtype=torch.int32)
     assert token_index(cache, table, torch.tensor([2, 0]), 3).tolist() == [21, 24, 7, 14, 14, 14]
 
 
-def test_in_the_place_of_tokens_on_a_grid_the_last_one_is_read():
+def test_in_the_place_of_tokens_on_a_grid_the_last_one_is_read() -> None:
     cache, table = torch.zeros(4, 2, 1, 3), torch.tensor([[3, 1]], dtype=torch.int32)
     assert token_index(cache, table, torch.tensor([3]), 4, grid=2).tolist() == [3, 7, 3, 3]
     assert [sees_nothing(torch.arange(3), grid).tolist() for grid in (1, 2)] == [
@@ -66,7 +69,7 @@ def test_in_the_place_of_tokens_on_a_grid_the_last_one_is_read():
     ]
 
 
-def test_a_gpu_finds_the_cells_of_slots_without_a_wait():
+def test_a_gpu_finds_the_cells_of_slots_without_a_wait() -> None:
     with pretend_gpu():
         kept, cells = slot_cells(torch.tensor([5, -1, 11]).to("cuda:0"), 4)
         assert kept is None and [part.tolist() for part in cells] == [[1, 0, 2], [1, 0, 3]]
@@ -79,7 +82,9 @@ def test_a_gpu_finds_the_cells_of_slots_without_a_wait():
     st.integers(1, 3),
     st.none() | st.integers(1, 9),
 )
-def test_a_mask_hides_what_comes_later_and_the_grid(rows, per_kv, grid):
+def test_a_mask_hides_what_comes_later_and_the_grid(
+    rows: list[list[int]], per_kv: int, grid: int | None
+) -> None:
     length = min(map(len, rows))
     positions = torch.tensor([row[:length] for row in rows])
     mask = attention_mask(positions, 41, per_kv, torch.float64, grid)
@@ -125,7 +130,7 @@ test_equals_the_definition, _ = equality(
 )
 
 
-def check_padding():
+def check_padding() -> None:
     """Its output stays what it was, as that of tokens of no row."""
     problem = Attention(MIXED.but(rows=((1, 0, True), (2, 3, False), (1, 0, True))))
     marked = torch.full_like(problem.arguments["query"], 7.0, memory_format=torch.contiguous_format)
@@ -135,7 +140,7 @@ def check_padding():
     assert [bool((token == 7).all()) for token in out] == [True, False, False, True, True, True]
 
 
-def test_padding_and_tokens_of_no_row_are_not_written():
+def test_padding_and_tokens_of_no_row_are_not_written() -> None:
     interpreted(check_padding)
 
 
@@ -157,7 +162,7 @@ NANO = MIXED.but(
     # keys earlier.
     [(1, 1), (4, 1), (8, 2)],
 )
-def test_keys_and_values_are_loaded_once_for_all_heads_of_a_group(new, times):
+def test_keys_and_values_are_loaded_once_for_all_heads_of_a_group(new: int, times: int) -> None:
     shape = NANO.but(
         rows=((new, 100 - new, False),), max_rows=module.MAX_ROWS, block_n=module.BLOCK_N
     )
@@ -174,7 +179,7 @@ def test_keys_and_values_are_loaded_once_for_all_heads_of_a_group(new, times):
 @pytest.mark.parametrize(
     ("shape", "keys"), [(NANO.but(rows=((1, 0, True),)), 0), (NANO.but(grid=4), 75)]
 )
-def test_padding_and_keys_on_the_grid_are_not_loaded(shape, keys):
+def test_padding_and_keys_on_the_grid_are_not_loaded(shape: Shape, keys: int) -> None:
     counted, _, _ = interpreted(measure, Attention, shape, "key_cache", "value_cache")
     assert counted["key_cache"][0] == counted["value_cache"][0] == keys * 128 * 2
 
@@ -185,7 +190,7 @@ class Store(Operation):
     kernel = staticmethod(store_kv)
     like = ""
 
-    def __init__(self, shape, device="cpu"):
+    def __init__(self, shape: Shape, device: str = "cpu") -> None:
         self.shape, g, count = shape, torch.Generator().manual_seed(shape.seed), len(shape.slots)
         tokens = flat_tokens(count + 2, [(shape.heads, shape.size)] * 2, shape.gap, shape.dtype, g)
         key, value = (part[:count].to(device) for part in tokens)
@@ -203,10 +208,16 @@ class Store(Operation):
         }
 
     @staticmethod
-    def reference(key, value, key_cache, value_cache, slots):
+    def reference(
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
         write_kv(key, value, key_cache, value_cache, slot_cells(slots, key_cache.shape[1]))
 
-    def expected(self):
+    def expected(self) -> Iterator[Expected]:
         for token, slot in enumerate(self.shape.slots):
             if slot >= 0:
                 at = divmod(slot, self.shape.block_size)
@@ -234,13 +245,13 @@ test_storing_writes_the_slots_and_nothing_else, test_the_torch_way_writes_the_sa
 )
 
 
-def test_offsets_pass_int32():
+def test_offsets_pass_int32() -> None:
     shape = MIXED.but(rows=((2, 3, False),), block_size=4, dtype=torch.float16)
     interpreted(check_far, Attention, shape)
     interpreted(check_far, Store, TWO.but(slots=(9, 5, 1), dtype=torch.float16), 1)
 
 
-def check_apart(kind, shape):
+def check_apart(kind: type[Operation], shape: Shape) -> None:
     """Tokens of a block whose K or V has others beside it."""
     here, there = kind(shape), kind(shape)
     for name in there.pools:
@@ -259,11 +270,11 @@ def check_apart(kind, shape):
 @pytest.mark.parametrize(
     ("kind", "shape"), [(Attention, MIXED.but(rows=((2, 3, False),))), (Store, TWO)]
 )
-def test_tokens_of_a_block_may_lie_apart(kind, shape):
+def test_tokens_of_a_block_may_lie_apart(kind: type[Operation], shape: Shape) -> None:
     interpreted(check_apart, kind, shape)
 
 
-def test_no_tokens_are_no_launch():
+def test_no_tokens_are_no_launch() -> None:
     cache = torch.zeros(1, 2, 1, 4)
     store_kv(
         torch.zeros(0, 1, 4), torch.zeros(0, 1, 4), cache, cache, torch.zeros(0, dtype=torch.int64)
@@ -281,7 +292,7 @@ test_compiles_without_spills = compiled(
 )
 
 
-def test_float32_keeps_its_digits():
+def test_float32_keeps_its_digits() -> None:
     case = next(
         case for case in aot_cases() if case.kernel == "paged_attention.paged_attention_varlen"
     )
@@ -330,7 +341,7 @@ test_storing_rejects_what_the_kernel_would_misread = rejected_operations(
 
 
 @pytest.mark.parametrize("length", [1, 2, FOLDED_QUERIES, FOLDED_QUERIES + 1])
-def test_queries_that_see_everything_need_no_mask(length):
+def test_queries_that_see_everything_need_no_mask(length: int) -> None:
     g = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(2, n, h, 4, generator=g) for n, h in ((length, 6), (5, 2), (5, 2))
@@ -347,7 +358,7 @@ def test_queries_that_see_everything_need_no_mask(length):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_on_a_gpu(dtype):
+def test_on_a_gpu(dtype: torch.dtype) -> None:
     rows = ((1, 500, False), (4, 37, False), (1, 0, True), (0, 5, False), (130, 10, False))
     shape = NANO.but(
         rows=rows, kv_heads=2, dtype=dtype, gap=16, max_rows=module.MAX_ROWS, block_n=module.BLOCK_N

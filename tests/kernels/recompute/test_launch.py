@@ -7,8 +7,13 @@ any number of flushes. Checkpoints of fewer bits: what one flush makes of the st
 half a unit in the last place.
 """
 
+from __future__ import annotations
+
 import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from random import Random
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -36,6 +41,7 @@ from hybrid_kv.kernels.recompute import (
 )
 from hybrid_kv.kernels.recompute import launch as module
 from tests.kernels.harness import (
+    Shape,
     compiled,
     multiply_bfloat16,
     rejections,
@@ -50,6 +56,7 @@ from tests.support.recompute import (
     LONG_STEPS,
     PLANES,
     Run,
+    Update,
     cases,
     check_kept,
     check_null,
@@ -66,7 +73,7 @@ CURSORS = ("base_pos", "ring_start", "n_hist", "prev_t")
 # ---- planes ----
 
 
-def patterns():
+def patterns() -> torch.Tensor:
     """Return every upper half of a float32, with lower halves around its rounding points.
 
     Denormals, infinities and NaN are among them.
@@ -77,19 +84,19 @@ def patterns():
     return torch.where(bits < 2**31, bits, bits - 2**32).int()
 
 
-def test_planes_lose_nothing():
+def test_planes_lose_nothing() -> None:
     bits = patterns()
     planes = split_state(bits.view(torch.float32).unsqueeze(0))
     assert planes.dtype == torch.int16 and planes.shape == (2, 1, *bits.shape)
     assert torch.equal(join_state(planes).view(torch.int32)[0], bits)
 
 
-def test_planes_of_states_of_one_element_lose_nothing():
+def test_planes_of_states_of_one_element_lose_nothing() -> None:
     state = torch.randn(3, 2, 1, 1).as_strided((3, 2, 1, 1), (2, 1, 9, 0))
     assert torch.equal(join_state(split_state(state)), state)
 
 
-def test_the_upper_plane_is_the_state_rounded_half_away():
+def test_the_upper_plane_is_the_state_rounded_half_away() -> None:
     bits = patterns()
     values = bits.view(torch.float32)
     upper = split_state(values.unsqueeze(0))[0, 0]
@@ -99,7 +106,7 @@ def test_the_upper_plane_is_the_state_rounded_half_away():
 
 
 @pytest.mark.parametrize("state", [PLANES, torch.float64, torch.bfloat16])
-def test_states_are_written_and_read_in_either_form(state):
+def test_states_are_written_and_read_in_either_form(state: torch.dtype | str) -> None:
     shape = (2, 2, 3, 5) if state == PLANES else (2, 3, 5)
     dtype = torch.int16 if state == PLANES else state
     pool = torch.full((6, *shape, 2), 7, dtype=dtype)[..., 0]
@@ -116,7 +123,7 @@ def test_states_are_written_and_read_in_either_form(state):
 # ---- runs ----
 
 
-def check(case, every=4):
+def check(case: Shape, every: int = 4) -> None:
     """The interpreter is slow and the kernel's memory is the reference's, so they take turns."""
     run, saturated = Run(case), 0 if case.together else 10**9
     patches = {
@@ -132,11 +139,11 @@ def check(case, every=4):
     run.finish()
 
 
-def check_reference(case):
+def check_reference(case: Shape) -> None:
     check_run(case.but(steps=16), commit_reference, recompute_update_reference)
 
 
-def check_kernels(case):
+def check_kernels(case: Shape) -> None:
     interpreted(check, case)
 
 
@@ -160,7 +167,7 @@ test_the_kernels_follow_the_recurrence = follows_the_recurrence(
 )
 
 
-def test_the_kernels_follow_the_recurrence_at_the_size_of_a_model():
+def test_the_kernels_follow_the_recurrence_at_the_size_of_a_model() -> None:
     """One group of Nemotron-3-Nano, with the usual ring: it wraps, and boundaries pass."""
     of_a_model = {"per_group": 8, "head_dim": 64, "size": 128, "dtype": torch.bfloat16}
     interpreted(check, BASE.but(starts=(16,), steps=18, slack=25, block_size=16, **of_a_model), 3)
@@ -169,7 +176,7 @@ def test_the_kernels_follow_the_recurrence_at_the_size_of_a_model():
 # ---- commit and flush by themselves ----
 
 
-def check_commit(seed, block_size, indices, most=5):
+def check_commit(seed: int, block_size: int | None, indices: torch.dtype, most: int = 5) -> None:
     """Many steps, absent requests, rows between the tables': every tensor is the same."""
     g = torch.Generator().manual_seed(seed)
     num_rows, ring_len = 40, 17
@@ -201,16 +208,18 @@ def check_commit(seed, block_size, indices, most=5):
 @pytest.mark.parametrize(
     ("block_size", "indices"), [(None, torch.int64), (5, torch.int64), (8, torch.int32)]
 )
-def test_commit_equals_its_reference(block_size, indices):
+def test_commit_equals_its_reference(block_size: int | None, indices: torch.dtype) -> None:
     interpreted(check_commit, 7, block_size, indices)
 
 
-def test_commit_equals_its_reference_in_blocks_of_a_token():
+def test_commit_equals_its_reference_in_blocks_of_a_token() -> None:
     interpreted(check_commit, 7, 1, torch.int64, 1)
 
 
 @given(st.integers(1, 8), st.integers(0, 20), st.booleans(), st.randoms(use_true_random=False))
-def test_a_step_never_reaches_the_history_that_it_reads(max_query_len, slack, boundaries, random):
+def test_a_step_never_reaches_the_history_that_it_reads(
+    max_query_len: int, slack: int, boundaries: bool, random: Random
+) -> None:
     """The rule promises that a step never reaches its history, nor flushes earlier than it must."""
     ring_len = 3 * max_query_len - 1 + slack
     cursors = RecomputeCursors.allocate(1, ring_len, max_query_len, CPU)
@@ -239,7 +248,7 @@ def test_a_step_never_reaches_the_history_that_it_reads(max_query_len, slack, bo
         accepted = random.choice([1, length])
 
 
-def finalized(device=CPU):
+def finalized(device: torch.device = CPU) -> tuple[Run, RecomputeStep]:
     """A run whose requests have just had a boundary accepted, and the step of their leaving."""
     run = Run(
         BASE.but(starts=(15, 13), max_query_len=6, block_size=16, dtype=torch.bfloat16), device
@@ -259,7 +268,7 @@ def finalized(device=CPU):
     return run, step
 
 
-def check_finalize(flush):
+def check_finalize(flush: Callable[..., None]) -> None:
     run, step = finalized()
     # 15 + 6 tokens pass the boundary at 16; 13 + 2 do not, and a request that leaves needs no more
     # than boundaries.
@@ -287,21 +296,21 @@ def check_finalize(flush):
 
 
 @pytest.mark.parametrize("flush", [recompute_flush, recompute_flush_reference])
-def test_a_request_that_leaves_is_flushed_to_its_last_boundary(flush):
+def test_a_request_that_leaves_is_flushed_to_its_last_boundary(flush: Callable[..., None]) -> None:
     interpreted(check_finalize, flush)
 
 
 @pytest.mark.parametrize("update", [recompute_update, recompute_update_reference])
-def test_a_row_of_padding_reads_and_writes_nothing(update):
+def test_a_row_of_padding_reads_and_writes_nothing(update: Update) -> None:
     interpreted(check_null, update)
 
 
 @pytest.mark.parametrize("update", [recompute_update, recompute_update_reference])
-def test_a_state_keeps_every_bit(update):
+def test_a_state_keeps_every_bit(update: Update) -> None:
     interpreted(check_kept, update)
 
 
-def test_a_new_owner_of_a_row_starts_anew():
+def test_a_new_owner_of_a_row_starts_anew() -> None:
     """Whatever the last one left there, and however many tokens it had accepted."""
     cursors = RecomputeCursors.allocate(3, 11, 4, CPU)
     rows, table = torch.tensor([2]), torch.tensor([[5, 6, 7]])
@@ -322,7 +331,7 @@ def test_a_new_owner_of_a_row_starts_anew():
 # ---- memory ----
 
 
-def check_far(update):
+def check_far(update: Update) -> None:
     """Check blocks and rows 2^31 elements and more into memory that is never committed."""
     share_memory_with_the_interpreter()
     num_rows = 2**31 // (3 * 11) + 2
@@ -357,14 +366,16 @@ def check_far(update):
         assert torch.equal(part[-1, :, :8], other[1, :, :8])
 
 
-def test_offsets_pass_int32():
+def test_offsets_pass_int32() -> None:
     interpreted(check_far, recompute_update)
 
 
 GROUP = (2, 64, 128, 1)  # two heads of Nemotron-3-Nano that share B and C
 
 
-def measure_rows(state, length, histories, dtype):
+def measure_rows(
+    state: torch.dtype | str, length: int, histories: Sequence[tuple[int, int]], dtype: torch.dtype
+) -> tuple[list[dict[str, int]], dict[str, int]]:
     """Distinct bytes of each row of one launch; (n_hist, n_flush) each, in place or not."""
     case = BASE.but(
         starts=(1,) * len(histories),
@@ -411,7 +422,9 @@ COUNTED += [(torch.bfloat16, 4, torch.bfloat16), (PLANES, 4, torch.float32)]
 
 
 @pytest.mark.parametrize(("state", "length", "activations"), COUNTED)
-def test_counted_bytes_are_those_of_the_model(state, length, activations):
+def test_counted_bytes_are_those_of_the_model(
+    state: torch.dtype | str, length: int, activations: torch.dtype
+) -> None:
     """A step without a flush reads half of a float32 state; a flush reads and writes it once."""
     counted, parameters = interpreted(measure_rows, state, length, HISTORIES, activations)
     dtype = torch.float32 if state == PLANES else state
@@ -421,7 +434,7 @@ def test_counted_bytes_are_those_of_the_model(state, length, activations):
 
 
 @pytest.mark.parametrize(("drafts", "at_least"), [(3, 6.4), (5, 8.3)])
-def test_a_fifth_of_the_bytes_of_slots(drafts, at_least):
+def test_a_fifth_of_the_bytes_of_slots(drafts: int, at_least: float) -> None:
     """Nemotron-3-Nano, float32 states, three of four drafts accepted, flushes by the rule."""
     tokens, inner = 1 + drafts, 8 * 64
     inputs, outputs = tokens * 2 * (inner + 8 + 2 * 128), tokens * 2 * inner
@@ -439,7 +452,9 @@ def test_a_fifth_of_the_bytes_of_slots(drafts, at_least):
 @pytest.mark.parametrize(
     ("num_reqs", "lanes", "heads"), [(1023, 32, 1), (1024, 32, 8), (1025, 32, 8), (1024, 64, 1)]
 )
-def test_heads_share_a_program_where_enough_programs_are_left(num_reqs, lanes, heads):
+def test_heads_share_a_program_where_enough_programs_are_left(
+    num_reqs: int, lanes: int, heads: int
+) -> None:
     sizes = (8, 36, 64), (1, 36, 128), 4, num_reqs, torch.int16, torch.bfloat16, True, lanes
     found = module.launch_constexprs(*sizes)
     assert (found["HEADS_PER_PROGRAM"], found["HISTORY"], found["TOKENS"]) == (
@@ -458,7 +473,7 @@ test_compiles_without_spills_to_128_bit_accesses = compiled(
 # ---- what is rejected ----
 
 
-def arguments():
+def arguments() -> dict[str, Any]:
     """Return the arguments of `recompute_update` as `flattened` names their parts."""
     run = Run(BASE.but(starts=(3, 4), groups=2, per_group=1, dtype=torch.bfloat16))
     x, dt, B, C = run.inputs(2)
@@ -511,7 +526,7 @@ test_rejects_what_the_kernel_would_misread = rejections(
 )
 
 
-def commit_arguments():
+def commit_arguments() -> dict[str, Any]:
     two, table = torch.ones(2, dtype=torch.int64), torch.ones(2, 3, dtype=torch.int32)
     ends = torch.tensor([0, 4, 8])
     batch = {
@@ -536,17 +551,17 @@ test_commit_rejects_what_the_kernel_would_misread = rejections(
 )
 
 
-def test_the_reference_of_commit_rejects_blocks_shorter_than_a_step():
+def test_the_reference_of_commit_rejects_blocks_shorter_than_a_step() -> None:
     with pytest.raises(ValueError, match="block_size=3 is shorter than a step of 4 tokens"):
         commit_reference(**commit_arguments() | {"block_size": 3})
 
 
-def test_a_ring_that_is_too_short_is_refused():
+def test_a_ring_that_is_too_short_is_refused() -> None:
     with pytest.raises(ValueError, match="ring_len=10 is too short for steps of 4 tokens; use 11"):
         RecomputeCursors.allocate(1, 10, 4, CPU)
 
 
-def test_rings_have_one_type_and_time_steps_a_wide_one():
+def test_rings_have_one_type_and_time_steps_a_wide_one() -> None:
     ring = RecomputeRing.allocate(2, 11, (4, 3), (2, 5), torch.bfloat16, CPU)
     assert (ring.x.shape, ring.B.shape, ring.dt.shape) == ((2, 4, 11, 3), (2, 2, 11, 5), (2, 4, 11))
     assert (ring.x.dtype, ring.B.dtype, ring.dt.dtype) == (
@@ -564,7 +579,7 @@ def test_rings_have_one_type_and_time_steps_a_wide_one():
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("state", [PLANES, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_on_a_gpu(together, state, dtype):
+def test_on_a_gpu(together: bool, state: torch.dtype | str, dtype: torch.dtype) -> None:
     sizes = {"block_size": 16, "groups": 8, "per_group": 8, "head_dim": 64, "size": 128, "gap": 16}
     case = BASE.but(starts=(16, 16, 5), steps=40, slack=25, state=state, dtype=dtype, **sizes)
     with patch.object(module, "SATURATED", 0 if together else 10**9):

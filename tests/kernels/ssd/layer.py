@@ -1,12 +1,23 @@
 """A Mamba-2 layer's operands for flat tokens, and the recurrence over a row in float64."""
 
+from __future__ import annotations
+
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from tests.kernels import definitions
-from tests.kernels.harness import FLOATS, GAPS, INTS, Pool, defined, flat_tokens, spread_time_steps
+from tests.kernels.harness import (
+    FLOATS,
+    GAPS,
+    INTS,
+    Pool,
+    Shape,
+    defined,
+    flat_tokens,
+    spread_time_steps,
+)
 
 # that any operand may have
 LAYOUTS = {
@@ -23,7 +34,9 @@ mamba2 = partial(defined, definitions.mamba2)
 class Layer:
     """`arguments` from state to D; of the pool nothing but NaN is in a block."""
 
-    def __init__(self, shape, tokens, num_blocks, g, device):
+    def __init__(
+        self, shape: Shape, tokens: int, num_blocks: int, g: torch.Generator, device: str
+    ) -> None:
         heads = shape.groups * shape.per_group
         sizes = ((heads, shape.head_dim), (shape.groups, shape.size), (shape.groups, shape.size))
         x, B, C = flat_tokens(tokens + 2, sizes, shape.gap, shape.dtype, g)
@@ -39,7 +52,9 @@ class Layer:
         }
         self.pools = {"state": pool}
 
-    def row(self, span, source):
+    def row(
+        self, span: slice, source: int
+    ) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor, list[torch.Tensor]]:
         """Return a row's outputs, its states, and the sums of the magnitudes of their terms."""
         named = {
             name: part.cpu().double()

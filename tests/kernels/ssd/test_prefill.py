@@ -8,7 +8,11 @@ interpreter, which truncates; float16 besides loses 2^-24 of each where it under
 its own rounding.
 """
 
+from __future__ import annotations
+
 import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -35,6 +39,7 @@ from tests.kernels.harness import (
     shapes,
 )
 from tests.kernels.interpreter import (
+    Counts,
     backwards,
     count_bytes,
     interpreted,
@@ -54,12 +59,12 @@ class Prefill(recurrent.Prefill, Layer):
 
     @classmethod
     @contextlib.contextmanager
-    def patches(cls, shape):
+    def patches(cls, shape: Shape) -> Iterator[None]:
         sizes = {"BLOCK_P": shape.block_p, "TILE_BYTES": shape.tile_bytes}
         with patch.multiple(module, **sizes), multiply_bfloat16():
             yield
 
-    def expected(self):
+    def expected(self) -> Iterator[Expected]:
         shape, share = self.shape, EXACT + PRODUCTS[self.shape.dtype]
         for row, span, source, kept in self.cut.rows():
             y, states, magnitude, sizes = self.row(span, source)
@@ -117,7 +122,7 @@ test_equals_the_recurrence, test_the_reference_equals_the_recurrence = equality(
 )
 
 
-def check_backwards(shape):
+def check_backwards(shape: Shape) -> None:
     """Programs have no order: what the last ones store, the first must not read.
 
     Two launches, of so many programs.
@@ -129,11 +134,11 @@ def check_backwards(shape):
     assert grids == [(heads * slices, len(shape.rows)), (heads * tiles, chunks)]
 
 
-def test_two_launches_whose_programs_need_no_order():
+def test_two_launches_whose_programs_need_no_order() -> None:
     interpreted(check_backwards, SEVERAL.but(groups=1))
 
 
-def check_far_outputs(dtype):
+def check_far_outputs(dtype: torch.dtype) -> None:
     """Check outputs and states 2^31 elements after the first: a huge call's last programs."""
     share_memory_with_the_interpreter()
     tokens, heads, head_dim, size = 2**17, 16, 1024, 128
@@ -185,7 +190,7 @@ FAR_TOKENS = (
         (check_far_outputs, (torch.float16,)),
     ],
 )
-def test_offsets_pass_int32(checked, arguments):
+def test_offsets_pass_int32(checked: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     interpreted(checked, *arguments)
 
 
@@ -204,7 +209,7 @@ EIGHTH = SEVERAL.but(
 )
 
 
-def measure_with_scratch(shape):
+def measure_with_scratch(shape: Shape) -> tuple[dict[str, Counts], Counts, int]:
     problem, empty = Prefill(shape), torch.empty
     tensors = {name: problem.arguments[name] for name in ("state", "x", "dt", "B", "C")}
     x, state = tensors["x"], tensors["state"]
@@ -217,7 +222,7 @@ def measure_with_scratch(shape):
         return count_bytes(tensors, problem.run, chunk_scan_prefill)
 
 
-def test_traffic_is_two_reads_of_the_inputs_and_the_states_of_chunks_once():
+def test_traffic_is_two_reads_of_the_inputs_and_the_states_of_chunks_once() -> None:
     counted, y, launches = interpreted(measure_with_scratch, EIGHTH)
     state, x, shared = 8 * 64 * 128, 200 * 8 * 64 * 2, 200 * 128 * 2
     # One state read, one stored at the boundary and one at the end; nothing of them twice.
@@ -239,13 +244,13 @@ def test_traffic_is_two_reads_of_the_inputs_and_the_states_of_chunks_once():
 
 
 @pytest.mark.parametrize(("dtype", "chunk_size"), [(torch.float32, 64), (torch.bfloat16, 128)])
-def test_heads_of_real_models(dtype, chunk_size):
+def test_heads_of_real_models(dtype: torch.dtype, chunk_size: int) -> None:
     drawn = (Row(300, (1, 128, 160)), Row(129, initial=False))
     shape = EIGHTH.but(rows=drawn, per_group=2, dtype=dtype, gap=0, chunk_size=chunk_size)
     interpreted(check_kernel, Prefill, shape)
 
 
-def check_strong_decay(chunk_size):
+def check_strong_decay(chunk_size: int) -> None:
     """Decays of 2^-2900 a chunk: above the diagonal their inverse is infinite.
 
     Behind, weak ones must count exactly.
@@ -257,7 +262,7 @@ def check_strong_decay(chunk_size):
 
 
 @pytest.mark.parametrize("chunk_size", [16, 64])
-def test_strong_decay_neither_overflows_nor_blurs_what_follows(chunk_size):
+def test_strong_decay_neither_overflows_nor_blurs_what_follows(chunk_size: int) -> None:
     interpreted(check_strong_decay, chunk_size)
 
 
@@ -300,7 +305,7 @@ test_rejects_what_the_kernel_would_misread = rejected_operations(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_on_a_gpu(dtype):
+def test_on_a_gpu(dtype: torch.dtype) -> None:
     drawn = (Row(600, (528,), "first"), Row(0), Row(3, (1, 2), "last"), Row(133, initial=False))
     chunk_size = 64 if dtype == torch.float32 else 128
     check(

@@ -7,6 +7,10 @@ place (half of one on a GPU; the interpreter truncates): 2^-7 of the value in bf
 2^-24 absolute in float16.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from unittest.mock import patch
 
 import pytest
@@ -40,10 +44,10 @@ class Slots(VerifyStep, Layer):
     reference = staticmethod(selective_state_update_slots_reference)
 
     @classmethod
-    def patches(cls, shape):
+    def patches(cls, shape: Shape) -> AbstractContextManager[object]:
         return patch.multiple(module, warp_size=lambda: shape.lanes, TILE_BYTES=shape.tile_bytes)
 
-    def expected(self):
+    def expected(self) -> Iterator[Expected]:
         ends = self.arguments["cu_seqlens"].tolist()
         for row, (length, padding, _) in enumerate(self.shape.rows):
             span, source = (
@@ -93,7 +97,7 @@ test_equals_the_recurrence, test_the_reference_equals_the_recurrence = equality(
 )
 
 
-def test_offsets_pass_int32():
+def test_offsets_pass_int32() -> None:
     interpreted(
         check_far, Slots, BASE.but(rows=((2, False, -1),), columns=2, state_dtype=torch.float16)
     )
@@ -115,7 +119,9 @@ SMALL = ("dt_bias", "A_log", "D", "cu_seqlens", "source_indices", "state_indices
 
 
 @pytest.mark.parametrize(("length", "state_dtype"), [(4, torch.float32), (1, torch.bfloat16)])
-def test_traffic_is_one_state_read_and_one_written_per_token(length, state_dtype):
+def test_traffic_is_one_state_read_and_one_written_per_token(
+    length: int, state_dtype: torch.dtype
+) -> None:
     """Counted on the heads of one group of Nemotron-3-Nano, an eighth of a layer."""
     shape = EIGHTH.but(
         rows=((length, False, -1), (0, True, -1)), columns=length, state_dtype=state_dtype
@@ -158,7 +164,7 @@ test_rejects_what_the_kernel_would_misread = rejected_operations(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("state_dtype", FLOATS)
-def test_on_a_gpu(state_dtype):
+def test_on_a_gpu(state_dtype: torch.dtype) -> None:
     rows = ((6, False, -1), (1, True, -1), (3, False, 2), (0, False, -1), (4, False, 0))
     shape = EIGHTH.but(rows=rows, columns=6, groups=8, state_dtype=state_dtype)
     check(Slots(shape, "cuda"), selective_state_update_slots)
