@@ -1,13 +1,18 @@
 """The block each row reads its state from, the blocks it writes, and what is copied afterwards."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
 
 from hybrid_kv.attention.mamba import (
     BoundaryCopies,
@@ -27,12 +32,15 @@ from hybrid_kv.kernels.recompute import default_ring_len
 from hybrid_kv.kernels.ssd import CHUNK_BYTES
 from tests.support.batches import common
 
+Ints = npt.NDArray[np.int64]
+Step = tuple[MambaSpec, list[tuple[int, int]], list[tuple[int, int]], list[int], list[int], int]
+
 CPU = torch.device("cpu")
 MAX_MODEL_LEN = 40
 MODES = ("none", "align", "all")
 
 
-def spec(mode="all", k=0, block_size=4, kernel=4):
+def spec(mode: str = "all", k: int = 0, block_size: int = 4, kernel: int = 4) -> MambaSpec:
     return MambaSpec(
         block_size,
         window_and_states(((kernel - 1 + k, 1), torch.int64), ((1,), torch.int32)),
@@ -41,11 +49,11 @@ def spec(mode="all", k=0, block_size=4, kernel=4):
     )
 
 
-def ints(*values):
+def ints(*values: int) -> Ints:
     return np.array(values, dtype=np.int64)
 
 
-def due(subject, computed, lengths, accepted):
+def due(subject: MambaSpec, computed: Ints, lengths: Ints, accepted: Ints) -> BoundaryCopies:
     state_block_idx = StateCursor(0, subject).next_state_block_idx(computed, lengths)
     copies = BoundaryCopies(
         *map(torch.from_numpy, boundary_copies(subject, computed, lengths, state_block_idx))
@@ -53,13 +61,21 @@ def due(subject, computed, lengths, accepted):
     return due_copies(copies, torch.from_numpy(accepted - 1))
 
 
-def table_of(rows, width, padding=0):
+def table_of(rows: int, width: int, padding: int = 0) -> torch.Tensor:
     """Row i has the ids 1000 * (i + 1) + logical block; padding rows hold the null block."""
     table = 1000 * (torch.arange(rows)[:, None] + 1) + torch.arange(width)
     return torch.cat([table, torch.full((padding, width), NULL_BLOCK)]).int()
 
 
-def build(subject, builder, rows, num_decodes, prev, accepted, padding=0):
+def build(
+    subject: MambaSpec,
+    builder: MambaMetadataBuilder,
+    rows: list[tuple[int, int]],
+    num_decodes: int,
+    prev: Sequence[int],
+    accepted: Sequence[int],
+    padding: int = 0,
+) -> MambaMetadata:
     """`rows`: tokens computed before and new ones, of each."""
     computed, lens = map(list, zip(*rows, strict=True))
     width = subject.block_table_width(MAX_MODEL_LEN)
@@ -73,7 +89,7 @@ def build(subject, builder, rows, num_decodes, prev, accepted, padding=0):
 
 
 @st.composite
-def steps(draw):
+def steps(draw: DrawFn) -> Step:
     """A step of any mode: decodes with drafts, prefills, and padding if there are no prefills."""
     mode, k = draw(st.sampled_from(MODES)), draw(st.integers(0, 3))
     subject = spec(mode, k, draw(st.integers(1 + k, 7)))
@@ -103,7 +119,7 @@ def steps(draw):
 
 
 @given(steps(), st.booleans())
-def test_every_row_reads_and_writes_its_own_logical_blocks(step, launches):
+def test_every_row_reads_and_writes_its_own_logical_blocks(step: Step, launches: bool) -> None:
     subject, decodes, prefills, prev, accepted, padding = step
     batch = [*decodes, *prefills]
     builder = MambaMetadataBuilder(subject, 6, CPU, launches)
@@ -138,7 +154,7 @@ def test_every_row_reads_and_writes_its_own_logical_blocks(step, launches):
     check_prefills(metadata, prefills, states[len(decodes) :], boundaries)
 
 
-def check_decodes(metadata, subject, lengths):
+def check_decodes(metadata: MambaMetadata, subject: MambaSpec, lengths: list[int]) -> None:
     if not lengths:
         assert metadata.decode_rows is None
         return
@@ -151,7 +167,12 @@ def check_decodes(metadata, subject, lengths):
     assert metadata.window_targets.shape == (len(lengths), 1 + subject.num_speculative_tokens)
 
 
-def check_prefills(metadata, prefills, states, boundaries):
+def check_prefills(
+    metadata: MambaMetadata,
+    prefills: list[tuple[int, int]],
+    states: list[list[int]],
+    boundaries: list[tuple[int, int, int]],
+) -> None:
     """`boundaries` are (row, offset, block) of the states inside of the prefills."""
     if not prefills:
         assert metadata.prefill_rows is metadata.has_initial_state is None
@@ -175,11 +196,11 @@ def check_prefills(metadata, prefills, states, boundaries):
         assert metadata.boundaries is None
 
 
-def rows_of(columns):
+def rows_of(columns: Iterable[torch.Tensor]) -> list[tuple[int, ...]]:
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
-def test_a_recomputed_row_reads_its_checkpoint_whatever_was_accepted():
+def test_a_recomputed_row_reads_its_checkpoint_whatever_was_accepted() -> None:
     subject = replace(spec("all", 2), rollback=RecomputeSpec(2, default_ring_len(3)))
     builder = MambaMetadataBuilder(subject, 6, CPU, launches=False)
     metadata = build(subject, builder, [(9, 3), (5, 1)], 2, [1, 0], [3, 1])
@@ -193,7 +214,9 @@ def test_a_recomputed_row_reads_its_checkpoint_whatever_was_accepted():
     st.integers(1, 8),
     st.lists(st.tuples(*[st.integers(0, 7)] * 2), min_size=1),
 )
-def test_windows_are_where_accepted_drafts_left_them(size, more, num_blocks, places):
+def test_windows_are_where_accepted_drafts_left_them(
+    size: int, more: int, num_blocks: int, places: list[tuple[int, int]]
+) -> None:
     conv_state = torch.arange(num_blocks * (size + more) * 2.0).view(num_blocks, size + more, 2)
     blocks, firsts = (
         [place[i] % most for place in places] for i, most in enumerate((num_blocks, more + 1))
@@ -210,14 +233,19 @@ def test_windows_are_where_accepted_drafts_left_them(size, more, num_blocks, pla
         assert torch.equal(MambaMetadata.windows(held, state, size), torch.stack(expected))
 
 
-def test_metadata_is_built_again_when_something_changes_and_only_then():
+def test_metadata_is_built_again_when_something_changes_and_only_then() -> None:
     subject = spec(k=1, block_size=4)
     builder = MambaMetadataBuilder(subject, 4, CPU, launches=False)
     table = table_of(2, subject.block_table_width(MAX_MODEL_LEN))
 
     def built(
-        computed=(8, 9), lens=(1, 1), prev=(1, 2), accepted=(1, 1), num_gathers=1, num_decodes=2
-    ):
+        computed: Sequence[int] = (8, 9),
+        lens: Sequence[int] = (1, 1),
+        prev: Sequence[int] = (1, 2),
+        accepted: Sequence[int] = (1, 1),
+        num_gathers: int | None = 1,
+        num_decodes: int = 2,
+    ) -> MambaMetadata:
         batch = common(list(computed), list(lens), num_decodes)
         state_block_idx = StateCursor(0, subject).next_state_block_idx(
             batch.num_computed_tokens, batch.query_lens
@@ -256,7 +284,9 @@ def test_metadata_is_built_again_when_something_changes_and_only_then():
 
 @pytest.mark.parametrize("mode", MODES)
 @given(data=st.data())
-def test_exactly_the_accepted_boundary_states_are_copied_home(mode, data):
+def test_exactly_the_accepted_boundary_states_are_copied_home(
+    mode: str, data: st.DataObject
+) -> None:
     """A state on a boundary is copied to the boundary's block.
 
     Token j leaves its state in logical block `current state block + j`.
@@ -287,7 +317,9 @@ def test_exactly_the_accepted_boundary_states_are_copied_home(mode, data):
 
 @pytest.mark.parametrize("mode", ["align", "all"])
 @given(data=st.data())
-def test_home_gets_the_shifted_window_and_the_state_and_nothing_else_changes(mode, data):
+def test_home_gets_the_shifted_window_and_the_state_and_nothing_else_changes(
+    mode: str, data: st.DataObject
+) -> None:
     k, kernel = data.draw(st.integers(1, 3)), data.draw(st.integers(2, 4))
     subject = spec(mode, k, data.draw(st.integers(1 + k, 5)), kernel)
     rows = data.draw(

@@ -4,8 +4,11 @@ FlashAttention and FlashInfer are stand-ins here: they check what their packages
 arguments. Tolerance: 1e-5 of the largest output, see tests/kernels/paged_attention/test_launch.py.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -24,10 +27,12 @@ from hybrid_kv.kernels.common.ragged import Ragged
 from hybrid_kv.kernels.paged_attention.reference import FOLDED_QUERIES
 from hybrid_kv.models.attention import GridAttention
 from hybrid_kv.models.config_file import ConfigFile
-from tests.kernels.harness import GAPS, check, equality, shapes
+from tests.kernels.harness import GAPS, Shape, check, equality, shapes
 from tests.kernels.interpreter import interpreted
 from tests.support.batches import common
 from tests.support.paged_attention import MIXED, Attention, attention
+
+Caches = tuple[torch.Tensor, torch.Tensor]
 
 
 @given(
@@ -35,7 +40,9 @@ from tests.support.paged_attention import MIXED, Attention, attention
     st.lists(st.tuples(st.integers(0, 15), st.integers(1, 9)), max_size=4),
     st.integers(1, 6),
 )
-def test_each_part_has_its_rows(decodes, prefills, kernel_block_size):
+def test_each_part_has_its_rows(
+    decodes: list[tuple[int, int]], prefills: list[tuple[int, int]], kernel_block_size: int
+) -> None:
     if not decodes and not prefills:
         return
     computed, lens = zip(*decodes, *prefills, strict=True)
@@ -65,7 +72,7 @@ def test_each_part_has_its_rows(decodes, prefills, kernel_block_size):
     ]
 
 
-def test_padding_rows_are_decodes_at_position_zero():
+def test_padding_rows_are_decodes_at_position_zero() -> None:
     batch = common([7, 3], [1, 1], 2, padding=2)
     table = torch.zeros(4, 9, dtype=torch.int32)
     (part,) = build_paged_attention_metadata(batch, table, torch.tensor([7, 9, -1, -1]), 4).parts
@@ -77,18 +84,18 @@ def test_padding_rows_are_decodes_at_position_zero():
 
 
 def attend(
-    compute,
-    query,
-    key_cache,
-    value_cache,
-    block_table,
-    query_start_loc,
-    seq_lens,
-    max_query_len,
-    scale,
-    grid=0,
-    window=0,
-):
+    compute: paged.Compute,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_query_len: int,
+    scale: float,
+    grid: int = 0,
+    window: int = 0,
+) -> torch.Tensor:
     """Return the outputs of the rows that run, by this compute; NaN for tokens of no row."""
     running = query_start_loc.diff().nonzero()[:, 0]
     lengths, totals = query_start_loc.diff()[running].long(), seq_lens[running].tolist()
@@ -165,7 +172,7 @@ CASES = shapes(
 _, test_torch_equals_the_definition = equality(Torch, CASES, *STEPS.values())
 
 
-def problem(step):
+def problem(step: Shape) -> tuple[AttentionPart, torch.Tensor, Caches]:
     """A part, its queries and its caches."""
     made = []
 
@@ -178,11 +185,11 @@ def problem(step):
     return made[0]
 
 
-def check_window(step):
+def check_window(step: Shape) -> None:
     check(Attention(step), partial(attend, paged.TRITON))
 
 
-def check_triton(step):
+def check_triton(step: Shape) -> None:
     check(Attention(step), partial(attend, paged.TRITON))
     file = ConfigFile(
         {"hidden_size": 8, "num_attention_heads": step.kv_heads * step.per_kv}, "config.json"
@@ -201,16 +208,16 @@ def check_triton(step):
 
 
 @pytest.mark.parametrize("name", ["windows", "drafts in a window"])
-def test_triton_in_a_window(name):
+def test_triton_in_a_window(name: str) -> None:
     interpreted(check_window, STEPS[name])
 
 
 @pytest.mark.parametrize("name", ["drafts", "prefills"])
-def test_triton_and_beside_a_draft_heads_grid(name):
+def test_triton_and_beside_a_draft_heads_grid(name: str) -> None:
     interpreted(check_triton, STEPS[name])
 
 
-def check_stores():
+def check_stores() -> None:
     """Both ways store the same."""
     g = torch.Generator().manual_seed(0)
     key, value = (torch.randn(4, 2, 16, generator=g) for _ in range(2))
@@ -223,18 +230,18 @@ def check_stores():
     assert int(found[0].any(-1).sum()) == 2 * 3 * 2
 
 
-def test_stores():
+def test_stores() -> None:
     interpreted(check_stores)
 
 
-def test_a_lone_query_has_no_mask():
+def test_a_lone_query_has_no_mask() -> None:
     part, *_ = problem(STEPS["alone"])
     assert part.mask(2, torch.float32) is None and part.mask(2, torch.float32, grid=4) is not None
     assert problem(STEPS["decodes"])[0].mask(2, torch.float32) is not None
 
 
 @steps
-def test_layers_of_one_geometry_share_what_is_computed(step):
+def test_layers_of_one_geometry_share_what_is_computed(step: Shape) -> None:
     part, query, (key_cache, value_cache) = problem(step)
     made = part.token_index(key_cache), part.mask(step.per_kv, query.dtype)
     assert (
@@ -249,7 +256,7 @@ def test_layers_of_one_geometry_share_what_is_computed(step):
     assert slots.cells(2) is slots.cells(2) and slots.cells(2) is not slots.cells(3)
 
 
-def test_other_heads_and_dtypes_have_a_mask_of_their_own():
+def test_other_heads_and_dtypes_have_a_mask_of_their_own() -> None:
     part = problem(STEPS["drafts"])[0]
     masks = [
         part.mask(*key) for key in ((1, torch.float32), (2, torch.float32), (1, torch.float64))
@@ -258,7 +265,16 @@ def test_other_heads_and_dtypes_have_a_mask_of_their_own():
     assert [mask.dtype for mask in masks] == [torch.float32, torch.float32, torch.float64]
 
 
-def by_definition(query, key_cache, value_cache, block_table, starts, lens, scale, before):
+def by_definition(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    starts: torch.Tensor,
+    lens: torch.Tensor,
+    scale: float,
+    before: int,
+) -> torch.Tensor:
     """Attention of flat rows, each over its own blocks."""
     out = torch.empty_like(query)
     for span, total, blocks in zip(
@@ -274,25 +290,25 @@ def by_definition(query, key_cache, value_cache, block_table, starts, lens, scal
 
 
 def flash_attn_varlen_func(
-    q,
-    k,
-    v,
-    max_seqlen_q,
-    cu_seqlens_q,
-    max_seqlen_k,
-    cu_seqlens_k=None,
-    seqused_k=None,
-    q_v=None,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=None,
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-    block_table=None,
-):
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    max_seqlen_q: int,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_k: int,
+    cu_seqlens_k: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    q_v: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+) -> torch.Tensor:
     """vLLM 0.22's signature; what its kernel requires of its arguments."""
     assert causal and cu_seqlens_k is None
     for ints in (cu_seqlens_q, seqused_k, block_table):
@@ -314,7 +330,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
 
     plans = 0
 
-    def __init__(self, float_workspace_buffer, kv_layout="NHD"):
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
         assert (
             float_workspace_buffer.dtype == torch.uint8 and len(float_workspace_buffer) == 128 << 20
         )
@@ -322,28 +338,28 @@ class BatchPrefillWithPagedKVCacheWrapper:
 
     def plan(
         self,
-        qo_indptr,
-        paged_kv_indptr,
-        paged_kv_indices,
-        paged_kv_last_page_len,
-        num_qo_heads,
-        num_kv_heads,
-        head_dim_qk,
-        page_size,
-        head_dim_vo=None,
-        custom_mask=None,
-        packed_custom_mask=None,
-        causal=False,
-        pos_encoding_mode="NONE",
-        use_fp16_qk_reduction=False,
-        sm_scale=None,
-        window_left=-1,
-        logits_soft_cap=None,
-        rope_scale=None,
-        rope_theta=None,
-        q_data_type="float16",
-        kv_data_type=None,
-    ):
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        head_dim_vo: int | None = None,
+        custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+    ) -> None:
         type(self).plans += 1
         assert causal and q_data_type == kv_data_type
         for ints in (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len):
@@ -361,7 +377,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         self.starts, self.scale, self.window_left = qo_indptr, sm_scale, window_left
         self.lens = (pages - 1) * page_size + paged_kv_last_page_len
 
-    def run(self, q, paged_kv_cache):
+    def run(self, q: torch.Tensor, paged_kv_cache: Caches) -> torch.Tensor:
         k, v = paged_kv_cache
         assert (*q.shape[1:2], *k.shape[2:], k.shape[1]) == self.heads and q.shape[0] == int(
             self.starts[-1]
@@ -372,7 +388,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
 
 
 @pytest.fixture
-def fakes(monkeypatch):
+def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The packages, as far as the adapters call them."""
     flash = ModuleType("vllm.vllm_flash_attn")
     flash.flash_attn_varlen_func = flash_attn_varlen_func
@@ -386,19 +402,21 @@ def fakes(monkeypatch):
 
 
 @steps
-def test_flash_attn_is_called_as_it_requires(fakes, step):
+def test_flash_attn_is_called_as_it_requires(fakes: None, step: Shape) -> None:
     check(Attention(step), partial(attend, compute_of("flash_attn")))
 
 
 @steps
-def test_flashinfer_is_called_as_it_requires_and_planned_once(fakes, step, monkeypatch):
+def test_flashinfer_is_called_as_it_requires_and_planned_once(
+    fakes: None, step: Shape, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(BatchPrefillWithPagedKVCacheWrapper, "plans", 0)
     check(Attention(step), partial(attend, compute_of("flashinfer")))
     assert BatchPrefillWithPagedKVCacheWrapper.plans == 1
 
 
 @pytest.mark.usefixtures("fakes")
-def test_flashinfer_plans_again_for_layers_of_other_sizes(monkeypatch):
+def test_flashinfer_plans_again_for_layers_of_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     compute, part = compute_of("flashinfer"), SimpleNamespace(plans={})
     monkeypatch.setattr(
         compute, "_plan", lambda query, cache, *_: SimpleNamespace(run=lambda *_: cache.shape[2])
@@ -412,7 +430,9 @@ def test_flashinfer_plans_again_for_layers_of_other_sizes(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "package"), [("flash_attn", "vllm"), ("flashinfer", "flashinfer")]
 )
-def test_a_missing_package_is_one_line(name, package, monkeypatch):
+def test_a_missing_package_is_one_line(
+    name: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     compute_of.cache_clear()
     with pytest.raises(
@@ -422,7 +442,7 @@ def test_a_missing_package_is_one_line(name, package, monkeypatch):
     compute_of.cache_clear()
 
 
-def test_a_part_belongs_to_the_compute_that_it_was_built_for():
+def test_a_part_belongs_to_the_compute_that_it_was_built_for() -> None:
     batch, table = common([3, 0], [1, 4], 1), torch.zeros(2, 9, dtype=torch.int32)
     triton = compute_of("triton")
     built = build_paged_attention_metadata(batch, table, torch.arange(5), 4, triton)
@@ -446,7 +466,9 @@ def test_a_part_belongs_to_the_compute_that_it_was_built_for():
         ("FLASHINFER", "cuda", False, "triton"),
     ],
 )
-def test_what_a_backend_computes_with(backend, device, found, name, monkeypatch):
+def test_what_a_backend_computes_with(
+    backend: str, device: str, found: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: object() if found else None)
     attention = get_backend(backend, "cuda")
     assert attention.get_compute(device, "triton", [torch.float32, torch.bfloat16]) == name

@@ -1,7 +1,11 @@
 """Block tables, kept up to date step by step, against tables made from lists each time."""
 
+from __future__ import annotations
+
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from hybrid_kv.cache.block_pool import NULL_BLOCK
+from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds
 from hybrid_kv.cache.block_table import BlockTables, LaunchedBlockTables
 from hybrid_kv.kernels.slot_mapping import PAD_SLOT
 from tests.kernels.definitions import kernel_blocks, slot
@@ -21,21 +25,35 @@ CPU = torch.device("cpu")
 UNTOUCHED = -7
 
 
-def make(rows=ROWS, widths=WIDTHS, bpk=BPK, tokens=64, kind=BlockTables, **options):
+def make(
+    rows: int = ROWS,
+    widths: Sequence[int] = WIDTHS,
+    bpk: Sequence[int] = BPK,
+    tokens: int = 64,
+    kind: type[BlockTables] = BlockTables,
+    **options: Any,
+) -> BlockTables:
     return kind([16 * n for n in bpk], [16] * len(bpk), rows, tokens, widths, CPU, **options)
 
 
-def ids_of(*values):
+def ids_of(*values: int) -> BlockIds:
     return np.array(values, dtype=np.int32)
 
 
-def stage(tables, row, new, overwrite=False):
+def stage(
+    tables: BlockTables, row: int, new: Sequence[Sequence[int]], overwrite: bool = False
+) -> None:
     """`new`: per group the ids."""
     flat = ids_of(*(block for ids in new for block in ids))
     tables.append_block_ids(row, flat, array("i", [len(ids) for ids in new]), overwrite)
 
 
-def update(tables, batch, padded=None, num_tokens_padded=None):
+def update(
+    tables: BlockTables,
+    batch: Sequence[tuple[int, int, int]],
+    padded: int | None = None,
+    num_tokens_padded: int | None = None,
+) -> tuple[list[torch.Tensor], torch.Tensor]:
     """`batch`: row, first position and number of tokens of each request."""
     rows, firsts, lens = (np.array(part, dtype=np.int64) for part in zip(*batch, strict=True))
     positions = np.concatenate(
@@ -71,7 +89,7 @@ class Steps(RuleBasedStateMachine):
     """Requests come, grow, end, are preempted and resume, and run in any order and company."""
 
     @initialize(shape=st.sampled_from(SHAPES))
-    def begin(self, shape):
+    def begin(self, shape: Shape) -> None:
         self.shape = shape
         sizes = [b * k for b, k in zip(shape.bpk, shape.kernel, strict=True)]
         tokens = 600
@@ -91,7 +109,7 @@ class Steps(RuleBasedStateMachine):
         self.next_id = 1
         self.last_seen = None  # what readers saw in the step before, and its number of gathers
 
-    def new_ids(self, data, held, most):
+    def new_ids(self, data: st.DataObject, held: list[list[int]], most: int) -> list[list[int]]:
         new = []
         for blocks, width in zip(held, self.shape.widths, strict=True):
             count = data.draw(st.integers(0, min(most, width - len(blocks))))
@@ -99,14 +117,14 @@ class Steps(RuleBasedStateMachine):
             self.next_id += count
         return new
 
-    def stage(self, row, held, new, overwrite):
+    def stage(self, row: int, held: list[list[int]], new: list[list[int]], overwrite: bool) -> None:
         self.held[row] = [old + more for old, more in zip(held, new, strict=True)]
         self.staged.add(row)
         stage(self.tables, row, new, overwrite)
 
     @precondition(lambda self: len(set(self.held) | self.staged) < self.shape.rows)
     @rule(data=st.data(), most=st.sampled_from([1, 3, 70]))
-    def start(self, data, most):
+    def start(self, data: st.DataObject, most: int) -> None:
         """A new request, or one that resumes: in any row that is free."""
         free = sorted(set(range(self.shape.rows)) - set(self.held) - self.staged)
         nothing = [[] for _ in self.shape.widths]
@@ -119,13 +137,13 @@ class Steps(RuleBasedStateMachine):
 
     @precondition(lambda self: set(self.held) - self.staged)
     @rule(data=st.data(), most=st.sampled_from([1, 1, 4, 40]))
-    def grow(self, data, most):
+    def grow(self, data: st.DataObject, most: int) -> None:
         row = data.draw(st.sampled_from(sorted(set(self.held) - self.staged)))
         self.stage(row, self.held[row], self.new_ids(data, self.held[row], most), overwrite=False)
 
     @precondition(lambda self: set(self.held) - self.staged)
     @rule(data=st.data())
-    def replace(self, data):
+    def replace(self, data: st.DataObject) -> None:
         """A request ends or is preempted, and before the next step another one has its row."""
         row = data.draw(st.sampled_from(sorted(set(self.held) - self.staged)))
         nothing = [[] for _ in self.shape.widths]
@@ -133,18 +151,18 @@ class Steps(RuleBasedStateMachine):
 
     @precondition(lambda self: set(self.held) - self.staged)
     @rule(data=st.data())
-    def end(self, data):
+    def end(self, data: st.DataObject) -> None:
         del self.held[data.draw(st.sampled_from(sorted(set(self.held) - self.staged)))]
 
     @rule()
-    def forget(self):
+    def forget(self) -> None:
         self.tables.forget()
         for table in self.tables.input_tables:
             table.fill_(UNTOUCHED)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), repeats=st.integers(1, 3))
-    def step(self, data, repeats):
+    def step(self, data: st.DataObject, repeats: int) -> None:
         order = data.draw(st.permutations(sorted(self.held)))[
             : data.draw(st.integers(1, len(self.held)))
         ]
@@ -152,7 +170,7 @@ class Steps(RuleBasedStateMachine):
         for _ in range(repeats):
             self.run(data, order, padded)
 
-    def run(self, data, order, padded):
+    def run(self, data: st.DataObject, order: list[int], padded: int) -> None:
         reach = max(
             w * b * k
             for w, b, k in zip(self.shape.widths, self.shape.bpk, self.shape.kernel, strict=True)
@@ -222,7 +240,9 @@ TestSteps.settings = settings(
 # ---- what does not change costs nothing ----
 
 
-def written(tables, batch, padded=None):
+def written(
+    tables: BlockTables, batch: Sequence[tuple[int, int, int]], padded: int | None = None
+) -> tuple[list[int], int]:
     """How many entries of each input table, and how many slots, an update writes."""
     for table in (*tables.input_tables, tables.slot_mappings):
         table.fill_(UNTOUCHED)
@@ -233,7 +253,7 @@ def written(tables, batch, padded=None):
     return inputs, slots
 
 
-def test_a_step_writes_what_changed():
+def test_a_step_writes_what_changed() -> None:
     tables = make(rows=8, widths=[20, 20], bpk=[1, 4])
     for row in range(8):
         stage(tables, row, [[10 * row + i for i in range(1, 9)]] * 2, overwrite=True)
@@ -259,16 +279,16 @@ def test_a_step_writes_what_changed():
 
 
 @pytest.mark.parametrize("kind", [BlockTables, LaunchedBlockTables])
-def test_num_gathers_changes_when_an_input_table_may_and_only_then(kind):
+def test_num_gathers_changes_when_an_input_table_may_and_only_then(kind: type[BlockTables]) -> None:
     interpreted(check_gathers, kind)
 
 
-def check_gathers(kind):
+def check_gathers(kind: type[BlockTables]) -> None:
     tables = make(kind=kind)
     for row in (0, 1):
         stage(tables, row, [[10 + row], [20 + row], [30 + row]], overwrite=True)
 
-    def gathered(rows, padded):
+    def gathered(rows: list[int], padded: int) -> tuple[int, list[list[int]]]:
         found, _ = update(tables, [(row, 0, 1) for row in rows], padded)
         return tables.num_gathers, [table[:, 0].tolist() for table in found]
 
@@ -286,11 +306,11 @@ def check_gathers(kind):
 
 
 @pytest.mark.parametrize("kind", [BlockTables, LaunchedBlockTables])
-def test_host_and_launch_take_the_same_step(kind):
+def test_host_and_launch_take_the_same_step(kind: type[BlockTables]) -> None:
     interpreted(check_a_step, kind)
 
 
-def check_a_step(kind):
+def check_a_step(kind: type[BlockTables]) -> None:
     tables = make(kind=kind)
     for row in (0, 1, 2, 3, 4, 0, 1):  # more than are staged at once
         stage(tables, row, [[10 + row], [20 + row], [30 + row]], overwrite=True)
@@ -306,7 +326,7 @@ def check_a_step(kind):
 # ---- one thing at a time ----
 
 
-def test_input_tables_keep_their_address():
+def test_input_tables_keep_their_address() -> None:
     tables = make()
     before = [table.data_ptr() for table in (*tables.input_tables, tables.slot_mappings)]
     stage(tables, 1, [[3], [4], [5]], overwrite=True)
@@ -314,7 +334,7 @@ def test_input_tables_keep_their_address():
     assert [table.data_ptr() for table in (*gathered, slots)] == before
 
 
-def test_a_full_staging_buffer_is_written_early():
+def test_a_full_staging_buffer_is_written_early() -> None:
     tables = make(rows=2, widths=[4], bpk=[2])
     for _ in range(3):  # 3 x 2 x 4 ids for a buffer of 8
         for row in range(2):
@@ -323,7 +343,7 @@ def test_a_full_staging_buffer_is_written_early():
     assert tables.tables[0].tolist() == [[1, 2, 3, 4], [11, 12, 13, 14]]
 
 
-def test_a_row_beyond_the_staging_buffer_is_written_early():
+def test_a_row_beyond_the_staging_buffer_is_written_early() -> None:
     tables = make(rows=1, widths=[9, 9], bpk=[1, 1])
     for block in range(1, 10):  # one row a call, for room for one
         stage(tables, 0, [[block], [block + 10]])
@@ -332,7 +352,7 @@ def test_a_row_beyond_the_staging_buffer_is_written_early():
     assert tables.tables[1].tolist() == second.tolist() == [list(range(11, 20))]
 
 
-def test_too_many_blocks_for_the_row_raise():
+def test_too_many_blocks_for_the_row_raise() -> None:
     tables = make(rows=2, widths=[2, 3], bpk=[1, 2])
     stage(tables, 0, [[1, 2], [3]], overwrite=True)
     update(tables, [(0, 0, 1)])
@@ -346,7 +366,7 @@ def test_too_many_blocks_for_the_row_raise():
 
 
 @pytest.mark.gpu
-def test_tables_on_a_gpu_follow_those_of_the_host():
+def test_tables_on_a_gpu_follow_those_of_the_host() -> None:
     here = make()
     there = BlockTables(
         [16 * n for n in BPK], [16] * len(BPK), ROWS, 64, WIDTHS, torch.device("cuda")
@@ -363,7 +383,7 @@ def test_tables_on_a_gpu_follow_those_of_the_host():
             assert torch.equal(got.cpu(), expected)
 
 
-def test_impossible_shapes_are_rejected():
+def test_impossible_shapes_are_rejected() -> None:
     with pytest.raises(ValueError, match="does not divide"):
         BlockTables([24], [16], 1, 1, [1], CPU)
     with pytest.raises(ValueError, match="one entry per group"):

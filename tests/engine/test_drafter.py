@@ -1,12 +1,19 @@
 """The MTP head's drafts depend neither on the rest of the batch nor on a prompt's chunks."""
 
+from __future__ import annotations
+
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from hybrid_kv.engine import drafter
 from hybrid_kv.engine.llm import LLM
+from hybrid_kv.engine.runner import StepOutput
+from hybrid_kv.request import ScheduledRequest
 from hybrid_kv.sampling import SamplingParams
 from hybrid_kv.sanitizer import SanitizerError
 from tests.models.tiny_nemotron import Characters
@@ -21,7 +28,12 @@ MAX_MODEL_LEN = 112  # where the fourth request ends: its last passes have no sl
 BLOCK_SIZE = 48  # the smallest that pays for a state of the guard model with three drafts
 
 
-def drafts_of(prompts, num_tokens, disturb=None, **options):
+def drafts_of(
+    prompts: list[list[int]],
+    num_tokens: Sequence[int],
+    disturb: Callable[[LLM], None] | None = None,
+    **options: Any,
+) -> tuple[list[dict[int, list[int]]], list[list[int]]]:
     """Each request's proposals, by the number of its tokens that were known, and its tokens."""
     llm = LLM(
         FOLDER,
@@ -36,7 +48,7 @@ def drafts_of(prompts, num_tokens, disturb=None, **options):
     )
     found, execute = defaultdict(dict), llm.runner.execute
 
-    def watched(scheduled):
+    def watched(scheduled: Sequence[ScheduledRequest]) -> StepOutput:
         output = execute(scheduled)
         for request in (
             item.request for item in output.batch if item.request.request_id in output.drafts
@@ -53,7 +65,7 @@ def drafts_of(prompts, num_tokens, disturb=None, **options):
 
 # it says which keys the head may not see
 @pytest.mark.parametrize("mode", ["none", "align", "all"])
-def test_a_request_gets_the_drafts_that_it_gets_alone(mode):
+def test_a_request_gets_the_drafts_that_it_gets_alone(mode: str) -> None:
     """Some prompts wait, some run in chunks beside verify steps, rows change owners."""
     each = [
         drafts_of([prompt], [count], mamba_cache_mode=mode)
@@ -73,7 +85,7 @@ def test_a_request_gets_the_drafts_that_it_gets_alone(mode):
     assert len(shared) > sum(map(len, expected)) / 2
 
 
-def swapped(place, slots):
+def swapped(place: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Two computed tokens of one request, at the same place of two of its blocks."""
     i = next(
         i for i in range(len(place) - BLOCK_SIZE) if place[i + BLOCK_SIZE] - place[i] == BLOCK_SIZE
@@ -83,7 +95,7 @@ def swapped(place, slots):
     return place, slots
 
 
-def beside(place, slots):
+def beside(place: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The last draft, whose token is not known yet, one place off in its own block."""
     slots = slots.clone()
     slots[-1] ^= 1
@@ -112,7 +124,11 @@ def beside(place, slots):
         "beside",
     ],
 )
-def test_the_sanitizer_knows_where_the_head_may_write(monkeypatch, change, rule):
+def test_the_sanitizer_knows_where_the_head_may_write(
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    rule: str,
+) -> None:
     plain = drafter.MTPDrafter.write_slots
     monkeypatch.setattr(
         drafter.MTPDrafter, "write_slots", lambda self, *args: change(*plain(self, *args))
@@ -125,7 +141,9 @@ def test_the_sanitizer_knows_where_the_head_may_write(monkeypatch, change, rule)
 @pytest.mark.parametrize(
     ("mode", "async_scheduling"), [("none", True), ("align", False), ("all", True)]
 )
-def test_the_sanitizer_has_nothing_against_a_head_that_is_right(mode, async_scheduling):
+def test_the_sanitizer_has_nothing_against_a_head_that_is_right(
+    mode: str, async_scheduling: bool
+) -> None:
     prompts = [*PROMPTS, *PROMPTS]
     options = {
         "mamba_cache_mode": mode,

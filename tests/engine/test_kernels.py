@@ -4,6 +4,11 @@ Tolerance: float32 twice, with sums in another order: 2e-5 of max|logit| (tests/
 as both differ from the exact result by that at most, 4e-5.
 """
 
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -28,11 +33,13 @@ MODES = ("none", "align", "all")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tiny(tmp_path_factory.mktemp("tiny"), "M*")[1])
 
 
-def engine(folder, kernels, sequences=None, k=0, **options):
+def engine(
+    folder: str, kernels: str, sequences: list[list[int]] | None = None, k: int = 0, **options: Any
+) -> LLM:
     proposer = None
     if k:
         proposer = ScriptedProposer("mixed", k, sequences, [len(p) for p in PROMPTS] * 2, 4, VOCAB)
@@ -56,7 +63,7 @@ def engine(folder, kernels, sequences=None, k=0, **options):
     return llm
 
 
-def answers(llm, rounds):
+def answers(llm: LLM, rounds: int) -> list[tuple[list[int], torch.Tensor, int]]:
     """Return every request's tokens and logits; the `rounds` after the first hit the cache."""
     found = []
     for _ in range(rounds):
@@ -66,7 +73,7 @@ def answers(llm, rounds):
     return found
 
 
-def check_engine(folder, mode, k, scheme):
+def check_engine(folder: str, mode: str, k: int, scheme: str) -> float:
     options = {"mamba_cache_mode": mode, "state_scheme": scheme}
     rounds, sequences = 1 if mode == "none" else 2, None
     if k:
@@ -99,12 +106,12 @@ def check_engine(folder, mode, k, scheme):
         ("all", 3, "recompute"),
     ],
 )
-def test_tokens_and_logits_are_those_of_torch(folder, mode, k, scheme):
+def test_tokens_and_logits_are_those_of_torch(folder: str, mode: str, k: int, scheme: str) -> None:
     error = interpreted(check_engine, folder, mode, k, scheme)
     assert 0 < error <= TOLERANCE  # not the same arithmetic twice
 
 
-def check_float64(folder, scheme):
+def check_float64(folder: str, scheme: str) -> None:
     """In float64, where float32 kernels would lose digits, layers use plain torch, bit for bit."""
     options = {"dtype": "float64", "mamba_ssm_cache_dtype": "float64", "mamba_cache_mode": "align"}
     expected, got = (
@@ -118,14 +125,14 @@ def check_float64(folder, scheme):
 
 
 @pytest.mark.parametrize("scheme", ["slots", "recompute"])
-def test_float64_keeps_its_digits(folder, scheme):
+def test_float64_keeps_its_digits(folder: str, scheme: str) -> None:
     interpreted(check_float64, folder, scheme)
 
 
 @pytest.mark.parametrize(
     "norm_before_gate", [True, False], ids=["norm before gate", "gate before norm"]
 )
-def test_a_mamba2_layer_of_another_family(tmp_path, norm_before_gate):
+def test_a_mamba2_layer_of_another_family(tmp_path: Path, norm_before_gate: bool) -> None:
     """Orders of the gated norm that NemotronH does not have."""
     keys = {"num_hidden_layers": 1, "mamba_norm_before_gate": norm_before_gate}
     write_checkpoint("falcon_h1", tmp_path, keys=keys)
@@ -169,7 +176,9 @@ DELTA_NETS = {
         ("kimi_linear", "all", 0, "slots"),
     ],
 )
-def test_delta_nets_answer_as_in_torch(tmp_path, family, mode, k, scheme):
+def test_delta_nets_answer_as_in_torch(
+    tmp_path: Path, family: str, mode: str, k: int, scheme: str
+) -> None:
     write_checkpoint(family, tmp_path, keys=DELTA_NETS[family])
     error = interpreted(check_engine, str(tmp_path), mode, k, scheme)
     assert 0 < error <= TOLERANCE

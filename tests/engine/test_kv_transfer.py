@@ -1,7 +1,10 @@
 """A request goes on in another engine as if that had computed its prompt."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from hybrid_kv.check.guard.scenario import SmallBlocksFirst
 from hybrid_kv.config import ConfigError, HybridKVError
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
+from hybrid_kv.request import Request
 from hybrid_kv.sampling import SamplingParams
 from tests.models.tiny_nemotron import Characters
 
@@ -20,7 +24,7 @@ PROMPT = [(7 * i + 3) % ExactConfig.vocab_size for i in range(24)]
 GUARD_MODEL = Path(__file__).parents[2] / "hybrid_kv" / "check" / "guard_model"
 
 
-def engine(model=MODEL, **options):
+def engine(model: ExactModel = MODEL, **options: Any) -> LLM:
     defaults = {
         "device": "cpu",
         "num_blocks": 60,
@@ -36,7 +40,7 @@ def engine(model=MODEL, **options):
     return llm
 
 
-def begin(llm, prompt, num_tokens=1, **params):
+def begin(llm: LLM, prompt: list[int], num_tokens: int = 1, **params: Any) -> Request:
     """A request that has so many tokens of its answer."""
     request = llm.add_request(prompt, SamplingParams(**{"max_tokens": 10} | params))
     while len(request.output_token_ids) < num_tokens:
@@ -44,17 +48,17 @@ def begin(llm, prompt, num_tokens=1, **params):
     return request
 
 
-def end(llm):
+def end(llm: LLM) -> None:
     while llm.scheduler.has_requests:
         llm.step()
     llm.scheduler.check_integrity()
 
 
-def num_held(llm):
+def num_held(llm: LLM) -> int:
     return llm.manager.pool.num_blocks - 1 - llm.manager.pool.num_free_blocks
 
 
-def test_what_goes_over_lives_on_when_its_blocks_are_used_again():
+def test_what_goes_over_lives_on_when_its_blocks_are_used_again() -> None:
     prefill, decode = engine(), engine()
     kv_transfer = prefill.send_request(begin(prefill, PROMPT))
     for buffer in prefill.runner.raw_buffers:
@@ -69,7 +73,9 @@ def test_what_goes_over_lives_on_when_its_blocks_are_used_again():
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("mode", ["align", "all"])
-def test_a_state_on_a_boundary_is_published_where_the_request_goes_on(mode, is_async):
+def test_a_state_on_a_boundary_is_published_where_the_request_goes_on(
+    mode: str, is_async: bool
+) -> None:
     prefill, decode = engine(), engine(mamba_cache_mode=mode, async_scheduling=is_async)
     decode.receive_request(prefill.send_request(begin(prefill, PROMPT, max_tokens=4)))
     end(decode)
@@ -79,7 +85,7 @@ def test_a_state_on_a_boundary_is_published_where_the_request_goes_on(mode, is_a
     assert later.output_token_ids == ORACLE.generate([*PROMPT, 5], 5)
 
 
-def test_without_room_it_waits_and_an_abort_leaves_nothing():
+def test_without_room_it_waits_and_an_abort_leaves_nothing() -> None:
     prefill, decode = engine(), engine(max_num_seqs=1)
     running = begin(decode, PROMPT[:5])
     waiting, dropped = (
@@ -94,7 +100,7 @@ def test_without_room_it_waits_and_an_abort_leaves_nothing():
     assert waiting.output_token_ids == ORACLE.generate(PROMPT, 10)
 
 
-def test_logprobs_go_over():
+def test_logprobs_go_over() -> None:
     prefill, decode, alone = engine(), engine(), engine()
     wanted = {"logprobs": 2, "prompt_logprobs": 1}
     request = decode.receive_request(prefill.send_request(begin(prefill, PROMPT, **wanted)))
@@ -118,7 +124,7 @@ def test_logprobs_go_over():
         ({"params": SamplingParams(stop=["x"])}, "stop strings need a tokenizer"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_a_line(change, text):
+def test_what_does_not_fit_is_refused_in_a_line(change: dict[str, Any], text: str) -> None:
     prefill, decode = engine(), engine()
     kv_transfer = prefill.send_request(begin(prefill, PROMPT))
     with pytest.raises(ConfigError, match=text):
@@ -126,7 +132,7 @@ def test_what_does_not_fit_is_refused_in_a_line(change, text):
     assert not decode.scheduler.has_requests and num_held(decode) == 0
 
 
-def test_a_state_in_another_dtype_is_refused_and_both_are_named():
+def test_a_state_in_another_dtype_is_refused_and_both_are_named() -> None:
     prefill, decode = engine(), engine()
     kv_transfer = prefill.send_request(begin(prefill, PROMPT))
     window, state = kv_transfer.layers["layers.0"]
@@ -137,7 +143,7 @@ def test_a_state_in_another_dtype_is_refused_and_both_are_named():
         decode.receive_request(replace(kv_transfer, layers=other))
 
 
-def test_a_model_without_a_name_for_its_weights_is_refused():
+def test_a_model_without_a_name_for_its_weights_is_refused() -> None:
     class Nameless(ExactModel):
         fingerprint = ""
 
@@ -149,7 +155,7 @@ def test_a_model_without_a_name_for_its_weights_is_refused():
     assert len(request.output_token_ids) == 10
 
 
-def test_only_a_running_request_with_a_token_can_be_handed_over():
+def test_only_a_running_request_with_a_token_can_be_handed_over() -> None:
     prefill = engine(max_num_batched_tokens=16)
     request = prefill.add_request(PROMPT, SamplingParams(max_tokens=2))
     with pytest.raises(HybridKVError, match="request 0 is not running here"):
@@ -167,7 +173,7 @@ def test_only_a_running_request_with_a_token_can_be_handed_over():
         prefill.send_request(request)
 
 
-def test_one_that_the_step_in_flight_ends_stays_and_a_step_says_so():
+def test_one_that_the_step_in_flight_ends_stays_and_a_step_says_so() -> None:
     prefill = engine(async_scheduling=True)
     sent = (PROMPT[:7], 1), ([4], 3)
     request, other = (
@@ -186,7 +192,7 @@ def test_one_that_the_step_in_flight_ends_stays_and_a_step_says_so():
 # The guard model: floats, a draft head, and states that `recompute` keeps in two planes.
 
 
-def trained(**options):
+def trained(**options: Any) -> LLM:
     defaults = {
         "device": "cpu",
         "dtype": "float64",
@@ -201,7 +207,7 @@ def trained(**options):
     return llm
 
 
-def test_a_head_whose_keys_were_never_computed_is_refused():
+def test_a_head_whose_keys_were_never_computed_is_refused() -> None:
     prefill, decode = trained(), trained(speculative_method="mtp", num_speculative_tokens=1)
     with pytest.raises(ConfigError, match=r"layer mtp.* give both engines its speculative_method"):
         decode.receive_request(prefill.send_request(begin(prefill, [5, 6, 7])))

@@ -1,16 +1,24 @@
 """The user's entry: order, ends, errors, cached prefixes and drafts."""
 
+from __future__ import annotations
+
 import logging
+from collections.abc import Callable, Container, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hybrid_kv.config import ConfigError, HybridKVError
 from hybrid_kv.engine import build
-from hybrid_kv.engine.llm import LLM
+from hybrid_kv.engine.llm import LLM, RequestOutput
+from hybrid_kv.engine.runner import Proposer
 from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
+from hybrid_kv.request import Request
 from hybrid_kv.sampling import SamplingParams
 
 PROMPTS = [[1, 2, 3], [4] * 9, [5, 6], [7, 8, 9, 10]]
@@ -20,17 +28,19 @@ LONG = np.random.default_rng(5).integers(0, 97, 25).tolist()
 class Letters:
     """Token t is a letter, or two for every third token: strings cross token boundaries."""
 
-    def __init__(self, eos_token_id=None):
+    def __init__(self, eos_token_id: int | None = None) -> None:
         self.eos_token_id = eos_token_id
 
-    def encode(self, text):
+    def encode(self, text: str) -> list[int]:
         return [ord(letter) % 97 for letter in text]
 
-    def decode(self, token_ids):
+    def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(chr(0x4E00 + t) * (2 if t % 3 == 0 else 1) for t in token_ids)
 
 
-def engine(tokenizer=None, proposer=None, **options):
+def engine(
+    tokenizer: Letters | None = None, proposer: Proposer | None = None, **options: Any
+) -> LLM:
     options = {
         "max_num_seqs": 3,
         "max_num_batched_tokens": 8,
@@ -43,7 +53,7 @@ def engine(tokenizer=None, proposer=None, **options):
 class Right:
     """Drafts of the oracle for a prompt, `k` each time; token `wrong_at` is guessed wrong."""
 
-    def __init__(self, prompt, k, wrong_at=()):
+    def __init__(self, prompt: list[int], k: int, wrong_at: Container[int] = ()) -> None:
         self.text, self.k, self.wrong_at, self.queried = (
             [*prompt, *oracle(prompt, 40)],
             k,
@@ -51,7 +61,12 @@ class Right:
             [],
         )
 
-    def propose(self, requests, token_ids, num_tokens):
+    def propose(
+        self,
+        requests: Sequence[Request],
+        token_ids: Sequence[npt.NDArray[np.int64]],
+        num_tokens: npt.NDArray[np.int64],
+    ) -> list[list[int]]:
         drafts = []
         for row, n in zip(token_ids, num_tokens.tolist(), strict=True):
             assert row[:n].tolist() == self.text[:n]
@@ -62,15 +77,15 @@ class Right:
         return drafts
 
 
-def caching(mode="all", **options):
+def caching(mode: str = "all", **options: Any) -> LLM:
     return engine(**({"mamba_cache_mode": mode, "num_blocks": 200} | options))
 
 
-def oracle(prompt, max_tokens):
+def oracle(prompt: list[int], max_tokens: int) -> list[int]:
     return ExactOracle(ExactModel()).generate(prompt, max_tokens)
 
 
-def one(llm, prompt=PROMPTS[0], **params):
+def one(llm: LLM, prompt: str | list[int] = PROMPTS[0], **params: Any) -> RequestOutput:
     return llm.generate([prompt], SamplingParams(**params), progress=False)[0]
 
 
@@ -85,7 +100,9 @@ def one(llm, prompt=PROMPTS[0], **params):
         ([21, 22, 5], (2, "stop")),  # the string is in two tokens
     ],
 )
-def test_what_a_request_keeps_of_a_step_is_counted_without_writing_it(sampled, expected):
+def test_what_a_request_keeps_of_a_step_is_counted_without_writing_it(
+    sampled: list[int], expected: tuple[int, str | None]
+) -> None:
     letters = Letters()
     llm = engine(letters)
     params = SamplingParams(max_tokens=5, stop_token_ids=(9,), stop=(letters.decode([21, 22])[1:],))
@@ -95,7 +112,7 @@ def test_what_a_request_keeps_of_a_step_is_counted_without_writing_it(sampled, e
     assert request.output_token_ids == [3, 4]
 
 
-def test_eos_ends_the_text_unless_ignored():
+def test_eos_ends_the_text_unless_ignored() -> None:
     tokens = oracle(PROMPTS[0], 12)
     eos = next(t for i, t in enumerate(tokens) if i > 2 and t not in tokens[:i])
     at = tokens.index(eos)
@@ -109,7 +126,7 @@ def test_eos_ends_the_text_unless_ignored():
     assert (stopped.finish_reason, stopped.token_ids) == ("stop", tokens[: at + 1])
 
 
-def test_invalid_prompts_become_errors_and_the_others_are_right():
+def test_invalid_prompts_become_errors_and_the_others_are_right() -> None:
     bad = [[], [1] * 40, [97], [-1], "text", None, [1, 2.5], b"ab", 7]
     outputs = engine().generate([*bad, *PROMPTS], SamplingParams(max_tokens=4), progress=False)
     assert [o.finish_reason for o in outputs] == ["error"] * len(bad) + ["length"] * len(PROMPTS)
@@ -123,16 +140,16 @@ def test_invalid_prompts_become_errors_and_the_others_are_right():
     assert [o.token_ids for o in outputs[len(bad) :]] == [oracle(prompt, 4) for prompt in PROMPTS]
 
 
-def test_texts_are_encoded_and_kept():
+def test_texts_are_encoded_and_kept() -> None:
     output = one(engine(Letters()), "abc", max_tokens=2)
     assert (output.prompt, output.prompt_token_ids) == ("abc", [0, 1, 2])
     assert output.token_ids == oracle([0, 1, 2], 2)
 
 
-def test_the_engine_is_as_good_as_new_after_an_interrupt():
+def test_the_engine_is_as_good_as_new_after_an_interrupt() -> None:
     llm = engine()
 
-    def interrupt(llm):
+    def interrupt(llm: LLM) -> None:
         if llm.num_steps == 3:
             raise KeyboardInterrupt
 
@@ -177,18 +194,20 @@ def test_the_engine_is_as_good_as_new_after_an_interrupt():
         ({"max_num_batched_tokens": 10**13}, "max_num_batched_tokens=10000000000000 take"),
     ],
 )
-def test_options_that_cannot_be_are_refused_before_memory_is_taken(options, match, monkeypatch):
+def test_options_that_cannot_be_are_refused_before_memory_is_taken(
+    options: dict[str, Any], match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(build, "ModelRunner", lambda *_: pytest.fail("memory was taken"))
     with pytest.raises(ConfigError, match=match):
         engine(**options)
 
 
-def test_one_parameter_set_per_prompt():
+def test_one_parameter_set_per_prompt() -> None:
     with pytest.raises(ConfigError, match="4 prompts but 1 sampling"):
         engine().generate(PROMPTS, [SamplingParams()], progress=False)
 
 
-def test_the_bar_can_be_switched_off(capsys):
+def test_the_bar_can_be_switched_off(capsys: pytest.CaptureFixture[str]) -> None:
     llm = engine()
     llm.generate(PROMPTS, SamplingParams(max_tokens=2), progress=False)
     assert capsys.readouterr().err == ""
@@ -197,24 +216,24 @@ def test_the_bar_can_be_switched_off(capsys):
 
 
 @pytest.mark.parametrize("kind", [np.array, torch.tensor, tuple])
-def test_token_ids_may_come_in_any_sequence(kind):
+def test_token_ids_may_come_in_any_sequence(kind: Callable[[list[int]], Any]) -> None:
     (output,) = engine().generate([kind(PROMPTS[0])], SamplingParams(max_tokens=2), progress=False)
     assert output.prompt_token_ids == PROMPTS[0]
     assert output.token_ids == oracle(PROMPTS[0], 2)
 
 
-def test_one_prompt_without_its_list_is_refused():
+def test_one_prompt_without_its_list_is_refused() -> None:
     for prompt in ([1, 2, 3], np.array([1, 2, 3])):
         with pytest.raises(ConfigError, match="takes a list of prompts"):
             engine().generate(prompt, progress=False)
 
 
-def test_params_of_another_type_are_refused():
+def test_params_of_another_type_are_refused() -> None:
     with pytest.raises(ConfigError, match="must be SamplingParams, not dict"):
         engine().generate([[1]], {"max_tokens": 3}, progress=False)
 
 
-def test_generate_inside_a_step_is_refused_and_leaves_nothing_behind():
+def test_generate_inside_a_step_is_refused_and_leaves_nothing_behind() -> None:
     llm = engine()
     with pytest.raises(HybridKVError, match="while the engine has requests"):
         llm.generate(
@@ -225,20 +244,20 @@ def test_generate_inside_a_step_is_refused_and_leaves_nothing_behind():
 
 
 @pytest.mark.parametrize("device", ["mps", "xpu"])
-def test_a_device_that_is_not_supported_is_refused(device):
+def test_a_device_that_is_not_supported_is_refused(device: str) -> None:
     with pytest.raises(ConfigError, match="use auto, cpu or cuda"):
         LLM(ExactModel(), device=device)
 
 
 @pytest.mark.parametrize("prompts", [None, 7, b"text", {"a": 1}, {1, 2}])
-def test_prompts_that_are_no_list_are_refused(prompts):
+def test_prompts_that_are_no_list_are_refused(prompts: object) -> None:
     with pytest.raises(ConfigError, match=f"takes a list of prompts, not {type(prompts).__name__}"):
         engine().generate(prompts, progress=False)
 
 
-def test_half_a_surrogate_pair_is_an_error_of_its_prompt_alone():
+def test_half_a_surrogate_pair_is_an_error_of_its_prompt_alone() -> None:
     class Strict(Letters):
-        def encode(self, text):
+        def encode(self, text: str) -> list[int]:
             text.encode()  # as every real tokenizer does, in the middle of a batch
             return super().encode(text)
 
@@ -253,7 +272,7 @@ def test_half_a_surrogate_pair_is_an_error_of_its_prompt_alone():
     assert outputs[0].token_ids == outputs[2].token_ids == oracle([97 % 97, 98 % 97], 3)
 
 
-def test_a_request_added_twice_is_refused_and_the_engine_goes_on():
+def test_a_request_added_twice_is_refused_and_the_engine_goes_on() -> None:
     llm = engine()
     request = llm.make_request([1, 2, 3], SamplingParams(max_tokens=2))
     llm.scheduler.add(request)
@@ -269,7 +288,7 @@ def test_a_request_added_twice_is_refused_and_the_engine_goes_on():
     assert one(llm).error is None
 
 
-def test_stop_strings_without_a_tokenizer_are_an_error_of_that_request():
+def test_stop_strings_without_a_tokenizer_are_an_error_of_that_request() -> None:
     outputs = engine().generate(
         [[1], [2]], [SamplingParams(stop="x"), SamplingParams(max_tokens=1)], progress=False
     )
@@ -278,11 +297,11 @@ def test_stop_strings_without_a_tokenizer_are_an_error_of_that_request():
 
 
 @pytest.mark.parametrize("caches", [False, True])
-def test_prefixes_are_cached_if_the_options_say_so(caches):
+def test_prefixes_are_cached_if_the_options_say_so(caches: bool) -> None:
     assert engine(enable_prefix_caching=caches).manager.enable_prefix_caching == caches
 
 
-def test_a_model_without_mamba_layers_caches_prefixes_in_any_mode():
+def test_a_model_without_mamba_layers_caches_prefixes_in_any_mode() -> None:
     options = {
         "block_size": 4,
         "max_model_len": 40,
@@ -295,7 +314,7 @@ def test_a_model_without_mamba_layers_caches_prefixes_in_any_mode():
     assert outputs[0].token_ids == outputs[1].token_ids
 
 
-def test_a_group_that_vetoes_a_hit_is_named():
+def test_a_group_that_vetoes_a_hit_is_named() -> None:
     """Attention hits the shared prefix; in mode align the only state is after the unshared rest."""
     llm = caching("align", max_num_batched_tokens=40)
     one(llm, LONG, max_tokens=1)
@@ -308,7 +327,7 @@ def test_a_group_that_vetoes_a_hit_is_named():
     assert kinds[output.hit.vetoed_by] == "MambaSpec"
 
 
-def test_an_engine_asleep_has_no_memory_and_forgets_no_request():
+def test_an_engine_asleep_has_no_memory_and_forgets_no_request() -> None:
     llm = caching(state_scheme="recompute", speculative_method="ngram", num_speculative_tokens=2)
     parts = [part for memory in llm.runner.row_memory.values() for part in vars(memory).values()]
     held = [*llm.runner.raw_buffers, *filter(torch.is_tensor, parts)]
@@ -337,7 +356,7 @@ def test_an_engine_asleep_has_no_memory_and_forgets_no_request():
     assert request.num_preemptions == 1
 
 
-def test_what_was_offloaded_is_found_behind_sleep():
+def test_what_was_offloaded_is_found_behind_sleep() -> None:
     llm = caching(kv_offload_bytes=2**20)
     first = one(llm, LONG, max_tokens=2)
     llm.sleep()
@@ -349,7 +368,7 @@ def test_what_was_offloaded_is_found_behind_sleep():
 
 @pytest.mark.parametrize("mode", ["none", "align", "all"])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_drafts_are_counted_and_save_steps(mode, asynchronous):
+def test_drafts_are_counted_and_save_steps(mode: str, asynchronous: bool) -> None:
     prompt, k = LONG[:3], 3
     steps = {}
     for right in (True, False):
@@ -373,12 +392,14 @@ def test_drafts_are_counted_and_save_steps(mode, asynchronous):
 
 
 @pytest.mark.parametrize("schedule", [{}, {"async_scheduling": True}])
-def test_an_aborted_request_leaves_nothing_and_publishes_only_what_was_computed(schedule):
+def test_an_aborted_request_leaves_nothing_and_publishes_only_what_was_computed(
+    schedule: dict[str, bool],
+) -> None:
     """A block that an aborted step would have written is never found (vllm!56525)."""
     for at in range(6):
         llm = caching(**schedule)
 
-        def abort(llm, at=at):
+        def abort(llm: LLM, at: int = at) -> None:
             if llm.num_steps == at:
                 llm.abort("0")
 
@@ -396,13 +417,13 @@ def test_an_aborted_request_leaves_nothing_and_publishes_only_what_was_computed(
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_an_unknown_id_aborts_nothing(asynchronous):
+def test_an_unknown_id_aborts_nothing(asynchronous: bool) -> None:
     llm = engine(async_scheduling=asynchronous)
     llm.abort("0")  # not given yet
     first = one(llm, max_tokens=3)
     llm.abort("0")  # gone
 
-    def abort(llm):
+    def abort(llm: LLM) -> None:
         llm.abort("0")
         llm.abort("2")
 
@@ -417,7 +438,7 @@ def test_an_unknown_id_aborts_nothing(asynchronous):
 class Bare:
     """A model object without a `fingerprint`; all such objects have one repr."""
 
-    def __init__(self, seed):
+    def __init__(self, seed: int) -> None:
         self._model = ExactModel(ExactConfig(seed=seed))
         self.vocab_size, self.layer_specs = self._model.vocab_size, self._model.layer_specs
         self.mamba_chunk_size, self.compute_logits = (
@@ -425,10 +446,10 @@ class Bare:
             self._model.compute_logits,
         )
 
-    def __call__(self, *args):
+    def __call__(self, *args: Any) -> torch.Tensor:
         return self._model(*args)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return "a model"
 
 
@@ -443,7 +464,7 @@ OFFLOAD = {
 }
 
 
-def test_a_model_that_nothing_tells_from_another_gets_no_folder(tmp_path):
+def test_a_model_that_nothing_tells_from_another_gets_no_folder(tmp_path: Path) -> None:
     for fingerprint in (None, "", 7):
         model = Bare(0)
         model.fingerprint = fingerprint
@@ -467,10 +488,10 @@ def test_a_model_that_nothing_tells_from_another_gets_no_folder(tmp_path):
     assert cached == [0, 0, 24]
 
 
-def test_what_has_no_effect_is_said_once(caplog):
+def test_what_has_no_effect_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
 
-    def said():
+    def said() -> list[str]:
         messages = [record.getMessage() for record in caplog.records]
         caplog.clear()
         return messages
@@ -509,13 +530,13 @@ class Counting(Letters):
 
     decoded = 0
 
-    def decode(self, token_ids):
+    def decode(self, token_ids: Sequence[int]) -> str:
         self.decoded += len(token_ids)
         return super().decode([token for token in token_ids if token % 5])
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 40])
-def test_every_stop_string_is_found_where_the_whole_text_has_it(length):
+def test_every_stop_string_is_found_where_the_whole_text_has_it(length: int) -> None:
     prompt = LONG[:3]
     tokens = oracle(prompt, 60)
     text = Counting().decode(tokens)
@@ -529,7 +550,7 @@ def test_every_stop_string_is_found_where_the_whole_text_has_it(length):
         assert (output.finish_reason, output.token_ids) == ("stop", tokens[:needed])
 
 
-def test_looking_for_stop_strings_is_linear():
+def test_looking_for_stop_strings_is_linear() -> None:
     tokenizer = Counting()
     one(engine(tokenizer, max_model_len=420, num_blocks=1000), max_tokens=400, stop=("never",))
     assert tokenizer.decoded < 400 * 60

@@ -1,13 +1,17 @@
 """State scheme `recompute`, end to end: tokens of `slots`, planned blocks, no lost prefix."""
 
+from __future__ import annotations
+
 import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.check.guard.poison import poison
-from hybrid_kv.check.guard.scenario import ScriptedProposer, answer_book
-from hybrid_kv.engine.llm import LLM
+from hybrid_kv.check.guard.scenario import AnswerBook, ScriptedProposer, answer_book
+from hybrid_kv.engine.llm import LLM, RequestOutput
 from hybrid_kv.sampling import SamplingParams
 
 MODES = ("none", "align", "all")
@@ -16,7 +20,15 @@ BOOK = answer_book("M*")
 TEXT = [(7 * i * i + 3) % 97 for i in range(60)]
 
 
-def engine(mode, k=0, script="right", prompts=(TEXT,), block_size=16, book=BOOK, **options):
+def engine(
+    mode: str,
+    k: int = 0,
+    script: str = "right",
+    prompts: Sequence[list[int]] = (TEXT,),
+    block_size: int = 16,
+    book: AnswerBook = BOOK,
+    **options: Any,
+) -> LLM:
     """An engine whose drafts follow a script; its requests must be `prompts`, in their order."""
     sequences = [
         [*p, *book.without_stop(p, SamplingParams(max_tokens=LIMIT), LIMIT)] for p in prompts
@@ -46,11 +58,16 @@ def engine(mode, k=0, script="right", prompts=(TEXT,), block_size=16, book=BOOK,
     return llm
 
 
-def answer(prompt, count):
+def answer(prompt: list[int], count: int) -> list[int]:
     return BOOK.answer(prompt, SamplingParams(max_tokens=count), LIMIT)
 
 
-def generate(llm, prompts, count=LIMIT, on_step=None):
+def generate(
+    llm: LLM,
+    prompts: Sequence[list[int]],
+    count: int = LIMIT,
+    on_step: Callable[[LLM], None] | None = None,
+) -> list[RequestOutput]:
     outputs = llm.generate(
         prompts, SamplingParams(max_tokens=count), progress=False, on_step=on_step
     )
@@ -58,7 +75,7 @@ def generate(llm, prompts, count=LIMIT, on_step=None):
     return outputs
 
 
-def shortest(k):
+def shortest(k: int) -> int:
     return 3 * (1 + k) - 1
 
 
@@ -82,11 +99,11 @@ def shortest(k):
     ],
 )
 def test_the_longest_request_holds_what_the_plan_says(
-    mode, block_size, k, ring_len, is_async, most
-):
+    mode: str, block_size: int, k: int, ring_len: int | None, is_async: bool, most: int
+) -> None:
     highest = 0
 
-    def watch(llm):
+    def watch(llm: LLM) -> None:
         nonlocal highest
         (group,) = (
             i for i, g in enumerate(llm.plan.config.groups) if isinstance(g.spec, MambaSpec)
@@ -112,7 +129,7 @@ def test_the_longest_request_holds_what_the_plan_says(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_rings_cost_what_the_plan_says(mode, monkeypatch):
+def test_rings_cost_what_the_plan_says(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = engine(mode, 3, max_num_seqs=5)
     allocated = sum(ring.nbytes for ring in llm.runner.row_memory.values())
     assert allocated == llm.plan.row_bytes == 5 * llm.plan.config.bytes_per_row > 0
@@ -128,12 +145,12 @@ def test_rings_cost_what_the_plan_says(mode, monkeypatch):
 
 @pytest.mark.parametrize("mode", ["align", "all"])
 @pytest.mark.parametrize("k", [0, 3])
-def test_a_state_is_published_in_the_step_after_its_boundary_was_passed(mode, k):
+def test_a_state_is_published_in_the_step_after_its_boundary_was_passed(mode: str, k: int) -> None:
     prompt = TEXT[:20]
     llm = engine(mode, k, "right", [prompt])
     pool, seen = llm.manager.pool, []
 
-    def watch(llm):
+    def watch(llm: LLM) -> None:
         for request in llm.scheduler.running:
             states = sum(key[0] == 0 for key in pool.published_keys())
             seen.append((request.progress.computed, request.progress.flushed, states))
@@ -150,7 +167,7 @@ def test_a_state_is_published_in_the_step_after_its_boundary_was_passed(mode, k)
 
 @pytest.mark.parametrize("end", ["finish", "stop", "preempt", "abort"])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_no_state_is_lost_at_the_end_of_a_request(end, is_async):
+def test_no_state_is_lost_at_the_end_of_a_request(end: str, is_async: bool) -> None:
     """The last boundary is passed in the last step, and the next request hits all tokens."""
     prompt = TEXT[:20]
     whole = [*prompt, *answer(prompt, 14)]
@@ -161,7 +178,7 @@ def test_no_state_is_lost_at_the_end_of_a_request(end, is_async):
     again = [*whole[:32], 1, 2]
     llm = engine("all", prompts=[prompt, again], async_scheduling=is_async, sanitize=True)
 
-    def disturb(llm):
+    def disturb(llm: LLM) -> None:
         request = llm.scheduler.running[0] if llm.scheduler.running else None
         if (
             request is not None
@@ -181,7 +198,7 @@ def test_no_state_is_lost_at_the_end_of_a_request(end, is_async):
     llm.scheduler.check_integrity()
 
 
-def test_a_chunk_that_is_in_flight_has_left_the_states_before_it():
+def test_a_chunk_that_is_in_flight_has_left_the_states_before_it() -> None:
     llm = engine("align", async_scheduling=True, recompute_ring_len=15, max_num_batched_tokens=16)
     held = []
     generate(
@@ -195,16 +212,16 @@ def test_a_chunk_that_is_in_flight_has_left_the_states_before_it():
     assert max(held) == 2
 
 
-def test_a_state_block_size_means_nothing_in_mode_none():
+def test_a_state_block_size_means_nothing_in_mode_none() -> None:
     llm = engine("none", 2, "mixed", [TEXT[:20]], mamba_block_size=8)
     assert generate(llm, [TEXT[:20]], 40)[0].token_ids == answer(TEXT[:20], 40)
 
 
-def test_a_failed_step_publishes_nothing_and_the_engine_goes_on():
+def test_a_failed_step_publishes_nothing_and_the_engine_goes_on() -> None:
     prompt = TEXT[:20]
     llm = engine("all", prompts=[prompt] * 2, sanitize=True)
 
-    def fail(llm):
+    def fail(llm: LLM) -> None:
         if llm.scheduler.running and llm.scheduler.running[0].num_computed_tokens == 32:
             raise KeyboardInterrupt
 

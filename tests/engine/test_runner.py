@@ -1,11 +1,17 @@
 """The runner's persistent buffers: padded rows, dirty memory, and the previous step."""
 
+from __future__ import annotations
+
 from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
+from hybrid_kv.cache.backend import AttentionGroup
 from hybrid_kv.cache.block_pool import NULL_BLOCK
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.check.guard.scenario import SmallBlocksFirst
@@ -13,7 +19,11 @@ from hybrid_kv.engine.llm import LLM
 from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.slot_mapping import PAD_SLOT
 from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
+from hybrid_kv.models.layers import ForwardContext
+from hybrid_kv.request import Request
 from hybrid_kv.sampling import SamplingParams
+
+Right = Callable[[int, Request], int]
 
 rng = np.random.default_rng(0)
 PROMPTS = [rng.integers(0, 97, length).tolist() for length in (13, 1, 24, 8, 5)]
@@ -25,13 +35,18 @@ ORACLE = ExactOracle(ExactModel(ExactConfig(pattern="M*MM*")))
 class Script:
     """Drafts of the oracle for `right(position, request)` tokens, and wrong from there on."""
 
-    def __init__(self, prompts, k, right, length=48):
+    def __init__(self, prompts: list[list[int]], k: int, right: Right, length: int = 48) -> None:
         self.k, self.right = k, right
         self.texts = {
             tuple(prompt): [*prompt, *ORACLE.generate(prompt, length)] for prompt in prompts
         }
 
-    def propose(self, requests, token_ids, num_tokens):
+    def propose(
+        self,
+        requests: Sequence[Request],
+        token_ids: Sequence[npt.NDArray[np.int64]],
+        num_tokens: npt.NDArray[np.int64],
+    ) -> list[list[int]]:
         drafts = []
         for request, n in zip(requests, num_tokens.tolist(), strict=True):
             text = self.texts[tuple(request.prompt_token_ids)]
@@ -42,7 +57,7 @@ class Script:
         return drafts
 
 
-def engine(proposer=None, **options):
+def engine(proposer: Script | None = None, **options: Any) -> LLM:
     defaults = {
         "attention_backend": SmallBlocksFirst.name,
         "block_size": 8,
@@ -59,48 +74,62 @@ def engine(proposer=None, **options):
     )
 
 
-def drafting(k=3, right=lambda n, request: n % 4, prompts=PROMPTS, **options):
+def drafting(
+    k: int = 3,
+    right: Right = lambda n, request: n % 4,
+    prompts: list[list[int]] = PROMPTS,
+    **options: Any,
+) -> LLM:
     """An engine with a scripted proposer; by default every number of accepted drafts occurs."""
     return engine(Script(prompts, k, right), num_speculative_tokens=k, **options)
 
 
-def expected(prompts=PROMPTS, params=PARAMS):
+def expected(
+    prompts: list[list[int]] = PROMPTS, params: SamplingParams = PARAMS
+) -> list[list[int]]:
     return [ORACLE.generate(prompt, params.max_tokens) for prompt in prompts]
 
 
-def run(llm, on_step=None, prompts=PROMPTS, params=PARAMS):
+def run(
+    llm: LLM,
+    on_step: Callable[[LLM], None] | None = None,
+    prompts: list[list[int]] = PROMPTS,
+    params: SamplingParams = PARAMS,
+) -> list[list[int]]:
     return [o.token_ids for o in llm.generate(prompts, params, progress=False, on_step=on_step)]
 
 
-def spy(llm, look):
+def spy(llm: LLM, look: Callable[[torch.Tensor, torch.Tensor, ForwardContext], None]) -> None:
     """Call `look(input_ids, positions, context)` before each forward pass."""
     model = llm.runner.model
 
     class Spy:
-        def __getattr__(self, name):
+        def __getattr__(self, name: str) -> Any:
             return getattr(model, name)
 
-        def __call__(self, input_ids, positions, context):
+        def __call__(
+            self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
+        ) -> torch.Tensor:
             look(input_ids, positions, context)
             return model(input_ids, positions, context)
 
     llm.runner.model = Spy()
 
 
-def builders(llm):
+def builders(llm: LLM) -> Iterable[Any]:
     return llm.runner.builders.values()
 
 
-def mamba_groups(llm):
+def mamba_groups(llm: LLM) -> list[AttentionGroup]:
     return [group for group in llm.runner.groups if isinstance(group.spec, MambaSpec)]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_buffers_keep_their_address(mode):
+def test_buffers_keep_their_address(mode: str) -> None:
     llm = drafting(mamba_cache_mode=mode)
     runner, seen = llm.runner, set()
 
-    def note(llm):
+    def note(llm: LLM) -> None:
         tables = runner.block_tables
         buffers = [
             runner.input_ids,
@@ -125,13 +154,13 @@ def test_buffers_keep_their_address(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("k", [0, 3])
-def test_decode_steps_are_padded_with_neutral_rows(mode, k):
+def test_decode_steps_are_padded_with_neutral_rows(mode: str, k: int) -> None:
     """A step of n requests has n + padding rows, whatever their drafts (vllm!41233)."""
     llm = drafting(k, mamba_cache_mode=mode) if k else engine(mamba_cache_mode=mode)
     runner = llm.runner
     seen = Counter()
 
-    def look(input_ids, positions, context):
+    def look(input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> None:
         batch = runner.batch
         n, tokens = len(batch), sum(item.num_tokens for item in batch)
         if not all(item.is_decode for item in batch):
@@ -168,10 +197,10 @@ def test_decode_steps_are_padded_with_neutral_rows(mode, k):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("captured", [(), (3,), (1, 2, 4, 8)])
-def test_stale_garbage_in_padded_rows_changes_nothing(captured, mode):
+def test_stale_garbage_in_padded_rows_changes_nothing(captured: tuple[int, ...], mode: str) -> None:
     llm = drafting(captured_batch_sizes=captured, mamba_cache_mode=mode)
 
-    def litter(llm):
+    def litter(llm: LLM) -> None:
         runner, tables = llm.runner, llm.runner.block_tables
         runner.input_ids.fill_(96)
         runner.positions.fill_(47)
@@ -192,7 +221,9 @@ def test_stale_garbage_in_padded_rows_changes_nothing(captured, mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("k", [1, 3, 7])
 @pytest.mark.parametrize("right", [0, 7])
-def test_a_request_of_the_greatest_length_stays_inside_its_row(mode, k, right):
+def test_a_request_of_the_greatest_length_stays_inside_its_row(
+    mode: str, k: int, right: int
+) -> None:
     """vllm!41233: a row has K logical blocks after `cdiv(max_model_len, block_size)` for drafts."""
     prompt = PROMPTS[0]
     limit = 42  # its last cached token begins a block
@@ -203,7 +234,7 @@ def test_a_request_of_the_greatest_length_stays_inside_its_row(mode, k, right):
     width = k + (1 if mode == "none" else cdiv(limit, size))
     beyond = Counter()
 
-    def look(input_ids, positions, context):
+    def look(input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> None:
         (item,) = llm.runner.batch
         for group in mamba_groups(llm):
             metadata = context.metadata[group.layer_names[0]]

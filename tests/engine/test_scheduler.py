@@ -1,6 +1,9 @@
 """The scheduler, rule by rule and without a model; the guard checks all rules at once."""
 
+from __future__ import annotations
+
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -8,9 +11,10 @@ import pytest
 import torch
 
 from hybrid_kv.cache.backend import BackendContext, TorchBackend
+from hybrid_kv.cache.block_pool import BlockKey
 from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.cache.offload import Page
-from hybrid_kv.cache.plan import plan_cache
+from hybrid_kv.cache.plan import CachePlan, plan_cache
 from hybrid_kv.cache.spec import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -23,8 +27,10 @@ from hybrid_kv.config import CacheConfig, ConfigError, SchedulerConfig
 from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.models.exact import ExactConfig, ExactModel
-from hybrid_kv.request import Request
+from hybrid_kv.request import Request, ScheduledRequest
 from hybrid_kv.sampling import SamplingParams
+
+Result = tuple[ScheduledRequest, list[int], list[int]]
 
 MODES = ("none", "align", "all")
 MAX_MODEL_LEN = 40
@@ -53,14 +59,14 @@ class Host:
 
     def __init__(
         self,
-        mode,
-        k=0,
-        sizes=(4, 4),
-        num_blocks=60,
-        late=False,
-        seed=0,
-        **limits,
-    ):
+        mode: str,
+        k: int = 0,
+        sizes: tuple[int, int] = (4, 4),
+        num_blocks: int = 60,
+        late: bool = False,
+        seed: int = 0,
+        **limits: int,
+    ) -> None:
         limits = Limits(**limits)
         self.k, self.late, self.rng = k, late, np.random.default_rng(seed)
         mamba, attention = sizes
@@ -83,7 +89,7 @@ class Host:
         self.highest = Counter()
         self.output = []
 
-    def add(self, text, length, max_tokens, salt=""):
+    def add(self, text: list[int], length: int, max_tokens: int, salt: str = "") -> Request:
         """`text` has at least `max_model_len + K` tokens, of which `length` are the prompt."""
         name = str(len(self.texts))
         request = Request(
@@ -93,7 +99,7 @@ class Host:
         self.texts[name] = text
         return request
 
-    def step(self):
+    def step(self) -> list[ScheduledRequest]:
         """One step as `LLM.step` does it; returns what was scheduled."""
         scheduled = self.scheduler.schedule()
         for request in self.scheduler.running:
@@ -108,7 +114,7 @@ class Host:
                     item.request.in_flight = item
         return scheduled
 
-    def run(self, item):
+    def run(self, item: ScheduledRequest) -> Result:
         """The item as the runner resolves it, what it sampled, and the drafts behind that."""
         request, name = item.request, item.request.request_id
         text = self.texts[name]
@@ -143,7 +149,7 @@ class Host:
             ]
         return item, new, self.drafts[name]
 
-    def process(self, output):
+    def process(self, output: list[Result]) -> None:
         for item, new, drafts in output:
             request = item.request
             request.in_flight = None
@@ -156,7 +162,7 @@ class Host:
             if len(new) >= room:
                 self.scheduler.finish(request)
 
-    def drain(self, bound):
+    def drain(self, bound: int) -> None:
         """Run until nothing is left, at most `bound` steps."""
         for _ in range(bound):
             if not self.scheduler.has_requests:
@@ -167,7 +173,7 @@ class Host:
         assert self.manager.pool.num_free_blocks == self.manager.pool.num_blocks - 1
 
 
-def plan(mode, k, limit, block_size=4, num_blocks=200):
+def plan(mode: str, k: int, limit: int, block_size: int = 4, num_blocks: int = 200) -> CachePlan:
     specs = ExactModel(ExactConfig(pattern="M*"), k).layer_specs
     cache = CacheConfig(block_size=block_size, num_blocks=num_blocks, mamba_cache_mode=mode)
     return plan_cache(
@@ -178,7 +184,9 @@ def plan(mode, k, limit, block_size=4, num_blocks=200):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("k", [0, 1, 3])
 @pytest.mark.parametrize("budget", [3, 7, 64])
-def test_a_request_of_the_greatest_length_holds_what_the_plan_says(mode, k, budget):
+def test_a_request_of_the_greatest_length_holds_what_the_plan_says(
+    mode: str, k: int, budget: int
+) -> None:
     """Chunked, with any number of drafts, no hits: exactly `max_blocks_per_request` a group."""
     for limit in (18, 26, 31, 36):
         made = plan(mode, k, limit)
@@ -210,7 +218,9 @@ def test_a_request_of_the_greatest_length_holds_what_the_plan_says(mode, k, budg
 @pytest.mark.parametrize("mode", ["align", "all"])
 @pytest.mark.parametrize("length", [4, 5, 8, 11, 12])
 @pytest.mark.parametrize("budget", [1, 3, 5, 64])
-def test_a_prompt_that_is_sent_twice_hits_its_last_boundary(mode, length, budget):
+def test_a_prompt_that_is_sent_twice_hits_its_last_boundary(
+    mode: str, length: int, budget: int
+) -> None:
     """Whole blocks too (vllm#50235), for all chunks, from the first repetition (vllm#53504)."""
     target = Host(mode, 0, (4, 2), budget=budget, seqs=1)
     text = np.random.default_rng(length).integers(0, 2, 48).tolist()
@@ -221,7 +231,7 @@ def test_a_prompt_that_is_sent_twice_hits_its_last_boundary(mode, length, budget
     assert (first.hit.num_tokens, second.hit.num_tokens) == (0, (length - 1) // 4 * 4)
 
 
-def chunks(target, request):
+def chunks(target: Host, request: Request) -> list[int]:
     ends = []
     for _ in range(len(request.prompt_token_ids)):
         if request.output_token_ids:
@@ -243,13 +253,13 @@ def chunks(target, request):
         (1, 10, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
     ],
 )
-def test_align_chunks_end_on_boundaries(budget, length, expected):
+def test_align_chunks_end_on_boundaries(budget: int, length: int, expected: list[int]) -> None:
     target = Host("align", 0, (8, 4), budget=budget, seqs=1, limit=48)
     request = target.add([1] * 60, length, 1)
     assert chunks(target, request) == expected
 
 
-def test_align_chunks_return_to_the_grid_after_another_requests_share():
+def test_align_chunks_return_to_the_grid_after_another_requests_share() -> None:
     """vllm!51763: stops are on the grid, not relative to where a chunk or a hit began."""
     target = Host("align", 0, (8, 4), budget=20, seqs=2, limit=48)
     first, second = target.add([1] * 60, 13, 1), target.add([0] * 60, 30, 1)
@@ -263,7 +273,7 @@ def test_align_chunks_return_to_the_grid_after_another_requests_share():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_drafts_starve_no_request(mode):
+def test_drafts_starve_no_request(mode: str) -> None:
     """The first request's drafts must not use the budget that others need for a token each."""
     k = 3
     target = Host(mode, k, budget=6, seqs=4)
@@ -281,7 +291,7 @@ def test_drafts_starve_no_request(mode):
     assert most == 1
 
 
-def test_drafts_share_the_budget():
+def test_drafts_share_the_budget() -> None:
     """Four equal requests draft alike; what one does not need is left to those behind it."""
     target = Host("none", 4, budget=16, seqs=4)
     requests = [target.add([i % 2] * 60, 1, 30) for i in range(4)]
@@ -304,7 +314,9 @@ def test_drafts_share_the_budget():
 @pytest.mark.parametrize(
     ("stop", "kept", "accepted"), [(None, 4, 3), (3, 4, 3), (2, 3, 3), (1, 2, 2), (0, 1, 1)]
 )
-def test_accepted_drafts_behind_the_end_do_not_count(stop, kept, accepted):
+def test_accepted_drafts_behind_the_end_do_not_count(
+    stop: int | None, kept: int, accepted: int
+) -> None:
     """Three right drafts and a token more; the request ends with the token of index `stop`."""
     target = Host("none", 3, seqs=1)
     one = target.add([1] * 60, 4, 30)
@@ -318,7 +330,7 @@ def test_accepted_drafts_behind_the_end_do_not_count(stop, kept, accepted):
     assert one.num_accepted_draft_tokens == accepted
 
 
-def test_a_prefill_starves_no_running_request_behind_it():
+def test_a_prefill_starves_no_running_request_behind_it() -> None:
     """In mode align a chunk may end early: a later request is admitted during the prompt."""
     target = Host("align", 0, (8, 8), budget=16, seqs=3, limit=60)
     target.add([0] * 70, 2, 2)
@@ -332,7 +344,7 @@ def test_a_prefill_starves_no_running_request_behind_it():
     assert long.num_computed_tokens == 32
 
 
-def test_the_youngest_is_preempted_and_starts_again_from_its_first_token():
+def test_the_youngest_is_preempted_and_starts_again_from_its_first_token() -> None:
     target = Host("none", num_blocks=1 + 2 * 2 + 1, budget=64)
     old, young = target.add([1] * 60, 4, 9), target.add([1] * 60, 4, 4)
     for _ in range(6):
@@ -345,7 +357,7 @@ def test_the_youngest_is_preempted_and_starts_again_from_its_first_token():
     assert target.scheduler.waiting[0] is young
 
 
-def test_a_preempted_request_recomputes_its_output_in_one_prefill():
+def test_a_preempted_request_recomputes_its_output_in_one_prefill() -> None:
     target = Host("none")
     one = target.add([1] * 60, 5, 9)
     target.step()
@@ -366,33 +378,33 @@ def test_a_preempted_request_recomputes_its_output_in_one_prefill():
 class Tier:
     """An offload tier that keeps everything and counts its calls."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.blocks, self.bad = set(), set()
         self.contained, self.fetched, self.loaded = 0, [], []
 
-    def check_integrity(self):
+    def check_integrity(self) -> None:
         pass
 
-    def store(self, published):
+    def store(self, published: Iterable[tuple[BlockKey, int]]) -> None:
         self.blocks |= {key for key, _ in published}
 
-    def contains(self, key):
+    def contains(self, key: BlockKey) -> bool:
         self.contained += 1
         return key in self.blocks
 
-    def fetch(self, keys):
+    def fetch(self, keys: Sequence[BlockKey]) -> list[Page] | None:
         self.fetched.append(list(keys))
         if self.bad & set(keys):
             self.blocks -= self.bad
             return None
         return [Page(key, torch.zeros(1)) for key in keys]
 
-    def load(self, pages, block_ids):
+    def load(self, pages: Sequence[Page], block_ids: Sequence[int]) -> None:
         assert len(pages) == len(block_ids)
         self.loaded += [page.key for page in pages]
 
 
-def waiting_for_room(lasts):
+def waiting_for_room(lasts: int) -> tuple[Host, Tier, Request]:
     """Return a tier with a prompt of 8 blocks a group, and a request for it without room yet.
 
     The request before it leaves no room for that many steps.
@@ -408,7 +420,7 @@ def waiting_for_room(lasts):
     return target, tier, target.add(text, 33, 1)
 
 
-def test_who_waits_for_room_neither_reads_nor_looks_again():
+def test_who_waits_for_room_neither_reads_nor_looks_again() -> None:
     target, tier, one = waiting_for_room(16)
     target.step()
     looks = tier.contained
@@ -424,7 +436,7 @@ def test_who_waits_for_room_neither_reads_nor_looks_again():
     assert one.hit.chains == ()
 
 
-def test_who_waits_looks_again_when_one_of_its_blocks_is_published():
+def test_who_waits_looks_again_when_one_of_its_blocks_is_published() -> None:
     """There is room for the prompt once, and for a request that needs but its last token."""
     target = Host("all", 0, (4, 4), num_blocks=1 + 22, budget=80, seqs=2)
     first, second = (target.add([0, 1, 1] * 20, 33, lasts) for lasts in (4, 1))
@@ -437,7 +449,7 @@ def test_who_waits_looks_again_when_one_of_its_blocks_is_published():
     target.drain(5)
 
 
-def test_a_bad_file_costs_the_tier_for_one_look():
+def test_a_bad_file_costs_the_tier_for_one_look() -> None:
     target, tier, one = waiting_for_room(0)
     tier.bad = {(1, one.block_hashes.chain(4, one.token_ids, 32)[3])}
     target.step()
@@ -448,7 +460,7 @@ def test_a_bad_file_costs_the_tier_for_one_look():
     assert again.hit.num_tokens == 32
 
 
-def starts(target):
+def starts(target: Host) -> list[list[tuple[int, int, int]]]:
     """Return the prefills of each step: the request's number, its first token and how many."""
     found = []
     while target.scheduler.has_requests:
@@ -462,7 +474,7 @@ def starts(target):
     return [prefills for prefills in found if prefills]
 
 
-def test_a_prompt_waits_for_the_step_that_computes_its_prefix():
+def test_a_prompt_waits_for_the_step_that_computes_its_prefix() -> None:
     """kvcached#362: nothing is a hit in the step that computes it; the second prompt waits."""
     target = Host("all", 0, (4, 4), budget=64)
     for text in ([1] * 60, [1] * 60, [1] * 7 + [0] * 53, [0] * 60):
@@ -471,7 +483,7 @@ def test_a_prompt_waits_for_the_step_that_computes_its_prefix():
     assert starts(target) == [[(0, 0, 14)], [(1, 12, 2), (2, 4, 10), (3, 0, 14)]]
 
 
-def test_no_prompt_waits_for_a_prefix_that_is_there_or_of_no_use():
+def test_no_prompt_waits_for_a_prefix_that_is_there_or_of_no_use() -> None:
     target = Host("all", 0, (4, 4), budget=64, seqs=8)
     target.add([1] * 60, 14, 3)
     target.drain(20)
@@ -484,7 +496,7 @@ def test_no_prompt_waits_for_a_prefix_that_is_there_or_of_no_use():
     assert starts(target) == [[(1, 12, 8), (2, 8, 4), (3, 12, 2), (4, 0, 14), (5, 0, 4), (6, 0, 4)]]
 
 
-def test_a_prompt_waits_for_a_step_in_flight():
+def test_a_prompt_waits_for_a_step_in_flight() -> None:
     target = Host("all", 0, (4, 4), budget=64, late=True)
     target.add([1] * 60, 14, 3)
     assert [item.num_tokens for item in target.step()] == [14]
@@ -492,14 +504,14 @@ def test_a_prompt_waits_for_a_step_in_flight():
     assert starts(target) == [[(1, 12, 2)]]
 
 
-def test_a_prompt_waits_as_long_as_chunks_of_another_serve_it():
+def test_a_prompt_waits_as_long_as_chunks_of_another_serve_it() -> None:
     target = Host("all", 0, (4, 4), budget=8)
     target.add([1] * 60, 20, 3)
     target.add([1] * 60, 18, 3)
     assert starts(target) == [[(0, 0, 8)], [(0, 8, 8)], [(0, 16, 4), (1, 16, 2)]]
 
 
-def test_who_is_waited_for_may_be_dropped():
+def test_who_is_waited_for_may_be_dropped() -> None:
     """vllm!56525: hashes are published after the step, never when it is scheduled."""
     target = Host("all", 0, (4, 4), budget=64)
     one, two = target.add([1] * 60, 13, 3), target.add([1] * 60, 13, 3)
@@ -518,8 +530,8 @@ def test_who_is_waited_for_may_be_dropped():
     ],
 )
 def test_impossible_requests_are_refused_and_the_others_go_on(
-    length, max_tokens, num_blocks, match
-):
+    length: int, max_tokens: int, num_blocks: int, match: str
+) -> None:
     target = Host("none", num_blocks=num_blocks)
     good = target.add([1] * 60, 3, 4)
     with pytest.raises(ConfigError, match=match):
@@ -530,7 +542,9 @@ def test_impossible_requests_are_refused_and_the_others_go_on(
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("late", [False, True], ids=["", "async"])
-def test_the_longest_request_that_is_let_in_ends_in_a_pool_of_its_size(mode, late):
+def test_the_longest_request_that_is_let_in_ends_in_a_pool_of_its_size(
+    mode: str, late: bool
+) -> None:
     """vllm!47272, trt!17162: what is admitted runs, drafts included; a block less is refused."""
     for k, length, max_tokens in ((0, 5, 9), (3, 7, 20), (3, 20, 1), (2, 12, 28)):
         for num_blocks in range(2, 40):
@@ -548,7 +562,7 @@ def test_the_longest_request_that_is_let_in_ends_in_a_pool_of_its_size(mode, lat
         assert num_blocks - 1 == sum(spec.max_blocks_per_request(longest) for spec in target.specs)
 
 
-def test_abort_of_running_and_waiting_requests():
+def test_abort_of_running_and_waiting_requests() -> None:
     target = Host("none", seqs=2, budget=3)
     requests = [target.add([1] * 60, 7, 4) for _ in range(4)]
     for _ in range(4):

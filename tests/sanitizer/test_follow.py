@@ -3,38 +3,54 @@
 In time: when it reports, no request has a wrong token yet.
 """
 
+from __future__ import annotations
+
 import re
 from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
 from hybrid_kv.attention import mamba
-from hybrid_kv.attention.mamba import MambaMetadataBuilder
-from hybrid_kv.attention.rollback import Recompute, RecomputeSpec
-from hybrid_kv.cache.block_pool import BlockPool
+from hybrid_kv.attention.common import CommonAttentionMetadata
+from hybrid_kv.attention.mamba import BoundaryCopies, MambaMetadata, MambaMetadataBuilder
+from hybrid_kv.attention.rollback import Recompute, RecomputeSpec, RollbackStep
+from hybrid_kv.cache.block_pool import BlockIds, BlockKey, BlockPool
 from hybrid_kv.cache.manager import KVCacheManager
-from hybrid_kv.cache.offload import KVOffload
-from hybrid_kv.cache.request_blocks import RequestBlocks
+from hybrid_kv.cache.offload import KVOffload, Page
+from hybrid_kv.cache.request_blocks import NewBlocks, RequestBlocks
 from hybrid_kv.cache.spec import SlidingWindowSpec, SlotsSpec, StateProgress
 from hybrid_kv.check.guard.scenario import ScriptedProposer, SmallBlocksFirst, SmallKVFirst
 from hybrid_kv.engine import runner
 from hybrid_kv.engine.llm import LLM
-from hybrid_kv.engine.runner import ModelRunner
+from hybrid_kv.engine.runner import ModelRunner, PreparedStep
 from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.kernels.block_tables.host import HostTables
-from hybrid_kv.kernels.recompute import RecomputeCursors
+from hybrid_kv.kernels.common.spans import Boundaries
+from hybrid_kv.kernels.common.upload import Staged
+from hybrid_kv.kernels.recompute import RecomputeCursors, RecomputeStep
 from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
+from hybrid_kv.request import Request, ScheduledRequest
 from hybrid_kv.sampling import SamplingParams
 from hybrid_kv.sanitizer import Sanitizer, SanitizerError
+
+Method = Callable[..., Any]
+Fault = Callable[[Method], Method]
+Ints = npt.NDArray[np.int64]
 
 MAX_TOKENS = 12
 PATTERNS = ("M*", "M*MM*", "*M", "MMM*M", "**", "MM")
 
 
-def scripted(script, k, prompts, sequences):
+def scripted(
+    script: str, k: int, prompts: Sequence[Sequence[int]], sequences: Sequence[Sequence[int]]
+) -> ScriptedProposer:
     return ScriptedProposer(
         script, k, sequences, [len(prompt) for prompt in prompts], 8, ExactConfig.vocab_size
     )
@@ -43,7 +59,7 @@ def scripted(script, k, prompts, sequences):
 class Traffic:
     """Nine requests with shared prefixes in a pool too small for them, all drawn from `seed`."""
 
-    def __init__(self, seed, **options):
+    def __init__(self, seed: int, **options: Any) -> None:
         rng = np.random.default_rng(seed)
         self.k = options.setdefault("num_speculative_tokens", int(rng.integers(0, 6)))
         pattern = options.pop("pattern", PATTERNS[int(rng.integers(len(PATTERNS)))])
@@ -76,13 +92,15 @@ class Traffic:
         if self.k > 3 and self.options["mamba_cache_mode"] == "align":
             self.options["async_scheduling"] = False  # it would need blocks of 1 + 2K tokens
 
-    def llm(self):
+    def llm(self) -> LLM:
         proposer = (
             scripted("mixed", self.k, self.prompts * 2, self.sequences * 2) if self.k else None
         )
         return LLM(self.model, proposer=proposer, **self.options)
 
-    def run(self, llm, before_step=lambda llm: None):
+    def run(
+        self, llm: LLM, before_step: Callable[[LLM], object] = lambda llm: None
+    ) -> tuple[list[Request], SanitizerError | None]:
         """Step by step; returns the requests, and what the sanitizer reported, if it did."""
         params = SamplingParams(max_tokens=MAX_TOKENS)
         requests = [llm.make_request(prompt, params) for prompt in self.prompts]
@@ -96,14 +114,14 @@ class Traffic:
             return requests, error
         return requests, None
 
-    def is_right(self, request):
+    def is_right(self, request: Request) -> bool:
         """As far as it got."""
         sequence = self.sequences[int(request.request_id) % len(self.sequences)]
         return sequence[: request.num_tokens] == request.token_ids
 
 
 @pytest.mark.parametrize("scheme", ["slots", "recompute"])
-def test_a_right_engine_is_silent(scheme):
+def test_a_right_engine_is_silent(scheme: str) -> None:
     seen = Counter()
     for seed in range(6, 12):  # Six seeds are every mode with every backend.
         own = (
@@ -124,7 +142,7 @@ def test_a_right_engine_is_silent(scheme):
 
 
 @pytest.mark.parametrize("seed", [1, 2, 4, 5])  # mode none, which is 0 mod 3, keeps nothing
-def test_blocks_from_the_offload_tier_are_followed(seed):
+def test_blocks_from_the_offload_tier_are_followed(seed: int) -> None:
     traffic = Traffic(seed, kv_offload_bytes=2**20)
     llm = traffic.llm()
     for _ in range(2):
@@ -135,11 +153,13 @@ def test_blocks_from_the_offload_tier_are_followed(seed):
     assert llm.manager.offload.stats.loaded_blocks
 
 
-def test_blocks_that_another_engine_filed_first_may_differ_in_bytes_that_are_never_read(tmp_path):
+def test_blocks_that_another_engine_filed_first_may_differ_in_bytes_that_are_never_read(
+    tmp_path: Path,
+) -> None:
     model, prompt = ExactModel(), list(range(33))
     answer = ExactOracle(model).generate(prompt, 8)
 
-    def engine(script, sanitize):
+    def engine(script: str, sanitize: bool) -> LLM:
         proposer = scripted(script, 3, [prompt, prompt + answer], [prompt + answer + [0] * 9] * 2)
         return LLM(
             model,
@@ -162,7 +182,7 @@ def test_blocks_that_another_engine_filed_first_may_differ_in_bytes_that_are_nev
     other, own = engine("wrong", sanitize=False), engine("mixed", sanitize=True)
     params = SamplingParams(max_tokens=8)
 
-    def file_first(llm):
+    def file_first(llm: LLM) -> None:
         if llm.num_steps == 1:
             other.generate([prompt], params, progress=False)
 
@@ -175,23 +195,25 @@ def test_blocks_that_another_engine_filed_first_may_differ_in_bytes_that_are_nev
 # Injected faults. Each takes the place of a function, given that function.
 
 
-def around(change):
+def around(change: Method) -> Fault:
     """Replace what a method returns: `change(result, *arguments)`."""
     return lambda plain: lambda *args, **kwargs: change(plain(*args, **kwargs), *args)
 
 
-def before(change):
+def before(change: Method) -> Fault:
     """Replace a method's positional arguments: `change(*arguments)`."""
     return lambda plain: lambda *args, **kwargs: plain(*change(*args), **kwargs)
 
 
-def accept_one_less(_, self, step, num_accepted):
+def accept_one_less(
+    _: object, self: ModelRunner, step: PreparedStep, num_accepted: Sequence[int]
+) -> None:
     self.cursors.window_row[step.inputs.rows] = np.maximum(
         0, self.cursors.window_row[step.inputs.rows] - 1
     )
 
 
-def with_metadata(**changes):
+def with_metadata(**changes: Callable[[MambaMetadata], object]) -> Fault:
     return around(
         lambda built, *_: replace(
             built, **{name: change(built) for name, change in changes.items()}
@@ -199,12 +221,16 @@ def with_metadata(**changes):
     )
 
 
-def live_padding(built, builder, common, *_):
+def live_padding(
+    built: MambaMetadata, builder: MambaMetadataBuilder, common: CommonAttentionMetadata, *_: object
+) -> MambaMetadata:
     built.state_indices[common.num_reqs :] = built.state_indices[0]
     return built
 
 
-def state_in_place(built, builder, common, *_):
+def state_in_place(
+    built: MambaMetadata, builder: MambaMetadataBuilder, common: CommonAttentionMetadata, *_: object
+) -> MambaMetadata:
     rows = slice(built.num_decodes, common.num_reqs)
     started = torch.from_numpy(common.num_computed_tokens[rows] > 0)
     built.state_indices[rows, 0] = torch.where(
@@ -213,11 +239,13 @@ def state_in_place(built, builder, common, *_):
     return built
 
 
-def no_copies(copies, *_):
+def no_copies(copies: BoundaryCopies, *_: object) -> BoundaryCopies:
     return type(copies)(*(values[:0] for values in copies))
 
 
-def publish_when_scheduled(new, scheduler, item, *_):
+def publish_when_scheduled(
+    new: NewBlocks | None, scheduler: Scheduler, item: ScheduledRequest, *_: object
+) -> NewBlocks | None:
     request, end = item.request, item.num_computed_tokens + item.num_tokens
     if new is not None and not item.num_drafts and not item.awaits_drafts:
         scheduler.manager.cache_blocks(
@@ -230,16 +258,18 @@ def publish_when_scheduled(new, scheduler, item, *_):
     return new
 
 
-def keep_last_padding(plain):
-    def map_slots(self, rows, query_lens, positions, num_tokens_padded):
+def keep_last_padding(plain: Method) -> Method:
+    def map_slots(
+        self: HostTables, rows: Ints, query_lens: Ints, positions: Ints, num_tokens_padded: int
+    ) -> None:
         plain(self, rows, query_lens, positions, num_tokens_padded)
         self.slot_mappings[:, len(positions) : num_tokens_padded] = self.slot_mappings[:, :1]
 
     return map_slots
 
 
-def forget_to_unpublish(plain):
-    def unpublish(self, blocks):
+def forget_to_unpublish(plain: Method) -> Method:
+    def unpublish(self: BlockPool, blocks: Iterable[int]) -> None:
         kept = dict(self._blocks)
         plain(self, blocks)
         self._blocks = kept
@@ -247,15 +277,19 @@ def forget_to_unpublish(plain):
     return unpublish
 
 
-def one_token_back(plain):
-    def chunk(self, request, start, budget, overwrite=False):
+def one_token_back(plain: Method) -> Method:
+    def chunk(
+        self: Scheduler, request: Request, start: int, budget: int, overwrite: bool = False
+    ) -> ScheduledRequest:
         return plain(self, request, start - (overwrite and start > 0), budget, overwrite)
 
     return chunk
 
 
-def write_elsewhere(plain):
-    def commit(self, batch, *args):
+def write_elsewhere(plain: Method) -> Method:
+    def commit(
+        self: ModelRunner, batch: Sequence[ScheduledRequest], *args: Any
+    ) -> tuple[list[list[int]], object]:
         tokens, logprobs = plain(self, batch, *args)
         for item, new in zip(batch, tokens, strict=True):
             if new:
@@ -265,12 +299,18 @@ def write_elsewhere(plain):
     return commit
 
 
-def give_back_more(self, request_id, rows, num_computed, num_seen):
+def give_back_more(
+    self: KVCacheManager,
+    request_id: str,
+    rows: Sequence[RequestBlocks],
+    num_computed: int,
+    num_seen: int,
+) -> tuple[object, ...]:
     return self, request_id, rows, num_computed, num_seen + 8
 
 
-def publish_inside(plain):
-    def cache_blocks(self, request, is_decode):
+def publish_inside(plain: Method) -> Method:
+    def cache_blocks(self: Scheduler, request: Request, is_decode: bool) -> None:
         end = min(-(-request.num_computed_tokens // 8) * 8, request.num_tokens)
         args = (
             request.request_id,
@@ -284,23 +324,30 @@ def publish_inside(plain):
     return cache_blocks
 
 
-def repeat_manager_blocks(_, self, *arguments):
+def repeat_manager_blocks(_: object, self: HostTables, *arguments: object) -> None:
     self.geometry[:, 4] = 1
 
 
-def shift_slots(by):
-    def shift(_, self, rows, query_lens, positions, num_tokens_padded):
+def shift_slots(by: int) -> Fault:
+    def shift(
+        _: object,
+        self: HostTables,
+        rows: Ints,
+        query_lens: Ints,
+        positions: Ints,
+        num_tokens_padded: int,
+    ) -> None:
         self.slot_mappings[:, : len(positions)] += by
 
     return around(shift)
 
 
-def states_beyond_the_row(built, *_):
+def states_beyond_the_row(built: MambaMetadata, *_: object) -> MambaMetadata:
     built.state_indices[built.num_decodes :] = built.state_indices[built.num_decodes :, :1].clone()
     return built
 
 
-def boundary_into_state_block(built):
+def boundary_into_state_block(built: MambaMetadata) -> Boundaries | None:
     if built.boundaries is None:
         return None
     return built.boundaries._replace(
@@ -308,40 +355,40 @@ def boundary_into_state_block(built):
     )
 
 
-def metadata_of_its_own(built, *_):
+def metadata_of_its_own(built: PreparedStep, *_: object) -> PreparedStep:
     context = built.context
     context.metadata["layers.4"] = replace(context.metadata["layers.4"])
     return built
 
 
-def count_one_more(_, self, item, *__):
+def count_one_more(_: object, self: Scheduler, item: ScheduledRequest, *__: object) -> None:
     item.request.progress.computed += 1
 
 
-def hand_out_a_held_block(ids, pool, *_):
+def hand_out_a_held_block(ids: BlockIds | None, pool: BlockPool, *_: object) -> BlockIds | None:
     if ids is not None and len(held := np.flatnonzero(pool.ref_count[1:] > 0)) > len(ids):
         ids[0] = 1 + next(block for block in held.tolist() if 1 + block not in ids)
     return ids
 
 
-def next_row(self, rows, *rest):
+def next_row(self: HostTables, rows: Ints, *rest: object) -> tuple[object, ...]:
     return self, (rows + 1) % self.max_num_reqs, *rest
 
 
-def wrong_block(block, self, key):
+def wrong_block(block: int | None, self: BlockPool, key: BlockKey) -> int | None:
     others = [
         other for (group, _), other in self._blocks.items() if group == key[0] and other != block
     ]
     return others[0] if block is not None and others else block
 
 
-def free_a_running_block(llm):
+def free_a_running_block(llm: LLM) -> None:
     if llm.num_steps == 3:
         ids = llm.manager.block_ids(llm.scheduler.running[0].request_id)
         llm.manager.pool.free(np.concatenate(ids)[:1])
 
 
-def damage_published_pages(llm):
+def damage_published_pages(llm: LLM) -> None:
     pool = llm.manager.pool
     pages = llm.runner.raw_buffers[0].view(pool.num_blocks, -1)
     pages[[pool.lookup(key) for key in pool.published_keys()], 0] ^= 1
@@ -603,16 +650,16 @@ BUGS = {
 }
 
 
-def with_recompute(**changes):
+def with_recompute(**changes: Callable[[RecomputeStep], torch.Tensor]) -> Fault:
     """Replace parts of the `RecomputeStep` of every commit."""
 
-    def change(found, *_):
+    def change(found: RollbackStep, *_: object) -> RollbackStep:
         step = found.history
         return replace(
             found, history=step._replace(**{name: part(step) for name, part in changes.items()})
         )
 
-    def staged(found, *_):
+    def staged(found: Staged[RollbackStep], *_: object) -> Staged[RollbackStep]:
         arrays, make = found
         return arrays, around(change)(make)
 
@@ -734,9 +781,11 @@ BUGS |= {
 
 @pytest.mark.parametrize("folder", [False, True])
 def test_loaded_bytes_that_were_never_published_are_named_where_no_other_engine_can_have_filed_them(
-    folder, monkeypatch, tmp_path
-):
-    def damaged(store, pages, ids):
+    folder: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def damaged(
+        store: KVOffload, pages: list[Page], ids: Sequence[int]
+    ) -> tuple[KVOffload, list[Page], Sequence[int]]:
         return store, [replace(page, data=page.data ^ (page.key[0] == 0)) for page in pages], ids
 
     monkeypatch.setattr(KVOffload, "load", before(damaged)(KVOffload.load))
@@ -752,7 +801,9 @@ def test_loaded_bytes_that_were_never_published_are_named_where_no_other_engine_
     assert ("load-bytes" in rules) == (not folder)
 
 
-def test_pages_of_a_shared_folder_loaded_into_each_others_blocks_are_named(monkeypatch, tmp_path):
+def test_pages_of_a_shared_folder_loaded_into_each_others_blocks_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(
         KVOffload, "load", before(lambda self, pages, ids: (self, pages, ids[::-1]))(KVOffload.load)
     )
@@ -766,7 +817,9 @@ def test_pages_of_a_shared_folder_loaded_into_each_others_blocks_are_named(monke
 
 
 @pytest.mark.parametrize("name", BUGS)
-def test_an_injected_fault_is_named_before_a_wrong_token(name, monkeypatch):
+def test_an_injected_fault_is_named_before_a_wrong_token(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     owner, attribute, bug, options, rule = BUGS[name]
     monkeypatch.setattr(owner, attribute, bug(getattr(owner, attribute)))
     for seed in range(12):
@@ -786,13 +839,17 @@ def test_an_injected_fault_is_named_before_a_wrong_token(name, monkeypatch):
         (damage_published_pages, ATTENTION | ROOMY, "hit-overwritten"),
     ],
 )
-def test_damage_from_outside_is_named(disturb, options, rule):
+def test_damage_from_outside_is_named(
+    disturb: Callable[[LLM], None], options: dict[str, Any], rule: str
+) -> None:
     traffic = Traffic(2, **options)
     _, report = traffic.run(traffic.llm(), disturb)
     assert report is not None and report.rule == rule, str(report)
 
 
-def test_a_report_has_rule_request_group_block_step_and_history(monkeypatch):
+def test_a_report_has_rule_request_group_block_step_and_history(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     owner, attribute, bug, *_ = BUGS["accepted off by one"]
     monkeypatch.setattr(owner, attribute, bug(getattr(owner, attribute)))
     traffic = Traffic(2, **ALL)
@@ -813,14 +870,16 @@ def test_a_report_has_rule_request_group_block_step_and_history(monkeypatch):
 @pytest.mark.parametrize(
     "variable, option, on", [("1", None, True), ("0", None, False), ("1", False, False)]
 )
-def test_the_environment_is_the_default(variable, option, on, monkeypatch):
+def test_the_environment_is_the_default(
+    variable: str, option: bool | None, on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HYBRID_KV_SANITIZE", variable)
     llm = Traffic(1, sanitize=option).llm()
     assert llm.runner.observers is llm.manager.observers is llm.observers
     assert [type(observer) for observer in llm.observers] == [Sanitizer] * on
 
 
-def test_fresh_blocks_are_poisoned():
+def test_fresh_blocks_are_poisoned() -> None:
     traffic = Traffic(2, **ALL)
     llm = traffic.llm()
     new = llm.manager.allocate_slots("0", 0, 20, is_decode=False)

@@ -6,13 +6,20 @@ must notice is injected as wrong
     verifiers.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from scipy.stats import chisquare
 
 from hybrid_kv.sampling import SamplingParams, apply_top_k_top_p
 from tests.draws import sampled, verified
+
+Verifier = Callable[..., list[list[int]]]
 
 VOCAB, START, FIRST, NUM_SEEDS = 5, 2, 11, 8_000
 # [token before, token]
@@ -26,7 +33,7 @@ PARAMS = (
 DRAFTS = ([0], [1], [2], [3], [4], [3, 0], [1, 1, 2], [4, 2, 0, 1])
 
 
-def distribution(params):
+def distribution(params: SamplingParams) -> torch.Tensor:
     """[token before, token] float64, by the definition of temperature, top-k and top-p."""
     scaled = CHAIN.double() / params.temperature
     k, p = (
@@ -36,11 +43,17 @@ def distribution(params):
     return apply_top_k_top_p(scaled, k, p).softmax(-1)
 
 
-def logits_of(tokens):
+def logits_of(tokens: list[int] | list[list[int]]) -> torch.Tensor:
     return CHAIN[torch.tensor(tokens)]
 
 
-def steps(verifier, drafts, params, length=2, num_seeds=NUM_SEEDS):
+def steps(
+    verifier: Verifier,
+    drafts: list[int],
+    params: SamplingParams,
+    length: int = 2,
+    num_seeds: int = NUM_SEEDS,
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return a request's first `length` tokens per seed, and the first step's accepted drafts."""
     tokens = [[] for _ in range(num_seeds)]
     accepted = None
@@ -55,7 +68,7 @@ def steps(verifier, drafts, params, length=2, num_seeds=NUM_SEEDS):
     return np.array([t[:length] for t in tokens]), np.array(accepted)
 
 
-def p_value(observed, probabilities):
+def p_value(observed: npt.NDArray[np.int64], probabilities: npt.NDArray[np.float64]) -> float:
     """Chi-square over what can occur; 0 when something occurred that cannot."""
     counts = np.bincount(observed, minlength=len(probabilities))
     possible = probabilities > 0
@@ -66,7 +79,7 @@ def p_value(observed, probabilities):
     return float(chisquare(counts[possible], probabilities[possible] * len(observed)).pvalue)
 
 
-def p_values(verifier, drafts, params):
+def p_values(verifier: Verifier, drafts: list[int], params: SamplingParams) -> tuple[float, float]:
     """Of the first token, and of the first two as a pair."""
     p = distribution(params).numpy()
     tokens, _ = steps(verifier, drafts, params)
@@ -76,12 +89,12 @@ def p_values(verifier, drafts, params):
 
 @pytest.mark.parametrize("drafts", [[], *DRAFTS], ids=str)
 @pytest.mark.parametrize("params", PARAMS, ids=["temperature", "top_k", "top_p"])
-def test_tokens_follow_the_target(params, drafts):
+def test_tokens_follow_the_target(params: SamplingParams, drafts: list[int]) -> None:
     assert min(p_values(verified, drafts, params)) > 1e-3
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=["temperature", "top_k", "top_p"])
-def test_a_draft_is_accepted_with_its_probability(params):
+def test_a_draft_is_accepted_with_its_probability(params: SamplingParams) -> None:
     p = distribution(params).numpy()
     assert any(p[START] == 0) == (params is not RANDOM)
     for drafts in DRAFTS:
@@ -93,13 +106,24 @@ def test_a_draft_is_accepted_with_its_probability(params):
         assert p_value(accepted, exactly) > 1e-3
 
 
-def textbook(acceptance=lambda p: p, without_draft=True):
+def textbook(
+    acceptance: Callable[
+        [npt.NDArray[np.float64]], npt.NDArray[np.float64 | np.bool_]
+    ] = lambda p: p,
+    without_draft: bool = True,
+) -> Verifier:
     """Sample a draft by rejection as the papers have it, with its own random numbers.
 
     Or by a wrong variant.
     """
 
-    def verifier(logits, drafts, params, seeds, positions):
+    def verifier(
+        logits: torch.Tensor,
+        drafts: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        seeds: Sequence[int],
+        positions: Sequence[int],
+    ) -> list[list[int]]:
         rng = np.random.default_rng(positions[0])
         n, draft = len(seeds), torch.tensor(drafts)
         first, bonus = (
@@ -108,7 +132,7 @@ def textbook(acceptance=lambda p: p, without_draft=True):
         accepted = rng.random(n) < acceptance(first.gather(1, draft).numpy().ravel())
         residual = first.scatter(1, draft, 0) if without_draft else first
 
-        def draw(p):
+        def draw(p: torch.Tensor) -> list[int]:
             cumulative = (p / p.sum(-1, keepdim=True)).cumsum(-1).numpy()
             return np.minimum((rng.random((n, 1)) > cumulative).sum(-1), VOCAB - 1).tolist()
 
@@ -118,7 +142,13 @@ def textbook(acceptance=lambda p: p, without_draft=True):
     return verifier
 
 
-def same_noise(logits, drafts, params, seeds, positions):
+def same_noise(
+    logits: torch.Tensor,
+    drafts: Sequence[list[int]],
+    params: Sequence[SamplingParams],
+    seeds: Sequence[int],
+    positions: Sequence[int],
+) -> list[list[int]]:
     """The noise of a request's first position for all of them."""
     count = 1 + len(drafts[0])
     owner = [r for r in range(len(seeds)) for _ in range(count)]
@@ -130,7 +160,13 @@ def same_noise(logits, drafts, params, seeds, positions):
     ]
 
 
-def keep_the_rest(logits, drafts, params, seeds, positions):
+def keep_the_rest(
+    logits: torch.Tensor,
+    drafts: Sequence[list[int]],
+    params: Sequence[SamplingParams],
+    seeds: Sequence[int],
+    positions: Sequence[int],
+) -> list[list[int]]:
     """Tokens drawn behind a rejected draft are kept."""
     count = 1 + len(drafts[0])
     owner = [r for r in range(len(seeds)) for _ in range(count)]
@@ -149,16 +185,16 @@ WRONG = {
 
 
 @pytest.mark.parametrize("draft", range(VOCAB))
-def test_the_statistics_let_the_textbook_pass(draft):
+def test_the_statistics_let_the_textbook_pass(draft: int) -> None:
     assert min(p_values(textbook(), [draft], RANDOM)) > 1e-3
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_the_statistics_notice_a_wrong_verifier(name):
+def test_the_statistics_notice_a_wrong_verifier(name: str) -> None:
     assert max(min(p_values(WRONG[name], [draft], RANDOM)) for draft in range(VOCAB)) < 1e-6
 
 
-def test_same_tokens_as_without_drafts():
+def test_same_tokens_as_without_drafts() -> None:
     """Random, greedy and truncated requests in a batch, with 0 to 4 drafts, half of them right."""
     rng = np.random.default_rng(3)
     params = [SamplingParams(), *PARAMS, SamplingParams(temperature=2.0, top_k=4, top_p=0.9)] * 20
@@ -195,20 +231,20 @@ def test_same_tokens_as_without_drafts():
     assert gains == {(k, n) for k in range(5) for n in range(1, k + 2)}, "a pattern did not occur"
 
 
-def greedy(chain, drafts):
+def greedy(chain: list[list[int]], drafts: Sequence[Sequence[int]]) -> list[list[int]]:
     """`chain[r]` is what the target wants after each of the row's tokens."""
     logits = torch.nn.functional.one_hot(torch.tensor([t for row in chain for t in row]), 7).float()
     n = len(drafts)
     return verified(logits, drafts, [SamplingParams()] * n, [0] * n, [5] * n)
 
 
-def test_greedy_by_hand():
+def test_greedy_by_hand() -> None:
     chain = [[1], [1, 2], [1, 2], [3, 4, 5], [3, 4, 5], [3, 4, 5]]
     drafts = [[], [1], [6], [3, 4], [3, 6], [6, 4]]
     assert greedy(chain, drafts) == [[1], [1, 2], [1], [3, 4, 5], [3, 4], [3]]
     assert greedy([[1, 2]], [(1,)]) == [[1, 2]]
 
 
-def test_rows_of_logits_must_match():
+def test_rows_of_logits_must_match() -> None:
     with pytest.raises(ValueError, match="3 rows of logits for 2 tokens"):
         greedy([[1, 2, 3]], [[1]])
