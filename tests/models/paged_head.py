@@ -1,16 +1,24 @@
 """A draft head on a paged cache of its own, without an engine."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 
 from hybrid_kv.attention.paged import build_paged_attention_metadata
 from hybrid_kv.config import EngineConfig
+from hybrid_kv.models.interface import DraftHead
 from hybrid_kv.models.layers import ForwardContext
 from hybrid_kv.models.loader import load_head, load_model
 from hybrid_kv.models.mtp import NAME
 from tests.models.parity import TOLERANCE
 from tests.support.batches import common
+
+Pairs = tuple[torch.Tensor, torch.Tensor]
+Dense = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 CPU = torch.device("cpu")
 
@@ -18,7 +26,14 @@ CPU = torch.device("cpu")
 class Paged:
     """A head's cache: poisoned pages in shuffled order, and what an engine does for each step."""
 
-    def __init__(self, head, num_rows, block_size=4, width=32, dtype=torch.float64):
+    def __init__(
+        self,
+        head: DraftHead,
+        num_rows: int,
+        block_size: int = 4,
+        width: int = 32,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
         g = torch.Generator().manual_seed(num_rows)
         spec = head.layer_specs[NAME]
         blocks = 1 + torch.randperm(num_rows * width, generator=g)
@@ -32,7 +47,9 @@ class Paged:
             )
         }
 
-    def step(self, chunks):
+    def step(
+        self, chunks: Sequence[tuple[int, int, torch.Tensor, torch.Tensor]]
+    ) -> list[torch.Tensor]:
         """Run chunks (row, first position, hidden [n, d], ids [n]); return their outputs."""
         order = sorted(range(len(chunks)), key=lambda i: len(chunks[i][3]) > 1)
         ordered = [chunks[i] for i in order]
@@ -54,21 +71,21 @@ class Paged:
         return [outputs[i] for i in range(len(chunks))]
 
 
-def pairs(request, start, stop):
+def pairs(request: Pairs, start: int, stop: int) -> Pairs:
     """Hidden states and ids of the pairs at positions start … stop-1; that of token -1 is NaN."""
     ids, hidden = request
     before = torch.cat([torch.full_like(hidden[:1], torch.nan), hidden])
     return before[start:stop], ids[start:stop]
 
 
-def dense_mask(count, grid):
+def dense_mask(count: int, grid: int) -> torch.Tensor:
     """Of attention over so many pairs, without the keys at multiples of the grid."""
     token = torch.arange(count)
     hides = (token[:, None] < token) | ((token + 1) % grid == 0)
     return torch.zeros(hides.shape).masked_fill(hides, torch.finfo(torch.float32).min)[None, None]
 
 
-def check_head(folder, dense, grid):
+def check_head(folder: Path, dense: Dense, grid: int) -> None:
     """In chunks and token by token; `Paged` fills what no pair has written with NaN.
 
     Args: `dense` makes logits of tokens 2 … t+1 of hidden states of tokens 0 … t-1, ids of tokens 1

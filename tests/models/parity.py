@@ -3,7 +3,12 @@
 Greedy tokens are compared too, where margins are wider than rounding.
 """
 
+from __future__ import annotations
+
 import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +36,9 @@ LENGTHS = (40, 1, 23, 16)
 SEEDS = {"nemotron_h": 3}  # with which the best two tokens are far apart; of the others it is 1
 
 
-def checkpoint(factory, model_type, keys=None, **how):
+def checkpoint(
+    factory: pytest.TempPathFactory, model_type: str, keys: dict[str, Any] | None = None, **how: Any
+) -> tuple[torch.nn.Module, Path]:
     """transformers' model and its folder; see `write_checkpoint`."""
     folder = factory.mktemp(model_type)
     return write_checkpoint(
@@ -39,12 +46,12 @@ def checkpoint(factory, model_type, keys=None, **how):
     ), folder
 
 
-def prompts(vocab_size):
+def prompts(vocab_size: int) -> list[list[int]]:
     g = torch.Generator().manual_seed(5)
     return [torch.randint(0, vocab_size, (length,), generator=g).tolist() for length in LENGTHS]
 
 
-def load(folder, **options):
+def load(folder: Path, **options: Any) -> LLM:
     options = {
         "max_num_seqs": 4,
         "max_model_len": 64,
@@ -56,7 +63,7 @@ def load(folder, **options):
     return llm
 
 
-def compare(model, llm, disturb=None):
+def compare(model: torch.nn.Module, llm: LLM, disturb: Callable[[LLM], None] | None = None) -> int:
     """Assert equal logits and tokens; returns the number of preemptions."""
     texts = prompts(model.config.get_text_config().vocab_size)
     preemptions = 0
@@ -75,18 +82,18 @@ def compare(model, llm, disturb=None):
     return preemptions
 
 
-def preempt(llm):
+def preempt(llm: LLM) -> None:
     """Every fourth step."""
     if llm.num_steps % 4 == 3 and len(llm.scheduler.running) > 1:
         llm.scheduler.preempt(llm.scheduler.running[-1])
 
 
-def check_parity(model, folder):
+def check_parity(model: torch.nn.Module, folder: Path) -> None:
     """In chunks and with preemptions."""
     assert compare(model, load(folder, **ENGINE), preempt)
 
 
-def check_refused(folder, keys, message):
+def check_refused(folder: Path, keys: dict[str, Any], message: str) -> None:
     """Expect a checkpoint with `keys` in its config to be refused in a line like `message`."""
     path = folder / "config.json"
     kept = path.read_text()

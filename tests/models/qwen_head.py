@@ -1,5 +1,10 @@
 """The draft head of Qwen3-Next and Qwen3.5 without a cache."""
 
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
@@ -16,7 +21,7 @@ class DenseHead:
         modeling: transformers' module, `family` what its classes begin with.
     """
 
-    def __init__(self, folder, modeling, family):
+    def __init__(self, folder: Path, modeling: ModuleType, family: str) -> None:
         config = AutoConfig.from_pretrained(folder, attn_implementation="eager")
         config.layer_types[0] = "full_attention"
         tensors = load_file(folder / "model.safetensors")
@@ -50,7 +55,7 @@ class DenseHead:
         self.layer.load_state_dict(layer)
 
     @torch.no_grad()
-    def __call__(self, hidden, ids, grid):
+    def __call__(self, hidden: torch.Tensor, ids: torch.Tensor, grid: int) -> torch.Tensor:
         """Hidden states of tokens 0 … t-1 and ids of tokens 1 … t to logits of tokens 2 … t+1.
 
         Positions are vLLM's, those of the hidden states: one less than ours, which RoPE does not

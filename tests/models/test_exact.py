@@ -1,20 +1,29 @@
 """The integer model: engine equals oracle, and every cache mistake shows in the tokens."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybrid_kv.cache.backend import AttentionGroup
 from hybrid_kv.check.guard.scenario import SmallKVFirst
 from hybrid_kv.engine.llm import LLM
+from hybrid_kv.engine.runner import ModelRunner
 from hybrid_kv.models.exact import PRIME, ExactConfig, ExactModel, ExactOracle, affine_scan
+from hybrid_kv.request import Request
 from hybrid_kv.sampling import SamplingParams
+
+Change = Callable[[ModelRunner, Request], None]
 
 PROMPT = np.random.default_rng(3).integers(0, 97, 21).tolist()
 
 
 @given(st.integers(1, 20), st.integers(0, 2**31))
-def test_scan_equals_loop(length, seed):
+def test_scan_equals_loop(length: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     a, b = (rng.integers(0, PRIME, (2, length, 3)) for _ in "ab")
     got_a, got_b = a.copy(), b.copy()
@@ -28,7 +37,7 @@ def test_scan_equals_loop(length, seed):
 
 @pytest.mark.parametrize("pattern", ["M", "*", "M*", "M*MM*"])
 @pytest.mark.parametrize("at", [0, 10, 19])
-def test_the_oracle_feels_each_prompt_token(pattern, at):
+def test_the_oracle_feels_each_prompt_token(pattern: str, at: int) -> None:
     oracle = ExactOracle(ExactModel(ExactConfig(pattern=pattern)))
     right = oracle.generate(PROMPT, 6)
     swapped = PROMPT.copy()
@@ -38,12 +47,12 @@ def test_the_oracle_feels_each_prompt_token(pattern, at):
         assert oracle.generate(wrong, 6) != right
 
 
-def test_tokens_are_diverse():
+def test_tokens_are_diverse() -> None:
     output = ExactOracle(ExactModel()).generate(PROMPT, 150)
     assert len(set(output)) > 60  # 97 tokens, 150 draws: 76 are expected of a uniform source
 
 
-def damaged(change):
+def damaged(change: Change) -> list[int]:
     """Return the tokens when `change(runner, request)` runs after the prompt and two tokens."""
     options = {
         "attention_backend": SmallKVFirst.name,
@@ -53,7 +62,7 @@ def damaged(change):
     }
     llm, done = LLM(ExactModel(), device="cpu", **options), []
 
-    def disturb(llm):
+    def disturb(llm: LLM) -> None:
         if (
             not done
             and llm.scheduler.running
@@ -68,25 +77,25 @@ def damaged(change):
     return output.token_ids
 
 
-def test_the_engine_feels_damage_to_state_window_and_table():
+def test_the_engine_feels_damage_to_state_window_and_table() -> None:
     right = ExactOracle(ExactModel()).generate(PROMPT, 8)
     assert damaged(lambda *_: None) == right
 
-    def mamba(runner):
+    def mamba(runner: ModelRunner) -> list[AttentionGroup]:
         return [g for g in runner.groups if g.backend.is_ssm()]
 
-    def other_state(runner, request):
+    def other_state(runner: ModelRunner, request: Request) -> None:
         for group in mamba(runner):
             block = int(runner.block_tables.tables[group.group_id][request.row, 0])
             runner.views[group.layer_names[0]][1][block] = runner.views[group.layer_names[0]][1][0]
 
-    def old_window(runner, request):
+    def old_window(runner: ModelRunner, request: Request) -> None:
         group = mamba(runner)[0]
         window = runner.views[group.layer_names[0]][0]
         block = int(runner.block_tables.tables[group.group_id][request.row, 0])
         window[block] = window[block].roll(1, 0)
 
-    def swapped_blocks(runner, request):
+    def swapped_blocks(runner: ModelRunner, request: Request) -> None:
         group = next(g for g in runner.groups if not g.backend.is_ssm())
         # what the steps read; a step rewrites what changed
         row = runner.block_tables.input_tables[group.group_id][0]

@@ -5,8 +5,13 @@ equations in float64: heads of random queries and keys give small outputs, whose
 rounding. Where that counts it is 1e-4 here.
 """
 
+from __future__ import annotations
+
 import json
 import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from hybrid_kv.models.registry import sized
 from tests.models.parity import check_parity, check_refused, checkpoint, compare, load
+
+Tiny = Callable[[str], tuple[torch.nn.Module, Path]]
 
 LLAMA3 = {
     **{"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "partial_rotary_factor": 0.5},
@@ -477,11 +484,11 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     """transformers' model and its folder by `model_type`, each written once: change a copy."""
     written = {}
 
-    def get(model_type):
+    def get(model_type: str) -> tuple[torch.nn.Module, Path]:
         if model_type not in written:
             written[model_type] = checkpoint(tmp_path_factory, model_type)
         return written[model_type]
@@ -489,7 +496,7 @@ def tiny(tmp_path_factory):
     return get
 
 
-def copied(folder, tmp_path, tensors):
+def copied(folder: Path, tmp_path: Path, tensors: dict[str, torch.Tensor]) -> Path:
     """A checkpoint with the same config.json and other tensors."""
     shutil.copy(folder / "config.json", tmp_path)
     save_file(
@@ -500,12 +507,14 @@ def copied(folder, tmp_path, tensors):
 
 
 @pytest.mark.parametrize(("model_type", "keys"), CASES)
-def test_every_logit_equals_transformers(tmp_path_factory, tiny, model_type, keys):
+def test_every_logit_equals_transformers(
+    tmp_path_factory: pytest.TempPathFactory, tiny: Tiny, model_type: str, keys: dict[str, Any]
+) -> None:
     check_parity(*(checkpoint(tmp_path_factory, model_type, keys) if keys else tiny(model_type)))
 
 
 @pytest.mark.parametrize("dtypes", [("float64", "float32"), ("float32", "float64")], ids="-".join)
-def test_states_of_another_dtype_than_the_model(tiny, dtypes):
+def test_states_of_another_dtype_than_the_model(tiny: Tiny, dtypes: tuple[str, str]) -> None:
     model, folder = tiny("nemotron_h")
     compare(
         model,
@@ -521,7 +530,9 @@ def test_states_of_another_dtype_than_the_model(tiny, dtypes):
         for i, (keys, message) in enumerate(cases)
     ],
 )
-def test_what_cannot_be_run_is_refused(tiny, model_type, keys, message):
+def test_what_cannot_be_run_is_refused(
+    tiny: Tiny, model_type: str, keys: dict[str, Any], message: str
+) -> None:
     check_refused(tiny(model_type)[1], keys, message)
 
 
@@ -537,7 +548,9 @@ def test_what_cannot_be_run_is_refused(tiny, model_type, keys, message):
         ("qwen3_5_moe_text", ".experts.0.gate_proj."),
     ],
 )
-def test_the_names_that_transformers_has_in_memory_are_read_too(tiny, tmp_path, model_type, hub):
+def test_the_names_that_transformers_has_in_memory_are_read_too(
+    tiny: Tiny, tmp_path: Path, model_type: str, hub: str
+) -> None:
     """`save_pretrained` and the hub store other names: one tensor for all experts, or one each."""
     model, folder = tiny(model_type)
     stored = load_file(folder / "model.safetensors")
@@ -551,11 +564,11 @@ def test_the_names_that_transformers_has_in_memory_are_read_too(tiny, tmp_path, 
     check_parity(model, copied(folder, tmp_path, own | head))
 
 
-def roll(tensor):
+def roll(tensor: torch.Tensor) -> torch.Tensor:
     return torch.roll(tensor, 1, 0)
 
 
-def flip(tensor):
+def flip(tensor: torch.Tensor) -> torch.Tensor:
     return torch.flip(tensor, [-1])
 
 
@@ -570,7 +583,13 @@ def flip(tensor):
         ("zamba2", "gate_up_proj_adapter_list.2.0", roll),
     ],
 )
-def test_a_wrong_weight_is_seen(tiny, tmp_path, model_type, part, change):
+def test_a_wrong_weight_is_seen(
+    tiny: Tiny,
+    tmp_path: Path,
+    model_type: str,
+    part: str,
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     """The parity test can fail: swapped rows of experts, taps in reverse order."""
     model, folder = tiny(model_type)
     tensors = load_file(folder / "model.safetensors")
@@ -580,7 +599,7 @@ def test_a_wrong_weight_is_seen(tiny, tmp_path, model_type, part, change):
 
 
 @pytest.mark.parametrize("model_type", ["kimi_linear", "lfm2"])
-def test_the_sanitizer_finds_nothing(tiny, model_type):
+def test_the_sanitizer_finds_nothing(tiny: Tiny, model_type: str) -> None:
     options = {
         "mamba_cache_mode": "all",
         "speculative_method": "ngram",
@@ -591,7 +610,7 @@ def test_the_sanitizer_finds_nothing(tiny, model_type):
     assert all(output.error is None for output in outputs)
 
 
-def test_every_multiplier_of_falcon_h1_counts(tiny, tmp_path):
+def test_every_multiplier_of_falcon_h1_counts(tiny: Tiny, tmp_path: Path) -> None:
     """Each of them doubled is seen: none is left out, and none stands twice."""
     model, folder = tiny("falcon_h1")
     config = json.loads((folder / "config.json").read_text())

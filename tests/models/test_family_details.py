@@ -1,6 +1,11 @@
 """Details of single families: spellings of the hub, shared weights, caches of layers."""
 
+from __future__ import annotations
+
 import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,14 +19,16 @@ from tests.models.paged_head import CPU
 from tests.models.parity import TOLERANCE, check_parity, check_refused, checkpoint, load
 
 
-def rewrite(folder, change):
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """config.json after `change`, which is given its values."""
     config = json.loads((folder / "config.json").read_text())
     change(config)
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def test_falcon_mamba_counts_channels_before_what_they_are_a_multiple_of(tmp_path_factory):
+def test_falcon_mamba_counts_channels_before_what_they_are_a_multiple_of(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     """tiiuae/falcon-mamba-7b says `expand` 16 and 8,192 channels, twice the hidden size."""
     _, folder = checkpoint(tmp_path_factory, "falcon_mamba")
     rewrite(folder, lambda config: config.update(expand=16, intermediate_size=80))
@@ -29,7 +36,9 @@ def test_falcon_mamba_counts_channels_before_what_they_are_a_multiple_of(tmp_pat
     assert [(part.name, part.shape) for part in spec.parts] == [("conv", (3, 80)), ("ssm", (80, 6))]
 
 
-def test_mamba2_with_an_older_name_of_the_embedding(tmp_path_factory):
+def test_mamba2_with_an_older_name_of_the_embedding(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     model, folder = checkpoint(tmp_path_factory, "mamba2")
     tensors = load_file(folder / "model.safetensors")
     tensors["backbone.embedding.weight"] = tensors.pop("backbone.embeddings.weight")
@@ -40,7 +49,9 @@ def test_mamba2_with_an_older_name_of_the_embedding(tmp_path_factory):
 # ---- Jamba ----
 
 
-def test_transformers_forgets_jambas_state_between_chunks(tmp_path_factory):
+def test_transformers_forgets_jambas_state_between_chunks(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     """Why only a whole text and single tokens are compared; when this fails, chunks can be, too."""
     model, _ = checkpoint(tmp_path_factory, "jamba")
     ids = torch.arange(20)[None]
@@ -51,7 +62,9 @@ def test_transformers_forgets_jambas_state_between_chunks(tmp_path_factory):
     assert float((whole - behind).abs().max()) > 100 * TOLERANCE * float(whole.abs().max())
 
 
-def test_a_missing_expert_of_jamba_is_named_and_layers_come_in_periods(tmp_path_factory):
+def test_a_missing_expert_of_jamba_is_named_and_layers_come_in_periods(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     _, folder = checkpoint(tmp_path_factory, "jamba")
     layers = model_shape(folder).layers
     assert [name for name, spec in layers.items() if not hasattr(spec, "parts")] == [
@@ -71,11 +84,11 @@ def test_a_missing_expert_of_jamba_is_named_and_layers_come_in_periods(tmp_path_
 # ---- Kimi-Linear ----
 
 
-def test_the_hubs_spelling_of_kimi_linear(tmp_path_factory):
+def test_the_hubs_spelling_of_kimi_linear(tmp_path_factory: pytest.TempPathFactory) -> None:
     """moonshotai/Kimi-Linear-48B-A3B-Instruct counts layers from 1, in a nested object."""
     model, folder = checkpoint(tmp_path_factory, "kimi_linear")
 
-    def spell(config):
+    def spell(config: dict[str, Any]) -> None:
         kinds = config.pop("layer_types")
         config["linear_attn_config"] = {
             "full_attn_layers": [i + 1 for i, kind in enumerate(kinds) if kind == "full_attention"],
@@ -103,7 +116,9 @@ def test_the_hubs_spelling_of_kimi_linear(tmp_path_factory):
     check_parity(model, folder)
 
 
-def test_a_token_takes_one_vector_in_kimi_linears_latent_cache(tmp_path_factory):
+def test_a_token_takes_one_vector_in_kimi_linears_latent_cache(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     _, folder = checkpoint(tmp_path_factory, "kimi_linear")
     shape = model_shape(folder, num_speculative_tokens=2)
     layers = shape.layers
@@ -126,11 +141,11 @@ def test_a_token_takes_one_vector_in_kimi_linears_latent_cache(tmp_path_factory)
 # ---- LFM2 ----
 
 
-def test_the_hubs_older_keys_of_lfm2(tmp_path_factory):
+def test_the_hubs_older_keys_of_lfm2(tmp_path_factory: pytest.TempPathFactory) -> None:
     """`full_attn_idxs`, `block_ff_dim` and `tie_embedding`, as in LiquidAI/LFM2-1.2B."""
     model, folder = checkpoint(tmp_path_factory, "lfm2")
 
-    def spell(config):
+    def spell(config: dict[str, Any]) -> None:
         config["full_attn_idxs"] = [
             i for i, kind in enumerate(config.pop("layer_types")) if kind == "full_attention"
         ]
@@ -141,7 +156,9 @@ def test_the_hubs_older_keys_of_lfm2(tmp_path_factory):
     check_parity(model, folder)
 
 
-def test_a_convolution_of_lfm2_keeps_a_window_and_no_state(tmp_path_factory):
+def test_a_convolution_of_lfm2_keeps_a_window_and_no_state(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     _, folder = checkpoint(tmp_path_factory, "lfm2", {"dtype": "bfloat16"})
     specs = model_shape(folder, num_speculative_tokens=2).layers
     spec = specs["layers.0"]
@@ -159,7 +176,9 @@ def test_a_convolution_of_lfm2_keeps_a_window_and_no_state(tmp_path_factory):
 
 
 @pytest.mark.parametrize("prefix", ["backbone.", "model."])
-def test_nemotron_hs_pattern_and_either_prefix(tmp_path_factory, prefix):
+def test_nemotron_hs_pattern_and_either_prefix(
+    tmp_path_factory: pytest.TempPathFactory, prefix: str
+) -> None:
     keys = {
         "layers_block_type": ["linear_attention", "mlp", "full_attention"],
         "num_nextn_predict_layers": 0,
@@ -173,7 +192,7 @@ def test_nemotron_hs_pattern_and_either_prefix(tmp_path_factory, prefix):
         "mlp": "-",
     }
 
-    def spell(config):
+    def spell(config: dict[str, Any]) -> None:
         kinds = config.pop("layers_block_type", None) or config.pop("layer_types")
         config["hybrid_override_pattern"] = "".join(letters[kind] for kind in kinds)
 
@@ -185,7 +204,9 @@ def test_nemotron_hs_pattern_and_either_prefix(tmp_path_factory, prefix):
     check_parity(model, folder)
 
 
-def test_nemotron_hs_router_is_wide_where_the_model_is_not(tmp_path_factory):
+def test_nemotron_hs_router_is_wide_where_the_model_is_not(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     """In bfloat16 near scores would tie: transformers multiplies and keeps the bias in float32."""
     model, folder = checkpoint(tmp_path_factory, "nemotron_h", {"n_routed_experts": 48})
     theirs = model.model.layers[4].mixer.gate
@@ -205,7 +226,9 @@ def test_nemotron_hs_router_is_wide_where_the_model_is_not(tmp_path_factory):
 # ---- Zamba2 ----
 
 
-def test_layers_of_zamba2_share_weights_and_no_cache(tmp_path_factory):
+def test_layers_of_zamba2_share_weights_and_no_cache(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     layers = load_model(
         checkpoint(tmp_path_factory, "zamba2")[1], EngineConfig(dtype="float32"), CPU
     ).layers
@@ -214,7 +237,9 @@ def test_layers_of_zamba2_share_weights_and_no_cache(tmp_path_factory):
     assert layers[1].attention.name != layers[4].attention.name
 
 
-def test_weights_that_zamba2_stores_with_every_layer_must_be_alike(tmp_path_factory):
+def test_weights_that_zamba2_stores_with_every_layer_must_be_alike(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     """A block's weights may be stored with each layer that runs it, as transformers does."""
     model, folder = checkpoint(tmp_path_factory, "zamba2")
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -228,7 +253,9 @@ def test_weights_that_zamba2_stores_with_every_layer_must_be_alike(tmp_path_fact
     )
 
 
-def test_an_adapter_of_a_layer_that_does_not_exist_is_rejected(tmp_path_factory):
+def test_an_adapter_of_a_layer_that_does_not_exist_is_rejected(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     folder = checkpoint(tmp_path_factory, "zamba2")[1]
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.1.shared_transformer.feed_forward.gate_up_proj_adapter_list.7.0.weight"

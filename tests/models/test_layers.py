@@ -1,5 +1,7 @@
 """Small layers against float64, and what is computed of weights once."""
 
+from __future__ import annotations
+
 from copy import deepcopy
 
 import numpy as np
@@ -18,7 +20,7 @@ REORDER = "_reorder_linear_weight"
 
 
 @given(st.integers(1, 12), st.integers(0, 99))
-def test_the_oracles_sums_are_attention(length, seed):
+def test_the_oracles_sums_are_attention(length: int, seed: int) -> None:
     config = ExactConfig(width=3)
     rng = np.random.default_rng(seed)
     layer = ExactAttention("attention", config, rng)
@@ -36,7 +38,7 @@ def test_the_oracles_sums_are_attention(length, seed):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 8, 300])
-def test_rms_norm(dtype, tokens):
+def test_rms_norm(dtype: torch.dtype, tokens: int) -> None:
     """In float32 sum, root and two products round, 1e-6 of the value; bfloat16 rounds by 2^-8."""
     g = torch.Generator().manual_seed(0)
     norm = RMSNorm(96, 0.1)
@@ -56,7 +58,7 @@ def test_rms_norm(dtype, tokens):
 
 
 @pytest.fixture
-def packed(monkeypatch):
+def packed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often a weight was packed."""
     counts = []
     reorder = getattr(torch.ops.mkldnn, REORDER)
@@ -70,7 +72,7 @@ def packed(monkeypatch):
     return counts
 
 
-def linear(bias=True, size_out=24):
+def linear(bias: bool = True, size_out: int = 24) -> Linear:
     g = torch.Generator().manual_seed(0)
     layer = Linear(16, size_out, bias)
     for parameter in layer.parameters():
@@ -78,7 +80,7 @@ def linear(bias=True, size_out=24):
     return layer
 
 
-def assert_linear(layer, x):
+def assert_linear(layer: Linear, x: torch.Tensor) -> None:
     """Sums of 16 products of order one."""
     with torch.inference_mode():
         got = layer(x)
@@ -90,14 +92,14 @@ def assert_linear(layer, x):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows", [1, 8, 33])
-def test_a_packed_weight_is_packed_once(packed, bias, rows):
+def test_a_packed_weight_is_packed_once(packed: list[int], bias: bool, rows: int) -> None:
     layer, x = linear(bias), torch.randn(rows, 16)
     for _ in range(3):
         assert_linear(layer, x)
     assert len(packed) == 1
 
 
-def test_what_is_not_packed(packed):
+def test_what_is_not_packed(packed: list[int]) -> None:
     """Small weights, other dtypes, untracked tensors and training are not packed."""
     x = torch.randn(8, 16)
     assert_linear(linear(size_out=23), x)
@@ -109,23 +111,23 @@ def test_what_is_not_packed(packed):
     assert not packed
 
 
-def test_a_model_with_packed_weights_can_be_copied(packed):
+def test_a_model_with_packed_weights_can_be_copied(packed: list[int]) -> None:
     layer, x = linear(), torch.randn(8, 16)
     assert_linear(layer, x)
     assert_linear(deepcopy(layer), x)
     assert layer.state_dict().keys() == {"weight", "bias"}
 
 
-def test_what_weights_give_is_computed_once_until_one_changes():
+def test_what_weights_give_is_computed_once_until_one_changes() -> None:
     calls = []
 
-    def compute(a, b, scale):
+    def compute(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
         calls.append(scale)
         return (a + b) * scale
 
     derived, a, b = Derived(compute), torch.ones(2), torch.ones(2)
 
-    def assert_calls(wanted, scale=1):
+    def assert_calls(wanted: int, scale: float = 1) -> None:
         for _ in range(2):
             torch.testing.assert_close(derived(a, b, scale=scale), (a + b) * scale)
         assert len(calls) == wanted
@@ -146,7 +148,7 @@ def test_what_weights_give_is_computed_once_until_one_changes():
         assert_calls(9)
 
 
-def test_taps_of_all_channels_lie_together():
+def test_taps_of_all_channels_lie_together() -> None:
     weight = torch.randn(12, 3)
     derived = Derived(conv.contiguous_taps)
     assert torch.equal(derived(weight), weight) and derived(weight)[:, 0].is_contiguous()
@@ -156,7 +158,7 @@ def test_taps_of_all_channels_lie_together():
 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("shape", [(3, 16), (2, 3, 16)])
-def test_gated_rms_norm(groups, shape):
+def test_gated_rms_norm(groups: int, shape: tuple[int, ...]) -> None:
     g = torch.Generator().manual_seed(groups)
     norm = GatedRMSNorm(16, groups, 0.1)
     norm.weight.copy_(torch.randn(16, generator=g))

@@ -1,5 +1,7 @@
 """A checkpoint that cannot be used is one ConfigError of one line that names the value."""
 
+from __future__ import annotations
+
 import json
 import math
 import os
@@ -7,6 +9,9 @@ import random
 import re
 import shutil
 import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,22 +27,24 @@ from hybrid_kv.models.rope import read_rope
 from tests.models.tiny_nemotron import Characters, write_tiny
 from tests.support.checkpoints import edit, edit_config
 
+Original = tuple[str, dict[str, torch.Tensor]]
+
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory):
+def original(tmp_path_factory: pytest.TempPathFactory) -> Original:
     folder = write_tiny(tmp_path_factory.mktemp("original"), "M*-")[1]
     return (folder / "config.json").read_text(), load_file(folder / "model.safetensors")
 
 
 @pytest.fixture
-def folder(original, tmp_path):
+def folder(original: Original, tmp_path: Path) -> Path:
     config, tensors = original
     (tmp_path / "config.json").write_text(config)
     save_file(tensors, tmp_path / "model.safetensors")
     return tmp_path
 
 
-def refused(folder, match, tokenizer=None):
+def refused(folder: Path, match: str, tokenizer: Characters | None = None) -> None:
     with pytest.raises(ConfigError, match=match) as caught:
         LLM(
             folder,
@@ -49,15 +56,15 @@ def refused(folder, match, tokenizer=None):
     assert "\n" not in str(caught.value)
 
 
-def truncate(path):
+def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def add(name, size):
+def add(name: str, size: int) -> Callable[[Path], None]:
     return lambda folder: edit(folder, lambda stored: stored.update({name: torch.zeros(size)}))
 
 
-def drop(name):
+def drop(name: str) -> Callable[[Path], None]:
     return lambda folder: edit(
         folder, lambda stored: stored.pop(next(key for key in stored if key.endswith(name)))
     )
@@ -92,17 +99,19 @@ def drop(name):
         ),
     ],
 )
-def test_a_damaged_folder_is_one_line(folder, damage, message):
+def test_a_damaged_folder_is_one_line(
+    folder: Path, damage: Callable[[Path], object], message: str
+) -> None:
     damage(folder)
     refused(folder, message)
 
 
-def test_no_tokenizer(folder):
+def test_no_tokenizer(folder: Path) -> None:
     with pytest.raises(ConfigError, match="has no tokenizer"):
         LLM(folder, device="cpu", dtype="float32")
 
 
-def test_tied_embeddings(folder):
+def test_tied_embeddings(folder: Path) -> None:
     edit_config(folder, tie_word_embeddings=True)
     refused(folder, r"ties lm_head\.weight to embed_tokens\.weight, but they differ")
     edit(folder, lambda tensors: tensors.pop("lm_head.weight"))
@@ -112,7 +121,7 @@ def test_tied_embeddings(folder):
     assert torch.equal(model.lm_head.weight, model.embed_tokens.weight)
 
 
-def test_the_index_names_the_files(folder):
+def test_the_index_names_the_files(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     save_file(
         {name: torch.zeros_like(tensor) for name, tensor in tensors.items()},
@@ -124,13 +133,13 @@ def test_the_index_names_the_files(folder):
     assert bool(llm.model.lm_head.weight.any())
 
 
-def test_every_listed_eos_token_ends_a_text(folder):
+def test_every_listed_eos_token_ends_a_text(folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5]}))
     llm = LLM(folder, tokenizer=Characters(), device="cpu", dtype="float32", max_model_len=32)
     assert {3, 5} <= llm.eos_token_ids
 
 
-def test_fp8_is_planned_but_not_run(folder):
+def test_fp8_is_planned_but_not_run(folder: Path) -> None:
     with pytest.raises(ConfigError, match="fp8 cache, which can be planned but not run yet"):
         LLM(
             folder,
@@ -145,16 +154,16 @@ def test_fp8_is_planned_but_not_run(folder):
 class Recorded(dict):
     """A config.json that remembers which keys were read."""
 
-    def __init__(self, values):
+    def __init__(self, values: dict[str, Any]) -> None:
         super().__init__(values)
         self.read = set()
 
-    def get(self, key, default=None):
+    def get(self, key: str, default: Any = None) -> Any:
         self.read.add(key)
         return super().get(key, default)
 
 
-def keys_that_are_read(monkeypatch):
+def keys_that_are_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Of the guard model's config.json, by everything that loads it and its draft head."""
     values = Recorded(json.loads((GUARD_MODEL / "config.json").read_text()))
     with monkeypatch.context() as patch:
@@ -164,8 +173,8 @@ def keys_that_are_read(monkeypatch):
 
 
 def test_a_value_of_a_wrong_type_under_any_key_is_one_line_that_names_the_key(
-    tmp_path, monkeypatch
-):
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every key that is read is refused by name; a key that a later version reads is tested too."""
     keys = keys_that_are_read(monkeypatch)
     assert len(keys) >= 29
@@ -180,7 +189,9 @@ def test_a_value_of_a_wrong_type_under_any_key_is_one_line_that_names_the_key(
             assert "\n" not in str(caught.value)
 
 
-def test_without_any_one_key_it_loads_or_one_line_names_the_key(tmp_path, monkeypatch):
+def test_without_any_one_key_it_loads_or_one_line_names_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(GUARD_MODEL, tmp_path, dirs_exist_ok=True)
     values = json.loads((tmp_path / "config.json").read_text())
     needed = set()
@@ -204,7 +215,7 @@ def test_without_any_one_key_it_loads_or_one_line_names_the_key(tmp_path, monkey
 
 
 @pytest.mark.parametrize("model", [None, 3, b"folder", {}, object()])
-def test_what_is_no_model_is_refused(model):
+def test_what_is_no_model_is_refused(model: object) -> None:
     with pytest.raises(
         ConfigError,
         match=f"a model of type {type(model).__name__} is neither a checkpoint folder nor",
@@ -212,7 +223,7 @@ def test_what_is_no_model_is_refused(model):
         LLM(model, device="cpu")
 
 
-def test_a_folder_whose_name_no_disk_takes():
+def test_a_folder_whose_name_no_disk_takes() -> None:
     with pytest.raises(ConfigError, match="cannot be read: File name too long"):
         LLM("a" * 5000, device="cpu")
 
@@ -221,7 +232,9 @@ def test_a_folder_whose_name_no_disk_takes():
 @pytest.mark.parametrize(
     "key", ["vocab_size", "hidden_size", "mamba_num_heads", "chunk_size", "head_dim"]
 )
-def test_a_size_that_cannot_be_is_refused_without_taking_memory(folder, key, value):
+def test_a_size_that_cannot_be_is_refused_without_taking_memory(
+    folder: Path, key: str, value: object
+) -> None:
     if (key, value) == ("chunk_size", 2**31 - 1):
         return  # a chunk may be as long as it likes
     edit_config(folder, **{key: value})
@@ -237,7 +250,7 @@ def test_a_size_that_cannot_be_is_refused_without_taking_memory(folder, key, val
 @pytest.mark.parametrize(
     "dtype", [torch.int8, torch.int32, torch.uint8, torch.float8_e4m3fn, torch.bool]
 )
-def test_weights_that_are_no_floats_are_refused(folder, dtype):
+def test_weights_that_are_no_floats_are_refused(folder: Path, dtype: torch.dtype) -> None:
     edit(
         folder,
         lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].to(dtype)}),
@@ -253,8 +266,8 @@ def test_weights_that_are_no_floats_are_refused(folder, dtype):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_weights_that_are_not_finite_are_refused(folder, value):
-    def spoil(tensors):
+def test_weights_that_are_not_finite_are_refused(folder: Path, value: float) -> None:
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
         tensors["lm_head.weight"][3, 1] = value
 
     edit(folder, spoil)
@@ -280,7 +293,9 @@ BROKEN = (
     "name",
     ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "index"],
 )
-def test_a_broken_file_is_one_line(tmp_path, capfd, name, text):
+def test_a_broken_file_is_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, text: str
+) -> None:
     shutil.copytree(GUARD_MODEL, tmp_path, dirs_exist_ok=True)
     name = "model.safetensors.index.json" if name == "index" else name
     (tmp_path / name).write_text(text, encoding="utf-8", errors="surrogatepass")
@@ -298,7 +313,7 @@ def test_a_broken_file_is_one_line(tmp_path, capfd, name, text):
 
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn", "default"])
 @pytest.mark.parametrize("odd", [0, -1, math.nan, 1e-40, math.inf, "x"])
-def test_a_rope_that_would_make_every_answer_nan_is_refused(kind, odd):
+def test_a_rope_that_would_make_every_answer_nan_is_refused(kind: str, odd: float | str) -> None:
     given = {"rope_type": kind, "factor": odd, "rope_theta": 1e-300 if kind == "default" else 1e4}
     given |= {
         "low_freq_factor": 1.0,
@@ -310,7 +325,7 @@ def test_a_rope_that_would_make_every_answer_nan_is_refused(kind, odd):
         read_rope(ConfigFile({**sizes, "rope_parameters": given}, "config.json"), 16)
 
 
-def test_what_is_wrong_with_a_folder_is_not_said_of_its_tokenizer(tmp_path):
+def test_what_is_wrong_with_a_folder_is_not_said_of_its_tokenizer(tmp_path: Path) -> None:
     shutil.copytree(GUARD_MODEL, tmp_path, dirs_exist_ok=True)
     edit_config(tmp_path, pad_token_id="x")
     with pytest.raises(ConfigError, match=r"transformers cannot read config.json \("):
@@ -323,7 +338,7 @@ def test_what_is_wrong_with_a_folder_is_not_said_of_its_tokenizer(tmp_path):
 @pytest.mark.parametrize(
     "section", ["added_tokens", "normalizer", "pre_tokenizer", "decoder", "model"]
 )
-def test_a_tokenizer_with_a_broken_section_is_one_line(tmp_path, section):
+def test_a_tokenizer_with_a_broken_section_is_one_line(tmp_path: Path, section: str) -> None:
     shutil.copytree(GUARD_MODEL, tmp_path, dirs_exist_ok=True)
     values = json.loads((tmp_path / "tokenizer.json").read_text())
     (tmp_path / "tokenizer.json").write_text(json.dumps({**values, section: 3}))
@@ -334,7 +349,7 @@ def test_a_tokenizer_with_a_broken_section_is_one_line(tmp_path, section):
     assert "\n" not in str(caught.value)
 
 
-def test_a_damaged_header_is_one_line(folder):
+def test_a_damaged_header_is_one_line(folder: Path) -> None:
     """Or no damage at all: a changed name of a file's metadata is still a name."""
     whole = (folder / "model.safetensors").read_bytes()
     size = struct.unpack("<Q", whole[:8])[0]
@@ -362,13 +377,13 @@ def test_a_damaged_header_is_one_line(folder):
 @pytest.mark.parametrize(
     "name", ["../model.safetensors", "/etc/passwd", "", "..", "a\0b", "\ud800", 3, None]
 )
-def test_an_index_names_files_beside_it_and_no_others(folder, name):
+def test_an_index_names_files_beside_it_and_no_others(folder: Path, name: object) -> None:
     index = {"weight_map": {"lm_head.weight": name}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     refused(folder, "weight_map must map tensors to names of files beside it; download it again")
 
 
-def test_a_file_that_the_index_names_and_nobody_has(folder):
+def test_a_file_that_the_index_names_and_nobody_has(folder: Path) -> None:
     index = {"weight_map": {"lm_head.weight": "model-2-of-2.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     refused(
@@ -378,14 +393,16 @@ def test_a_file_that_the_index_names_and_nobody_has(folder):
 
 
 @pytest.mark.parametrize("ids", ["end", [1, "end"], [True], -1, {"a": 1}])
-def test_ends_of_a_text_that_are_no_tokens(folder, ids):
+def test_ends_of_a_text_that_are_no_tokens(folder: Path, ids: object) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     refused(
         folder, r"generation_config\.json: eos_token_id=.* must be a token id or a list of them"
     )
 
 
-def test_a_text_longer_than_the_tokenizer_knows_is_the_engines_business(tmp_path, capfd):
+def test_a_text_longer_than_the_tokenizer_knows_is_the_engines_business(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """transformers would warn, on a line of its own beside the engine's error."""
     write_checkpoint("nemotron_h", tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())

@@ -1,5 +1,10 @@
 """NemotronH's draft head with a mixture of experts, as in Nemotron-3, against a dense one."""
 
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -10,14 +15,14 @@ from tests.models.parity import checkpoint
 LATENT = {"moe_latent_size": 12, "mlp_bias": True}
 
 
-def norm(x, weight, eps=1e-5):
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
     return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
 
 
 class DenseHead:
     """transformers' attention and mixture in the places that the checkpoint's names give them."""
 
-    def __init__(self, folder):
+    def __init__(self, folder: Path) -> None:
         # Not above: every worker of a run imports every test, and these take seconds.
         from transformers import NemotronHConfig
         from transformers.models.nemotron_h.modeling_nemotron_h import (
@@ -54,7 +59,7 @@ class DenseHead:
         self.moe.load_state_dict(moe)
 
     @torch.no_grad()
-    def __call__(self, hidden, ids, grid):
+    def __call__(self, hidden: torch.Tensor, ids: torch.Tensor, grid: int) -> torch.Tensor:
         """Hidden states of tokens 0 … t-1 and ids of tokens 1 … t to logits of tokens 2 … t+1."""
         own, embedding = self.own, self.tensors["backbone.embeddings.weight"][ids]
         joined = [norm(embedding, own["0.enorm.weight"]), norm(hidden, own["0.hnorm.weight"])]
@@ -67,6 +72,8 @@ class DenseHead:
 
 @pytest.mark.parametrize("keys", [{}, LATENT], ids=["plain", "latent"])
 @pytest.mark.parametrize("grid", [4, 10**6])
-def test_the_draft_head_equals_a_dense_one(tmp_path_factory, grid, keys):
+def test_the_draft_head_equals_a_dense_one(
+    tmp_path_factory: pytest.TempPathFactory, grid: int, keys: dict[str, Any]
+) -> None:
     folder = checkpoint(tmp_path_factory, "nemotron_h", keys)[1]
     check_head(folder, DenseHead(folder), grid)

@@ -5,21 +5,29 @@ multiples of the grid masked. Everything is float64, where the two differ by rou
 1e-9.
 """
 
+from __future__ import annotations
+
 import random
 import shutil
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
-from accuracy.guard_model import load_checkpoint
+from accuracy.guard_model import GuardModel, load_checkpoint
 from accuracy.tokenizer import encode
 from hybrid_kv.check.guard.float64 import KeepFloat64
 from hybrid_kv.check.guard_model import FOLDER, problems
 from hybrid_kv.config import CacheConfig, ConfigError, EngineConfig
+from hybrid_kv.models.causal_lm import CausalLM
+from hybrid_kv.models.interface import DraftHead
 from hybrid_kv.models.loader import load_head, load_model
 from hybrid_kv.models.random_checkpoint import write_checkpoint
 from tests.models.paged_head import CPU, Paged, pairs
 from tests.support.checkpoints import edit, edit_config
+
+Request = tuple[torch.Tensor, torch.Tensor]
 
 TOLERANCE = 1e-9
 LENGTHS = (70, 33, 5, 48)
@@ -27,22 +35,22 @@ HUGE = 10**6
 
 
 @pytest.fixture(scope="module")
-def reference():
+def reference() -> GuardModel:
     return load_checkpoint(FOLDER, torch.float64).requires_grad_(requires_grad=False)
 
 
 @pytest.fixture(scope="module")
-def target():
+def target() -> CausalLM:
     return load_model(FOLDER, EngineConfig(dtype="float64"), CPU)
 
 
 @pytest.fixture
-def head(target):
+def head(target: CausalLM) -> DraftHead:
     return load_head(FOLDER, target)
 
 
 @pytest.fixture(scope="module")
-def requests(reference):
+def requests(reference: GuardModel) -> list[Request]:
     """(token ids, hidden state after norm_f of each token) per request."""
     items = problems.eval_set(3, len(LENGTHS))
     ids = [encode(item.prompt)[:length] for item, length in zip(items, LENGTHS, strict=True)]
@@ -50,7 +58,9 @@ def requests(reference):
         return [(torch.tensor(row), reference.decode(torch.tensor([row]))[0][0]) for row in ids]
 
 
-def dense(reference, hidden, ids, grid):
+def dense(
+    reference: GuardModel, hidden: torch.Tensor, ids: torch.Tensor, grid: int
+) -> torch.Tensor:
     """Run the head on hidden [t, d] of tokens 0 … t-1, ids [t] of 1 … t: outputs of 1 … t."""
     with KeepFloat64():
         first, last = reference.mtp.layers
@@ -73,11 +83,18 @@ def dense(reference, hidden, ids, grid):
         return last.final_layernorm(last(x + attention.o_proj(mixed.flatten(1))))
 
 
-def assert_close(out, expected):
+def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
     assert float((out - expected).abs().max()) <= TOLERANCE
 
 
-def plain_attention(query, key, value, mask, scale, enable_gqa=False):
+def plain_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
     """`scaled_dot_product_attention` by the book, where a softmax over nothing is NaN."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
@@ -89,8 +106,13 @@ def plain_attention(query, key, value, mask, scale, enable_gqa=False):
 )
 @pytest.mark.parametrize("layout", [(0, 4, 8), (1, 3, 3), (2, 16, 32), (0, 4, 1), (1, 8, HUGE)])
 def test_any_chunks_in_any_batch_equal_the_dense_head(
-    reference, head, requests, layout, kernel, monkeypatch
-):
+    reference: GuardModel,
+    head: DraftHead,
+    requests: list[Request],
+    layout: tuple[int, int, int],
+    kernel: Callable[..., torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Drafts may come in between: the slots they wrote are overwritten by the true pairs.
 
     And whatever the kernel makes of a query without a key, as all are on a grid of 1: torch's
@@ -131,7 +153,7 @@ def test_any_chunks_in_any_batch_equal_the_dense_head(
     assert rejected, "no draft was wrong: nothing had to be overwritten"
 
 
-def test_the_grid_must_be_set(head, requests):
+def test_the_grid_must_be_set(head: DraftHead, requests: list[Request]) -> None:
     ids, hidden = requests[0]
     with pytest.raises(ValueError, match="grid"):
         Paged(head, 1).step([(0, 0, hidden[:1], ids[:1])])
@@ -139,7 +161,9 @@ def test_the_grid_must_be_set(head, requests):
         head.grid = 0
 
 
-def test_logits_are_the_targets(reference, target, head, requests):
+def test_logits_are_the_targets(
+    reference: GuardModel, target: CausalLM, head: DraftHead, requests: list[Request]
+) -> None:
     _, hidden = requests[0]
     with torch.no_grad():
         assert torch.equal(head.compute_logits(hidden), reference.lm_head(hidden))
@@ -153,7 +177,7 @@ def test_logits_are_the_targets(reference, target, head, requests):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_other_dtypes(reference, requests, dtype):
+def test_other_dtypes(reference: GuardModel, requests: list[Request], dtype: str) -> None:
     """The logits in lower precision, relative to the largest: rounding only."""
     config = EngineConfig(cache=CacheConfig(kv_cache_dtype=dtype), dtype=dtype)
     target = load_model(FOLDER, config, CPU)
@@ -172,27 +196,27 @@ def test_other_dtypes(reference, requests, dtype):
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path: Path) -> Path:
     for name in ("config.json", "model.safetensors"):
         shutil.copy(FOLDER / name, tmp_path / name)
     return tmp_path
 
 
-def refused(folder, target, match):
+def refused(folder: Path, target: CausalLM, match: str) -> None:
     with pytest.raises(ConfigError, match=match) as caught:
         load_head(folder, target)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("count", [0, 2, None])
-def test_a_checkpoint_without_a_head(folder, target, count):
+def test_a_checkpoint_without_a_head(folder: Path, target: CausalLM, count: int | None) -> None:
     edit_config(folder, num_nextn_predict_layers=count)
     refused(
         folder, target, f"num_nextn_predict_layers={count or 0}, 1 is supported; draft with n-grams"
     )
 
 
-def test_a_head_of_other_layers(folder, target):
+def test_a_head_of_other_layers(folder: Path, target: CausalLM) -> None:
     edit_config(folder, mtp_layers_block_type=["linear_attention", "moe"])
     refused(folder, target, r"\('mamba', 'moe'\) is not supported")
     edit_config(folder, mtp_layers_block_type=None)
@@ -201,7 +225,7 @@ def test_a_head_of_other_layers(folder, target):
     load_head(folder, target)
 
 
-def test_tensors_that_lack_or_do_not_fit(folder, target):
+def test_tensors_that_lack_or_do_not_fit(folder: Path, target: CausalLM) -> None:
     prefix = "mtp.layers.0."
     edit(folder, lambda tensors: tensors.pop(prefix + "hnorm.weight"))
     refused(folder, target, r"lacks 1 tensors, the first is mtp\.hnorm\.weight")
@@ -217,16 +241,16 @@ def test_tensors_that_lack_or_do_not_fit(folder, target):
     load_model(folder, EngineConfig(dtype="float32"), CPU)  # which has no use for the head
 
 
-def test_a_target_without_attention(folder, target):
+def test_a_target_without_attention(folder: Path, target: CausalLM) -> None:
     class Recurrent(type(target)):
-        def __init__(self):
+        def __init__(self) -> None:
             torch.nn.Module.__init__(self)
             self.layer_specs = {"layers.0": target.layer_specs["layers.0"]}
 
     refused(folder, Recurrent(), "no attention layer")
 
 
-def test_a_head_whose_layers_the_model_lacks_is_one_line(tmp_path):
+def test_a_head_whose_layers_the_model_lacks_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="its draft head has a layer 'moe'"):
         write_checkpoint(
             "nemotron_h",

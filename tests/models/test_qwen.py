@@ -1,7 +1,12 @@
 """Qwen3-Next, Qwen3.5 and its MoE: draft heads against dense ones, multimodal checkpoints."""
 
+from __future__ import annotations
+
 import json
 import logging
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import transformers
@@ -33,8 +38,13 @@ from tests.models.qwen_head import DenseHead
     ],
 )
 def test_the_draft_head_equals_a_dense_one(
-    tmp_path_factory, model_type, keys, modeling, prefix, grid
-):
+    tmp_path_factory: pytest.TempPathFactory,
+    model_type: str,
+    keys: dict[str, Any],
+    modeling: ModuleType,
+    prefix: str,
+    grid: int,
+) -> None:
     folder = checkpoint(tmp_path_factory, model_type, keys)[1]
     check_head(folder, DenseHead(folder, modeling, prefix), grid)
 
@@ -42,7 +52,9 @@ def test_the_draft_head_equals_a_dense_one(
 @pytest.mark.parametrize(
     ("model_type", "prefix"), [("qwen3_5", "Qwen3_5"), ("qwen3_5_moe", "Qwen3_5Moe")]
 )
-def test_a_multimodal_checkpoint_is_run_as_its_language_model(tmp_path, caplog, model_type, prefix):
+def test_a_multimodal_checkpoint_is_run_as_its_language_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, model_type: str, prefix: str
+) -> None:
     text = sizes_of(f"{model_type}_text")["tiny"]
     vision = {
         "depth": 1,
@@ -63,7 +75,9 @@ def test_a_multimodal_checkpoint_is_run_as_its_language_model(tmp_path, caplog, 
     assert "its language model is loaded, 21 tensors such as model.visual." in said
 
 
-def test_a_multimodal_checkpoint_drafts_with_its_own_head(tmp_path_factory, tmp_path):
+def test_a_multimodal_checkpoint_drafts_with_its_own_head(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
     """Named as on the hub, where the head lies beside the language model."""
     folder = checkpoint(tmp_path_factory, "qwen3_5_text")[1]
     config = json.loads((folder / "config.json").read_text())
@@ -86,7 +100,9 @@ def test_a_multimodal_checkpoint_drafts_with_its_own_head(tmp_path_factory, tmp_
 @pytest.mark.parametrize(
     ("key", "value"), [("mtp_num_hidden_layers", 2), ("mtp_use_dedicated_embeddings", True)]
 )
-def test_a_draft_head_of_another_form_is_rejected(tmp_path_factory, tmp_path, key, value):
+def test_a_draft_head_of_another_form_is_rejected(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, key: str, value: object
+) -> None:
     folder = checkpoint(tmp_path_factory, "qwen3_5_text")[1]
     config = json.loads((folder / "config.json").read_text()) | {key: value}
     (tmp_path / "config.json").write_text(json.dumps(config))

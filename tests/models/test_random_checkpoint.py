@@ -1,5 +1,9 @@
 """Random checkpoints load here and in transformers, and their states matter."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors import safe_open
@@ -11,7 +15,7 @@ from hybrid_kv.models.random_checkpoint import random_model, write_checkpoint
 from hybrid_kv.models.registry import overview, sized
 
 
-def test_the_tokenizer_has_a_word_for_each_token(tmp_path):
+def test_the_tokenizer_has_a_word_for_each_token(tmp_path: Path) -> None:
     write_checkpoint("mamba2", tmp_path)
     (output,) = LLM(tmp_path, device="cpu", max_model_len=64).generate(["w7 w8 w9"], progress=False)
     assert output.prompt_token_ids == [7, 8, 9]
@@ -20,7 +24,7 @@ def test_the_tokenizer_has_a_word_for_each_token(tmp_path):
 
 
 @pytest.mark.parametrize("model_type", sorted(sized()))
-def test_margins_are_wide_and_earlier_tokens_count(model_type):
+def test_margins_are_wide_and_earlier_tokens_count(model_type: str) -> None:
     """A token 40 places back moves the logits by more than any rounding."""
     model = random_model(model_type, seed=5)
     ids = torch.arange(1, 61).remainder(97).add(2).repeat(2, 1)
@@ -32,7 +36,7 @@ def test_margins_are_wide_and_earlier_tokens_count(model_type):
     assert float((first - second).abs().max()) > 1e-3
 
 
-def test_the_same_seed_writes_the_same_weights(tmp_path):
+def test_the_same_seed_writes_the_same_weights(tmp_path: Path) -> None:
     weights = []
     for seed, name in ((1, "a"), (1, "b"), (2, "c")):
         write_checkpoint("nemotron_h", tmp_path / name, seed=seed)
@@ -42,7 +46,7 @@ def test_the_same_seed_writes_the_same_weights(tmp_path):
     assert not any(torch.equal(weights[0][key], weights[2][key]) for key in weights[0])
 
 
-def test_a_family_without_such_a_size_is_refused():
+def test_a_family_without_such_a_size_is_refused() -> None:
     with pytest.raises(
         ConfigError,
         match=r"no checkpoint of llama in size 'tiny'; there are .*nemotron_h \(tiny\|small",
@@ -50,7 +54,7 @@ def test_a_family_without_such_a_size_is_refused():
         random_model("llama")
 
 
-def test_the_overview_lists_every_family_once():
+def test_the_overview_lists_every_family_once() -> None:
     found = overview()
     names = [entry["model_type"] for entry in found]
     runs = [entry["runs"] for entry in found]

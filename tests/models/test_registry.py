@@ -1,7 +1,10 @@
 """A family is a module that registers itself; others learn of it by its `model_type` alone."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +32,7 @@ CONFIG = {
 
 
 @pytest.fixture
-def tiny(tmp_path, monkeypatch):
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint folder of the documentation's family, which lies outside the package."""
     monkeypatch.setattr(registry, "FAMILIES", dict(registry.FAMILIES))
     page = (Path(__file__).parents[2] / "docs" / "adding-a-family.md").read_text(encoding="utf-8")
@@ -46,25 +49,25 @@ def tiny(tmp_path, monkeypatch):
     return tmp_path
 
 
-def engine(folder, **options):
+def engine(folder: Path, **options: Any) -> LLM:
     return LLM(
         folder, tokenizer=Characters(), device="cpu", max_model_len=64, max_num_seqs=2, **options
     )
 
 
-def test_its_config_is_checked_like_any_other(tiny):
+def test_its_config_is_checked_like_any_other(tiny: Path) -> None:
     (tiny / "config.json").write_text(json.dumps({**CONFIG, "heads": "two"}))
     with pytest.raises(ConfigError, match=r"heads='two' must be an integer >= 1"):
         engine(tiny)
 
 
-def test_a_family_without_a_head_says_so(tiny):
+def test_a_family_without_a_head_says_so(tiny: Path) -> None:
     message = "tiny_mamba checkpoints have no draft head that can be run; draft with n-grams"
     with pytest.raises(ConfigError, match=message):
         engine(tiny, speculative_method="mtp", num_speculative_tokens=1)
 
 
-def test_a_model_type_has_one_family(monkeypatch):
+def test_a_model_type_has_one_family(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "FAMILIES", dict(registry.FAMILIES))
     family = registry.family_of(ConfigFile({"model_type": "bamba"}, "config.json"))
     with pytest.raises(ValueError, match="model_type 'bamba' is registered already"):
@@ -72,7 +75,7 @@ def test_a_model_type_has_one_family(monkeypatch):
     assert "new" not in registry.FAMILIES
 
 
-def test_engine_cache_sanitizer_and_loader_name_no_family():
+def test_engine_cache_sanitizer_and_loader_name_no_family() -> None:
     package = Path(hybrid_kv.__file__).parent
     rooms = (
         "engine/**/*.py",

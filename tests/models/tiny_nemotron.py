@@ -1,12 +1,20 @@
 """A tiny NemotronH of a few dense layers, and a tokenizer for it."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
 from hybrid_kv.models.random_checkpoint import write_checkpoint
 
 VOCAB = 101
 KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
 
 
-def write_tiny(folder, pattern, **keys):
+def write_tiny(folder: Path, pattern: str, **keys: Any) -> tuple[torch.nn.Module, Path]:
     """transformers' model and its folder."""
     kinds = [KINDS[letter] for letter in pattern]
     keys |= {
@@ -22,8 +30,8 @@ class Characters:
 
     eos_token_id = None
 
-    def encode(self, text):
+    def encode(self, text: str) -> list[int]:
         return [ord(letter) - 33 for letter in text]
 
-    def decode(self, token_ids):
+    def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(chr(token + 33) for token in token_ids)

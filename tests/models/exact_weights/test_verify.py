@@ -1,5 +1,9 @@
 """An exact checkpoint is exact however it is computed; what is not exact is named."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,7 +16,7 @@ from hybrid_kv.models.random_checkpoint import write_checkpoint
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_operation_is_equal_to_the_bit(family, tmp_path):
+def test_every_operation_is_equal_to_the_bit(family: str, tmp_path: Path) -> None:
     write_exact_weights(family, tmp_path)
     results = list(verify(tmp_path, length=40))
     assert [result.dtype for result in results[::7]] == ["float64", "float32", "bfloat16"]
@@ -20,13 +24,13 @@ def test_every_operation_is_equal_to_the_bit(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_weight_is_a_bfloat16(family, tmp_path):
+def test_every_weight_is_a_bfloat16(family: str, tmp_path: Path) -> None:
     write_exact_weights(family, tmp_path)
     for name, tensor in load_file(tmp_path / "model.safetensors").items():
         assert torch.equal(tensor.bfloat16().float(), tensor), name
 
 
-def test_the_first_operation_that_is_not_exact_is_named(tmp_path):
+def test_the_first_operation_that_is_not_exact_is_named(tmp_path: Path) -> None:
     write_exact_weights("lfm2", tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
@@ -40,13 +44,13 @@ def test_the_first_operation_that_is_not_exact_is_named(tmp_path):
     assert found.before == "model.layers.2.conv.in_proj"
 
 
-def test_random_weights_are_not_exact(tmp_path):
+def test_random_weights_are_not_exact(tmp_path: Path) -> None:
     write_checkpoint("lfm2", tmp_path)
     assert not has_exact_weights(tmp_path)
     assert any(result.difference is not None for result in verify(tmp_path, length=20))
 
 
-def test_the_same_seed_writes_the_same_weights(tmp_path):
+def test_the_same_seed_writes_the_same_weights(tmp_path: Path) -> None:
     found = []
     for seed, name in ((1, "a"), (1, "b"), (2, "c")):
         write_exact_weights("lfm2", tmp_path / name, seed)
@@ -54,7 +58,7 @@ def test_the_same_seed_writes_the_same_weights(tmp_path):
     assert found[0] == found[1] != found[2]
 
 
-def test_a_family_that_has_none_is_refused(tmp_path):
+def test_a_family_that_has_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match="no exact checkpoint of bamba; there are granitemoehybrid, lfm2"
     ):
