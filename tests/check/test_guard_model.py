@@ -1,11 +1,15 @@
 """The guard models: problems, tokenizer, each model as it was trained, training that resumes."""
 
+from __future__ import annotations
+
 import itertools
 import random
 import re
+from collections.abc import Iterator
 from dataclasses import astuple
 from hashlib import sha256
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -18,7 +22,7 @@ each_model = pytest.mark.parametrize("folder", FOLDERS.values(), ids=FOLDERS)
 
 
 @pytest.fixture
-def train():
+def train() -> Iterator[ModuleType]:
     """What trains them.
 
     It imports the models' modules, which takes seconds: not where tests are only collected.
@@ -37,7 +41,7 @@ def _stream(seed: int, count: int, split: problems.Split = "train") -> list[prob
 # -------------------------------------------------------------------------------- problems
 
 
-def test_the_problems_are_those_that_the_models_were_trained_on():
+def test_the_problems_are_those_that_the_models_were_trained_on() -> None:
     """The generator still fits the shipped checkpoints, which answer all its questions right."""
     drawn = [
         *(_stream(seed, 25, split) for seed in range(20) for split in ("train", "held_out")),
@@ -56,7 +60,7 @@ def test_the_problems_are_those_that_the_models_were_trained_on():
     )
 
 
-def test_training_and_evaluation_share_no_numbers():
+def test_training_and_evaluation_share_no_numbers() -> None:
     trained = {p.numbers for seed in range(30) for p in _stream(seed, 40)}
     held_out = {p.numbers for seed in range(10) for p in _stream(seed, 40, "held_out")}
     assert not trained & held_out
@@ -74,7 +78,7 @@ def test_training_and_evaluation_share_no_numbers():
 
 
 @each_model
-def test_tokenizer_round_trip(folder):
+def test_tokenizer_round_trip(folder: Path) -> None:
     from transformers import AutoTokenizer
 
     loaded = AutoTokenizer.from_pretrained(folder)
@@ -86,7 +90,7 @@ def test_tokenizer_round_trip(folder):
         assert tokenizer.token_ids()[tokenizer.UNK] not in ids
 
 
-def test_tokenizer_takes_any_text():
+def test_tokenizer_takes_any_text() -> None:
     from transformers import AutoTokenizer
 
     loaded = AutoTokenizer.from_pretrained(FOLDER)
@@ -114,7 +118,7 @@ LOGITS = {
 
 
 @pytest.mark.parametrize("model_type", FOLDERS)
-def test_logits_and_drafts_are_those_of_the_trained_model(model_type):
+def test_logits_and_drafts_are_those_of_the_trained_model(model_type: str) -> None:
     from accuracy.guard_model import load_checkpoint
 
     model = load_checkpoint(FOLDERS[model_type])
@@ -130,7 +134,7 @@ def test_logits_and_drafts_are_those_of_the_trained_model(model_type):
 
 
 @each_model
-def test_a_saved_checkpoint_is_the_loaded_one(folder, tmp_path):
+def test_a_saved_checkpoint_is_the_loaded_one(folder: Path, tmp_path: Path) -> None:
     from accuracy.guard_model import CONFIGS, load_checkpoint, save_checkpoint
 
     save_checkpoint(load_checkpoint(folder), tmp_path)
@@ -143,7 +147,7 @@ def test_a_saved_checkpoint_is_the_loaded_one(folder, tmp_path):
     assert all((tmp_path / name).read_bytes() == (folder / name).read_bytes() for name in CONFIGS)
 
 
-def test_an_embedded_model_is_found_by_name():
+def test_an_embedded_model_is_found_by_name() -> None:
     assert embedded(None) == embedded("guard_model") == FOLDER
     assert {embedded(folder.name) for folder in FOLDERS.values()} == set(FOLDERS.values())
     assert embedded("some/folder") == "some/folder" and embedded(tmp := Path("guard")) == tmp
@@ -152,7 +156,7 @@ def test_an_embedded_model_is_found_by_name():
 # -------------------------------------------------------------------------------- training
 
 
-def test_path_dropout_leaves_only_the_state(train):
+def test_path_dropout_leaves_only_the_state(train: ModuleType) -> None:
     batch = train.make_batch(0, 0, range(2), 256, latch_only=False, device=torch.device("cpu"))
     seen = batch.seen[:, 0]
     ids = batch.ids[:, :-1]
@@ -171,7 +175,7 @@ def test_path_dropout_leaves_only_the_state(train):
 
 
 @pytest.mark.parametrize("model", FOLDERS)
-def test_steps_move_every_weight_and_lower_both_losses(train, model):
+def test_steps_move_every_weight_and_lower_both_losses(train: ModuleType, model: str) -> None:
     arguments = (
         f"--model {model} --batch 2 --length 96 --device cpu --latch-only-steps 1 --mtp-from-step 0"
     )
@@ -185,7 +189,9 @@ def test_steps_move_every_weight_and_lower_both_losses(train, model):
 
 
 @pytest.mark.parametrize("model", FOLDERS)
-def test_resumed_training_gives_the_same_weights(train, tmp_path, model):
+def test_resumed_training_gives_the_same_weights(
+    train: ModuleType, tmp_path: Path, model: str
+) -> None:
     from accuracy.guard_model import load_checkpoint
 
     common = f"--model {model} --batch 2 --length 48 --replicas 1 --device cpu --latch-only-steps 1"

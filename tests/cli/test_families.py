@@ -48,7 +48,9 @@ def test_a_seed_of_more_than_64_bits_is_rejected(
     )
 
 
-def test_an_exact_checkpoint_is_verified(tmp_path, capsys):
+def test_an_exact_checkpoint_is_verified(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "exact"
     code, out, err = run(capsys, "checkpoint", "lfm2", str(folder), "--exact")
     tensors = load_file(folder / "model.safetensors").values()
@@ -60,7 +62,9 @@ def test_an_exact_checkpoint_is_verified(tmp_path, capsys):
     assert code == 2 and "name a family and a folder" in err
 
 
-def test_a_checkpoint_of_random_weights_is_not_exact(tmp_path, capsys):
+def test_a_checkpoint_of_random_weights_is_not_exact(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run(capsys, "checkpoint", "lfm2", str(tmp_path / "random"))
     code, out, _ = run(capsys, "checkpoint", "--verify", str(tmp_path / "random"))
     assert (

@@ -52,8 +52,8 @@ def test_every_line_of_standard_input_is_a_prompt(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_a_checkpoint_takes_is_printed_before_it_is_loaded(
-    capsys, tmp_path, monkeypatch, dtype
-):
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
     write_checkpoint("qwen3_5_text", tmp_path)
     options = ("generate", "w5 w6", "--model", str(tmp_path), "--max-tokens", "2", "--dtype", dtype)
     code, out, err = run(capsys, *options)

@@ -8,12 +8,16 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from hybrid_kv.check.probes import guarded
+from hybrid_kv.check.probes.guarded import Guarded
 from hybrid_kv.check.probes.session import Outcome, Session
 from hybrid_kv.check.targets.target import Inside, Known
 from hybrid_kv.cli import target
@@ -24,7 +28,7 @@ from tests.cli.run import raising, refused, run
 
 
 @pytest.fixture(autouse=True)
-def toy(monkeypatch, tmp_path):
+def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ToyKind:
     """The toy engine; one of its builds is old."""
     kinds = {"toy": ToyKind(), "broken": ToyKind(bug="hit")}
     builds = {"old/broken": kinds["broken"], "old/sound": kinds["toy"]}
@@ -45,7 +49,9 @@ def toy(monkeypatch, tmp_path):
 QUICK = ("guard", "--quick", "--matrix", "prefix=on", "-k", "repeat")
 
 
-def test_a_sound_engine_ends_with_0_and_writes_nothing(capsys, tmp_path):
+def test_a_sound_engine_ends_with_0_and_writes_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     code, out, _ = run(capsys, *QUICK, "--target", "toy")
     first, *_, last = out.splitlines()
     assert (code, first) == (0, "plain: 2 right")
@@ -57,7 +63,9 @@ def test_a_sound_engine_ends_with_0_and_writes_nothing(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(("engine", "code"), [("toy", 0), ("broken", 1)])
-def test_check_is_guard_with_a_target(capsys, tmp_path, engine, code):
+def test_check_is_guard_with_a_target(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, engine: str, code: int
+) -> None:
     """Both end, print and keep the same, but for the title of the verdicts, and seconds."""
     options = ("--quick", "--matrix", "prefix=on", "-k", "repeat", "--seed", "3")
     seen = []
@@ -83,7 +91,9 @@ def test_check_is_guard_with_a_target(capsys, tmp_path, engine, code):
     assert seen[0] == seen[1] and seen[0][2]
 
 
-def test_a_family_is_made_in_the_size_that_the_engine_takes(toy, capsys, monkeypatch):
+def test_a_family_is_made_in_the_size_that_the_engine_takes(
+    toy: ToyKind, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     toy.size = "small"
     models = []
     monkeypatch.setattr(
@@ -94,7 +104,7 @@ def test_a_family_is_made_in_the_size_that_the_engine_takes(toy, capsys, monkeyp
     assert models == ["lfm2:small", "lfm2:tiny", "some/hub-id"]
 
 
-def test_the_document_says_what_backs_each_verdict(capsys):
+def test_the_document_says_what_backs_each_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, *QUICK, "--target", "broken", "--json")
     found = json.loads(out)
     plain, _, _, wrong = found["outcomes"]
@@ -108,7 +118,9 @@ def test_the_document_says_what_backs_each_verdict(capsys):
     assert found["seconds"] >= 0 and found["seed"] == 0
 
 
-def test_what_was_found_is_kept_if_making_it_small_is_interrupted(capsys, monkeypatch, tmp_path):
+def test_what_was_found_is_kept_if_making_it_small_is_interrupted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(target, "shrink", raising(KeyboardInterrupt()))
     code, _, err = run(capsys, *QUICK, "--target", "broken", "--out", "found.json")
     assert code != 0 and "interrupted" in err
@@ -116,10 +128,12 @@ def test_what_was_found_is_kept_if_making_it_small_is_interrupted(capsys, monkey
     assert [one["probe"] for one in found["outcomes"] if one["verdict"] == "wrong"] == ["repeat"]
 
 
-def test_what_has_an_answer_is_kept_if_the_next_probe_is_interrupted(capsys, monkeypatch, tmp_path):
+def test_what_has_an_answer_is_kept_if_the_next_probe_is_interrupted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     left = [Session.run] * 2
 
-    def interrupted(*arguments):
+    def interrupted(*arguments: Any) -> Outcome:
         if not left:
             raise KeyboardInterrupt
         return left.pop()(*arguments)
@@ -130,7 +144,9 @@ def test_what_has_an_answer_is_kept_if_the_next_probe_is_interrupted(capsys, mon
     assert [one["probe"] for one in found["outcomes"]] == ["alone", "repeat"]
 
 
-def test_a_wrong_answer_ends_with_1_and_can_be_played_again(capsys, tmp_path):
+def test_a_wrong_answer_ends_with_1_and_can_be_played_again(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     code, out, err = run(capsys, *QUICK, "--target", "broken", "--json", "--out", "found.json")
     found = json.loads(out)
     assert code == 1 and found == json.loads((tmp_path / "found.json").read_text())
@@ -150,7 +166,9 @@ def test_a_wrong_answer_ends_with_1_and_can_be_played_again(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("old", "code", "word"), [("old/sound", 1, "wrong"), ("old/broken", 0, "as before")]
 )
-def test_what_an_old_build_has_too_is_no_news(capsys, tmp_path, old, code, word):
+def test_what_an_old_build_has_too_is_no_news(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, old: str, code: int, word: str
+) -> None:
     found, out, _ = run(
         capsys, *QUICK, "--target", "broken", "--against", old, "--junit-xml", "deep/tests.xml"
     )
@@ -167,7 +185,12 @@ def test_what_an_old_build_has_too_is_no_news(capsys, tmp_path, old, code, word)
     ("verdicts", "code"),
     [(["right", "void"], 3), (["void", "wrong"], 1), (["inconclusive"], 1), (["not supported"], 0)],
 )
-def test_void_alone_has_an_exit_code_of_its_own(capsys, monkeypatch, verdicts, code):
+def test_void_alone_has_an_exit_code_of_its_own(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    verdicts: list[str],
+    code: int,
+) -> None:
     monkeypatch.setattr(target, "guard", lambda *_: None)
     monkeypatch.setattr(
         target.ProbeRun, "found", lambda _: [Outcome("repeat", {}, one) for one in verdicts]
@@ -204,7 +227,9 @@ def test_void_alone_has_an_exit_code_of_its_own(capsys, monkeypatch, verdicts, c
         (["--replay", "config.json"], "config.json is no scenario"),
     ],
 )
-def test_what_cannot_be_run_is_refused_in_one_line(capsys, options, said):
+def test_what_cannot_be_run_is_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str], options: list[str], said: str
+) -> None:
     assert said in refused(capsys, "guard", *options)
 
 
@@ -224,11 +249,15 @@ def test_what_cannot_be_run_is_refused_in_one_line(capsys, options, said):
         (["replay", "config.json"], "config.json is no scenario"),
     ],
 )
-def test_what_the_newer_spellings_cannot_run_is_refused_in_one_line(capsys, words, said):
+def test_what_the_newer_spellings_cannot_run_is_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
     assert said in refused(capsys, *words)
 
 
-def test_an_exact_model_runs_before_the_other_one_where_the_engine_can(toy, capsys, monkeypatch):
+def test_an_exact_model_runs_before_the_other_one_where_the_engine_can(
+    toy: ToyKind, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     toy.inside = Inside({}, (), {"kda": ()})
     models = []
     monkeypatch.setattr(
@@ -250,13 +279,23 @@ def test_an_exact_model_runs_before_the_other_one_where_the_engine_can(toy, caps
 
 @pytest.mark.parametrize("is_central", [True, False])
 def test_beside_an_exact_model_random_weights_have_all_settings_where_models_handle_caches(
-    toy, is_central, capsys, monkeypatch
-):
+    toy: ToyKind,
+    is_central: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     toy.inside = Inside({}, (), is_central=is_central)
     sizes = []
 
     class Recorded(target.ProbeRun):
-        def __init__(self, guarded, cells, select, report, size):
+        def __init__(
+            self,
+            guarded: Guarded,
+            cells: Sequence[Mapping[str, str]] | None,
+            select: Sequence[str],
+            report: Callable[[Outcome], None],
+            size: str,
+        ) -> None:
             sizes.append((size, guarded.thorough))
             super().__init__(guarded, [{}], select, report, size)
 
@@ -265,7 +304,9 @@ def test_beside_an_exact_model_random_weights_have_all_settings_where_models_han
     assert sizes == [("full", False), ("quick", False) if is_central else ("full", True)]
 
 
-def test_a_folder_of_pages_has_the_newest_verdict_of_each_release(capsys, tmp_path):
+def test_a_folder_of_pages_has_the_newest_verdict_of_each_release(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     for name in ("broken", "toy"):
         run(capsys, *QUICK, "--target", name, "--publish", "pages")
         page = (tmp_path / "pages/toy.md").read_text()
@@ -280,7 +321,7 @@ def test_a_folder_of_pages_has_the_newest_verdict_of_each_release(capsys, tmp_pa
     )
 
 
-def test_a_page_has_a_column_for_each_runner_of_a_release(tmp_path):
+def test_a_page_has_a_column_for_each_runner_of_a_release(tmp_path: Path) -> None:
     settings = (
         {},
         {"runner": "v1"},
@@ -302,7 +343,9 @@ def test_a_page_has_a_column_for_each_runner_of_a_release(tmp_path):
     )
 
 
-def test_what_is_known_is_counted_and_named(toy, capsys):
+def test_what_is_known_is_counted_and_named(
+    toy: ToyKind, capsys: pytest.CaptureFixture[str]
+) -> None:
     toy.known = (Known("1.0", "toy_script", probe="repeat", setting="prefix=on"),)
     toy.how = {"bug": "hit"}
     code, out, _ = run(capsys, *QUICK, "--target", "toy")
@@ -310,6 +353,8 @@ def test_what_is_known_is_counted_and_named(toy, capsys):
     assert out.splitlines()[-1] == "1 known: toy_script (docs/found.md)"
 
 
-def test_rows_of_another_schema_are_refused_before_any_probe(capsys, tmp_path):
+def test_rows_of_another_schema_are_refused_before_any_probe(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (tmp_path / "rows.csv").write_text("a,b\n")
     assert "rows.csv" in refused(capsys, *QUICK, "--target", "toy", "--publish", ".")

@@ -1,9 +1,14 @@
 """The exact model in an engine: a toy answers as the oracle does, but for a bug."""
 
+from __future__ import annotations
+
 import ast
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +20,7 @@ from hybrid_kv.check.probes.registry import Round, Traffic
 from hybrid_kv.check.probes.reproducer import ProbeCase, write_files
 from hybrid_kv.check.probes.run import compare_with, default_matrix
 from hybrid_kv.check.probes.script import script_of
+from hybrid_kv.check.probes.session import Outcome
 from hybrid_kv.check.targets import ours, vllm
 from hybrid_kv.check.targets.exact import PATTERNS, ExactAnswers, write_exact_checkpoint
 from hybrid_kv.check.targets.target import CAPABILITIES, Answer, Ask, Inside, Kind, Known
@@ -25,14 +31,14 @@ UNIT = 16
 
 
 class ExactToy(Toy):
-    def __init__(self, folder, settings, bug):
+    def __init__(self, folder: str, settings: dict[str, str], bug: str) -> None:
         super().__init__(settings, bug, frozenset(CAPABILITIES) - {"logprobs", "cached", "salt"})
         self.cached, self._answers = {}, ExactAnswers(folder)
 
-    def ask(self, requests, preempt_every=0):
+    def ask(self, requests: Sequence[Ask], preempt_every: int = 0) -> list[Answer]:
         return [self._answer(one, preempt_every) for one in requests]
 
-    def _answer(self, ask, preempt_every):
+    def _answer(self, ask: Ask, preempt_every: int) -> Answer:
         count = ask.max_tokens if ask.abort_after is None else min(ask.abort_after, ask.max_tokens)
         prompt = ask.prompt
         first, second = prompt[:UNIT], prompt[UNIT : 2 * UNIT]
@@ -48,24 +54,24 @@ class ExactToy(Toy):
         tokens = tuple(self._answers.tokens(prompt, count))
         return Answer(tokens, others=(tokens,) * (ask.n - 1))
 
-    def counters(self):
+    def counters(self) -> dict[str, float]:
         return {"preemptions": 1.0}
 
 
-def kind(bug="", known=()):
+def kind(bug: str = "", known: tuple[Known, ...] = ()) -> Kind:
     inside = Inside({"prefix": ("off", "on")}, ("prefix=on",))
     start = lambda folder, settings: ExactToy(folder, settings, bug)  # noqa: E731
     return Kind("toy", {}, start, inside=inside, known=known)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("exact")
     write_exact_checkpoint("mixed", folder)
     return str(folder)
 
 
-def found(some, *select):
+def found(some: Guarded, *select: str) -> dict[str, Outcome]:
     return {
         one.probe: one
         for one in guard(some, [{}], select)
@@ -73,14 +79,16 @@ def found(some, *select):
     }
 
 
-def test_a_right_engine_is_right_in_the_settings_that_it_names(folder, monkeypatch):
+def test_a_right_engine_is_right_in_the_settings_that_it_names(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("hybrid_kv.check.probes.session.BATCH", 12)
     some = Guarded(kind(), folder)
     assert default_matrix(some.kind) == [{}, {"prefix": "on"}]
     assert not found(some, "traffic", "tiles", "token")
 
 
-def test_what_its_traffic_covers_is_left_out_where_it_runs(folder):
+def test_what_its_traffic_covers_is_left_out_where_it_runs(folder: str) -> None:
     names = [
         one.probe
         for one in guard(
@@ -94,12 +102,12 @@ def test_what_its_traffic_covers_is_left_out_where_it_runs(folder):
     ("bug", "probe"),
     [("no parent", "tiles"), ("one token", "one token beside others"), ("preempted", "traffic")],
 )
-def test_its_traffic_finds(folder, bug, probe):
+def test_its_traffic_finds(folder: str, bug: str, probe: str) -> None:
     outcome = found(Guarded(kind(bug), folder), probe)[probe]
     assert outcome.verdict == "wrong" and len(outcome.failures) == 1
 
 
-def test_a_known_failure_of_the_release_is_named_and_not_counted(folder):
+def test_a_known_failure_of_the_release_is_named_and_not_counted(folder: str) -> None:
     known = Known("1.0", "toy_script", probe="tiles", words="not")
     some = Guarded(kind("no parent", (known,)), folder)
     (outcome,) = found(some, "tiles").values()
@@ -115,7 +123,7 @@ def test_a_known_failure_of_the_release_is_named_and_not_counted(folder):
         assert again.verdict == "wrong"
 
 
-def test_after_a_known_failure_a_probe_goes_on_with_longer_prompts(folder):
+def test_after_a_known_failure_a_probe_goes_on_with_longer_prompts(folder: str) -> None:
     first = found(Guarded(kind("one token"), folder), "traffic")["traffic"]
     known = Known(
         "1.0", "toy_script", probe="traffic", words=first.detail, setting="plain", shortest=2
@@ -138,13 +146,13 @@ def test_after_a_known_failure_a_probe_goes_on_with_longer_prompts(folder):
 @pytest.mark.parametrize(
     ("old", "verdict"), [("no parent", "as before"), ("parent backwards", "wrong"), ("", "wrong")]
 )
-def test_as_before_are_the_same_wrong_tokens_alone(folder, old, verdict):
+def test_as_before_are_the_same_wrong_tokens_alone(folder: str, old: str, verdict: str) -> None:
     seen = guard(Guarded(kind("no parent"), folder), [{}], ["tiles"])
     compare_with(Guarded(kind(old), folder), seen)
     assert [(one.probe, one.verdict) for one in seen] == [("alone", "right"), ("tiles", verdict)]
 
 
-def test_a_further_model_has_its_own_settings(folder, tmp_path):
+def test_a_further_model_has_its_own_settings(folder: str, tmp_path: Path) -> None:
     some = kind()
     some.inside = replace(some.inside, further={"kda": ("prefix=off",)})
     write_exact_checkpoint("kda", tmp_path)
@@ -152,16 +160,16 @@ def test_a_further_model_has_its_own_settings(folder, tmp_path):
     assert default_matrix(Guarded(some, str(tmp_path)).kind) == [{}]
 
 
-def test_an_engine_that_cannot_run_it_says_so(folder):
+def test_an_engine_that_cannot_run_it_says_so(folder: str) -> None:
     with pytest.raises(ConfigError, match="--exact: ours cannot run an exact model"):
         Guarded(ours.KIND, folder)
 
 
-def test_an_answer_is_the_oracles_or_wrong(folder):
+def test_an_answer_is_the_oracles_or_wrong(folder: str) -> None:
     judge, prompt = ExactJudge(folder), (1, 2, 3)
     right = tuple(ExactAnswers(folder).tokens(prompt, 9))
 
-    def verdict(ask, *tokens, **more):
+    def verdict(ask: Ask, *tokens: int, **more: Any) -> str:
         return judge.judge(ask, Answer(tuple(tokens), **more), None).verdict
 
     ask = Ask(prompt, max_tokens=9)
@@ -179,7 +187,7 @@ def test_an_answer_is_the_oracles_or_wrong(folder):
     assert verdict(several, *right, others=(right,)) == "right"
 
 
-def test_answers_depend_on_every_token_and_mostly_follow(folder):
+def test_answers_depend_on_every_token_and_mostly_follow(folder: str) -> None:
     answers, prompt = ExactAnswers(folder), tuple(range(40))
     tokens = answers.tokens(prompt, 60)
     assert answers.tokens(prompt, 20) == tokens[:20]
@@ -189,7 +197,7 @@ def test_answers_depend_on_every_token_and_mostly_follow(folder):
     assert 40 < follow < 59
 
 
-def test_there_is_no_other_exact_model(tmp_path):
+def test_there_is_no_other_exact_model(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
         match=f"exact:mamba: there is no such exact model; use one of {', '.join(PATTERNS)}",
@@ -197,7 +205,7 @@ def test_there_is_no_other_exact_model(tmp_path):
         write_exact_checkpoint("mamba", tmp_path)
 
 
-def test_a_failure_in_vllm_becomes_a_script(tmp_path):
+def test_a_failure_in_vllm_becomes_a_script(tmp_path: Path) -> None:
     rounds = (Round((Ask((5, 6), max_tokens=3), Ask((7,), max_tokens=2, step=4)), preempt_every=9),)
     settings = {"runner": "cpu", "prefix": "on", "blocks": "tight", "async": "on", "kernel": "4"}
     wrong = rounds, 1, (8, 9), (8, 1), 0.0, None, None, 0.0
@@ -224,7 +232,7 @@ def test_a_failure_in_vllm_becomes_a_script(tmp_path):
 
 
 @pytest.mark.parametrize("unit", [16, 312, 341])
-def test_traffic_keeps_within_the_limit_of_the_target(unit):
+def test_traffic_keeps_within_the_limit_of_the_target(unit: int) -> None:
     """Blocks of 312 tokens, those of exact Granite weights, made prompts of 2,194 tokens."""
     source = Traffic(random.Random(0), 97, unit, longest=1560, limit=2048)
     rounds = exact.traffic(source)

@@ -1,6 +1,9 @@
 """The oracle of models of every kind."""
 
+from __future__ import annotations
+
 import json
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +13,9 @@ from hybrid_kv.models.random_checkpoint import write_checkpoint
 
 
 @pytest.mark.parametrize("family", ["lfm2", "lfm2_moe"])
-def test_rounding_of_float32_is_measured_with_and_without_experts(family, tmp_path):
+def test_rounding_of_float32_is_measured_with_and_without_experts(
+    family: str, tmp_path: Path
+) -> None:
     write_checkpoint(family, tmp_path)
     oracle = Oracle(tmp_path)
     oracle.rounds((5, 6, 7, 8, 9))
@@ -18,7 +23,7 @@ def test_rounding_of_float32_is_measured_with_and_without_experts(family, tmp_pa
     assert 0 < oracle.rounding < 1e-3
 
 
-def test_a_servers_dtype_is_the_one_that_the_checkpoint_names(tmp_path):
+def test_a_servers_dtype_is_the_one_that_the_checkpoint_names(tmp_path: Path) -> None:
     write_checkpoint("lfm2", tmp_path)
     text, config = (5, 6, 7, 8, 9), tmp_path / "config.json"
     rounding = {}
@@ -32,7 +37,9 @@ def test_a_servers_dtype_is_the_one_that_the_checkpoint_names(tmp_path):
     assert rounding["bfloat16", "auto"] > 1e3 * rounding["float32", "auto"]
 
 
-def test_a_text_is_computed_once_as_long_as_there_is_room(tmp_path, monkeypatch):
+def test_a_text_is_computed_once_as_long_as_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_checkpoint("lfm2", tmp_path)
     oracle, computed = Oracle(tmp_path), []
     whole = oracle.whole_logprobs
@@ -45,7 +52,7 @@ def test_a_text_is_computed_once_as_long_as_there_is_room(tmp_path, monkeypatch)
     assert computed == [(5, 6), (7, 8), (9, 9), (5, 6)]
 
 
-def test_a_router_that_is_about_to_choose_another_expert_is_seen(tmp_path):
+def test_a_router_that_is_about_to_choose_another_expert_is_seen(tmp_path: Path) -> None:
     write_checkpoint("lfm2_moe", tmp_path)
     oracle, text, inputs = Oracle(tmp_path), tuple(range(5, 60)), []
     apart = [*oracle.moves(text, 8)]

@@ -1,11 +1,15 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, NoReturn
 
 import pytest
 
 from hybrid_kv.check.probes.judge import AnswerJudgement, Judge
 from hybrid_kv.check.probes.registry import Round, load_probes
-from hybrid_kv.check.probes.session import References, calibrate
-from hybrid_kv.check.targets.target import CAPABILITIES, Ask, TargetError
+from hybrid_kv.check.probes.session import Outcome, References, Session, calibrate
+from hybrid_kv.check.targets.target import CAPABILITIES, Answer, Ask, TargetError
 from hybrid_kv.config import ConfigError
 from tests.check.probes.toy import UNIT, VOCAB, Toy, ToyKind, ToyOracle, run_probe, session
 
@@ -32,7 +36,9 @@ FINDS = {
 }
 
 
-def outcomes(prefix="on", oracle=True, only="", **how):
+def outcomes(
+    prefix: str = "on", oracle: bool = True, only: str = "", **how: Any
+) -> tuple[dict[str, Outcome], Session]:
     made = session(ToyKind(**how), prefix, Judge(ToyOracle() if oracle else None))
     calibrate(made, VOCAB)
     wanted = [probe for probe in load_probes() if only in ("", probe.name)]
@@ -40,7 +46,7 @@ def outcomes(prefix="on", oracle=True, only="", **how):
 
 
 @pytest.mark.parametrize("oracle", [True, False])
-def test_a_sound_engine_is_right_everywhere(oracle):
+def test_a_sound_engine_is_right_everywhere(oracle: bool) -> None:
     found, some = outcomes(oracle=oracle)
     assert {name: one.detail for name, one in found.items() if one.verdict != "right"} == {}
     assert some.unit == UNIT
@@ -49,12 +55,14 @@ def test_a_sound_engine_is_right_everywhere(oracle):
 
 @pytest.mark.parametrize("bug", FINDS)
 @pytest.mark.parametrize("oracle", [True, False])
-def test_a_bug_is_found_by_the_probe_that_is_about_it(bug, oracle):
+def test_a_bug_is_found_by_the_probe_that_is_about_it(bug: str, oracle: bool) -> None:
     found, _ = outcomes(bug=bug, oracle=oracle, only=FINDS[bug])
     assert found[FINDS[bug]].verdict == "wrong"
 
 
-def test_where_rounding_would_hide_a_wrong_answer_nothing_is_right(monkeypatch):
+def test_where_rounding_would_hide_a_wrong_answer_nothing_is_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Nothing is right if rounding would hide a wrong answer.
 
     The toy's log-probabilities lie between 0 and -12: a random token is mostly within 10 of the
@@ -72,8 +80,8 @@ def test_where_rounding_would_hide_a_wrong_answer_nothing_is_right(monkeypatch):
     [(True, "", "wrong"), (False, "", "right"), (False, "others", "wrong")],
 )
 def test_draws_are_held_against_those_of_other_settings_only_where_that_is_promised(
-    promised, bug, verdict
-):
+    promised: bool, bug: str, verdict: str
+) -> None:
     kind = ToyKind(
         bug=bug, can=frozenset(CAPABILITIES) - (set() if promised else {"seed in all settings"})
     )
@@ -88,7 +96,7 @@ def test_draws_are_held_against_those_of_other_settings_only_where_that_is_promi
     )
 
 
-def test_no_request_is_longer_than_the_target_lets_it_be(monkeypatch):
+def test_no_request_is_longer_than_the_target_lets_it_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Toy, "longest", 100)
     _, some = outcomes()
     requests = [ask for one in some.sent for ask in one.requests]
@@ -100,25 +108,25 @@ def test_no_request_is_longer_than_the_target_lets_it_be(monkeypatch):
     assert all(len(ask.prompt) + ask.max_tokens <= 100 for ask in requests)
 
 
-def test_what_is_off_need_not_move():
+def test_what_is_off_need_not_move() -> None:
     found, _ = outcomes(prefix="off")
     assert {one.verdict for one in found.values()} == {"right"}
 
 
-def test_a_cache_that_never_hits_is_void():
+def test_a_cache_that_never_hits_is_void() -> None:
     some = session(ToyKind())
     some.target.caches = False
     assert run_probe(some, "repeat").verdict == "void"
 
 
-def test_what_the_target_does_not_offer_is_not_sent():
+def test_what_the_target_does_not_offer_is_not_sent() -> None:
     found, _ = outcomes(can=frozenset(CAPABILITIES) - {"salt", "preempt", "batch"})
     for name in ("salts isolate", "preempted", "batch"):
         assert found[name].verdict == "not supported"
     assert found["salts isolate"].detail == "the target offers no salt"
 
 
-def test_right_answers_without_a_counter_are_no_pass(monkeypatch):
+def test_right_answers_without_a_counter_are_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         ToyKind, "start", lambda *_: Silent({"prefix": "on"}, can=frozenset({"reset", "batch"}))
     )
@@ -129,19 +137,19 @@ def test_right_answers_without_a_counter_are_no_pass(monkeypatch):
 
 
 class Silent(Toy):
-    def counters(self):
+    def counters(self) -> dict[str, float]:
         return {}
 
 
-def test_what_would_take_too_long_is_not_sent(monkeypatch):
+def test_what_would_take_too_long_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Toy, "longest", 5000)
     found, _ = outcomes()
     assert found["up to the limit"].verdict == "not supported"
     assert {one.verdict for name, one in found.items() if name != "up to the limit"} == {"right"}
 
 
-def test_what_a_reset_leaves_in_a_further_tier_is_still_known():
-    def known(**settings):
+def test_what_a_reset_leaves_in_a_further_tier_is_still_known() -> None:
+    def known(**settings: str) -> int:
         some = session(ToyKind(), "off", **settings)
         some.kind.factors = {**some.kind.factors, "offload": ("none", "host")}
         some.play(Round((Ask((1, 2, 3)),)))
@@ -152,8 +160,15 @@ def test_what_a_reset_leaves_in_a_further_tier_is_still_known():
 
 
 @pytest.mark.parametrize(("resumed", "verdict"), [(1, "right"), (0, "wrong")])
-def test_a_request_that_was_preempted_may_find_itself(monkeypatch, resumed, verdict):
-    def ask(toy, requests, preempt_every=0, ask=Toy.ask):
+def test_a_request_that_was_preempted_may_find_itself(
+    monkeypatch: pytest.MonkeyPatch, resumed: int, verdict: str
+) -> None:
+    def ask(
+        toy: Toy,
+        requests: Sequence[Ask],
+        preempt_every: int = 0,
+        ask: Callable[[Toy, Sequence[Ask]], list[Answer]] = Toy.ask,
+    ) -> list[Answer]:
         toy.counts["preemptions"] += resumed
         return [replace(one, cached_tokens=UNIT) for one in ask(toy, requests)]
 
@@ -166,18 +181,18 @@ def test_a_request_that_was_preempted_may_find_itself(monkeypatch, resumed, verd
     assert judgement.verdict == verdict
 
 
-def test_without_an_oracle_and_logprobs_nothing_can_be_judged():
+def test_without_an_oracle_and_logprobs_nothing_can_be_judged() -> None:
     with pytest.raises(ConfigError, match="neither an oracle nor log-probabilities"):
         outcomes(oracle=False, can=frozenset({"reset"}))
 
 
-def test_a_target_that_died_is_started_again():
+def test_a_target_that_died_is_started_again() -> None:
     found, _ = outcomes(bug="dies")
     assert "toy died" in found["batch"].detail
     assert found["several answers"].verdict == "right"
 
 
-def test_an_engine_that_dies_of_the_shortest_prompt_gets_longer_ones():
+def test_an_engine_that_dies_of_the_shortest_prompt_gets_longer_ones() -> None:
     found, _ = outcomes(bug="dies of one token")
     assert (
         found["alone"].detail.startswith("a prompt of length 1: toy died")
@@ -186,8 +201,10 @@ def test_an_engine_that_dies_of_the_shortest_prompt_gets_longer_ones():
     assert [name for name, one in found.items() if one.verdict != "right"] == ["alone"]
 
 
-def test_an_engine_that_dies_of_every_prompt_is_not_calibrated(monkeypatch):
-    def die(*_):
+def test_an_engine_that_dies_of_every_prompt_is_not_calibrated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def die(*_: object) -> NoReturn:
         raise TargetError("toy died")
 
     monkeypatch.setattr(Toy, "ask", die)
@@ -195,14 +212,14 @@ def test_an_engine_that_dies_of_every_prompt_is_not_calibrated(monkeypatch):
         outcomes()
 
 
-def test_an_engine_that_gives_references_is_started_again():
+def test_an_engine_that_gives_references_is_started_again() -> None:
     references = References(ToyKind(bug="dies of one token"), "folder")
     with pytest.raises(TargetError):
         references.alone(Ask((3,)))
     assert references.alone(Ask((3, 4))).token_ids
 
 
-def test_the_failure_has_all_rounds_since_the_cache_was_empty():
+def test_the_failure_has_all_rounds_since_the_cache_was_empty() -> None:
     found, _ = outcomes(bug="hit", only="repeat")
     (failure,) = found["repeat"].failures
     assert (
@@ -211,7 +228,7 @@ def test_the_failure_has_all_rounds_since_the_cache_was_empty():
     assert failure.judgement.margin > 0 and failure.judgement.expected != failure.answer.token_ids
 
 
-def test_an_unclear_answer_is_counted_but_not_judged(monkeypatch):
+def test_an_unclear_answer_is_counted_but_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     found, some = outcomes(only="several answers")
     judged = found["several answers"]
     assert judged.num_answers == judged.num_judged == 18

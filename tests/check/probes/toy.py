@@ -1,17 +1,25 @@
 """A toy engine and oracle of one formula: every probe runs in milliseconds, with bugs to find."""
 
+from __future__ import annotations
+
 from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from hybrid_kv.check.probes.guarded import Guarded
 from hybrid_kv.check.probes.judge import Judge
 from hybrid_kv.check.probes.oracle import Oracle
 from hybrid_kv.check.probes.registry import load_probes
 from hybrid_kv.check.probes.run import ProbeRun
 from hybrid_kv.check.probes.run import guard as guard_all
-from hybrid_kv.check.probes.session import References, Session
-from hybrid_kv.check.targets.target import CAPABILITIES, Answer, Kind, TargetError
+from hybrid_kv.check.probes.session import Outcome, References, Session
+from hybrid_kv.check.targets.target import CAPABILITIES, Answer, Ask, Kind, TargetError
 from hybrid_kv.config import ConfigError
+
+Settings = Mapping[str, str]
+Tokens = tuple[int, ...]
 
 VOCAB, UNIT = 50, 16
 STATES = 9973
@@ -24,7 +32,7 @@ ROWS = LOGPROBS.tolist()
 BEST = LOGPROBS.topk(3).indices.tolist()
 
 
-def states(token_ids, start=7):
+def states(token_ids: Sequence[int], start: int = 7) -> list[int]:
     found = []
     for token in token_ids:
         start = (start * 31 + token + 1) % (2**31 - 1)
@@ -35,16 +43,16 @@ def states(token_ids, start=7):
 class ToyOracle:
     rounding, vocab_size = 1e-9, VOCAB
 
-    def logprobs(self, token_ids):
+    def logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
         return LOGPROBS[torch.tensor(states(token_ids)) % STATES]
 
-    def rounds(self, token_ids):
+    def rounds(self, token_ids: Sequence[int]) -> None:
         pass
 
-    def rounding_of(self, token_ids):
+    def rounding_of(self, token_ids: Sequence[int]) -> float:
         return 1e-9
 
-    def moves(self, token_ids, roundings):
+    def moves(self, token_ids: Sequence[int], roundings: float) -> Iterable[float]:
         return [1e-9]
 
     within = Oracle.within
@@ -58,7 +66,13 @@ class Toy:
 
     name, version, longest = "toy", "1.0", 512
 
-    def __init__(self, settings=None, bug="", can=frozenset(CAPABILITIES), rows=8):
+    def __init__(
+        self,
+        settings: Settings | None = None,
+        bug: str = "",
+        can: frozenset[str] = frozenset(CAPABILITIES),
+        rows: int = 8,
+    ) -> None:
         self.settings, self.bug, self.can = dict(settings or {}), bug, can
         self.drafts = self.settings.get("spec", "none") != "none"
         self.caches = self.settings.get("prefix", "off") == "on"
@@ -66,7 +80,7 @@ class Toy:
         self.counts = Counter(hits=0, drafts=0, accepted=0, preemptions=0)
         self.num_asked = self.num_aborted = 0
 
-    def ask(self, requests, preempt_every=0):
+    def ask(self, requests: Sequence[Ask], preempt_every: int = 0) -> list[Answer]:
         if self.bug == "dies" and len(requests) > 6:
             raise TargetError("toy died at ask; its last words: Error")
         if self.bug == "dies of one token" and [len(ask.prompt) for ask in requests] == [1]:
@@ -78,7 +92,7 @@ class Toy:
         answers = {i: self._answer(requests[i], len(requests), bool(preempt_every)) for i in order}
         return [answers[i] for i in range(len(requests))]
 
-    def _answer(self, ask, others, preempted):
+    def _answer(self, ask: Ask, others: int, preempted: bool) -> Answer:
         self.num_asked += 1
         self.num_aborted += ask.abort_after is not None
         self.counts["preemptions"] += preempted
@@ -121,7 +135,7 @@ class Toy:
         )
         return Answer(tokens, said, likely if ask.logprobs else (), others)
 
-    def _go_on(self, ask, state):
+    def _go_on(self, ask: Ask, state: int) -> tuple[Tokens, tuple[dict[int, float], ...]]:
         tokens, likely = [], []
         least = ask.max_tokens if ask.abort_after is None else min(ask.abort_after, ask.max_tokens)
         for i in range(least):
@@ -138,19 +152,19 @@ class Toy:
             del tokens[-1], likely[-1]
         return tuple(tokens), tuple(likely)
 
-    def counters(self):
+    def counters(self) -> dict[str, float]:
         return dict(self.counts)
 
-    def reset(self):
+    def reset(self) -> None:
         self.cached.clear()
         self.aborted.clear()
         self.num_aborted = 0
 
-    def close(self):
+    def close(self) -> None:
         pass
 
 
-def _noise(seed, i):
+def _noise(seed: int, i: int) -> torch.Tensor:
     return -torch.log(
         -torch.log(
             torch.rand(VOCAB, generator=torch.Generator().manual_seed(seed * 1000 + i)).double()
@@ -159,12 +173,12 @@ def _noise(seed, i):
 
 
 class ToyKind(Kind):
-    def __init__(self, **how):
+    def __init__(self, **how: Any) -> None:
         self.name, self.how = "toy", how
         self.factors = {"prefix": ("off", "on"), "chunk": ("whole", "no", "broken")}
         self.is_slow = lambda settings: False
 
-    def start(self, folder, settings):
+    def start(self, folder: str, settings: Settings) -> Toy:
         if settings.get("dtype", self.factors.get("dtype", ("",))[0]) == "float8":
             raise ConfigError("toy, start: no float8 here")
         if settings.get("chunk") == "no":
@@ -174,18 +188,30 @@ class ToyKind(Kind):
         return Toy(settings, **self.how)
 
 
-def session(kind, prefix="on", judge=None, references=None, **settings):
+def session(
+    kind: Kind,
+    prefix: str = "on",
+    judge: Judge | None = None,
+    references: References | None = None,
+    **settings: str,
+) -> Session:
     """A session of a toy engine, held against its oracle."""
     judge, references = judge or Judge(ToyOracle()), references or References(ToyKind(), "folder")
     return Session(kind, "folder", {"prefix": prefix, **settings}, judge, references)
 
 
-def run_probe(session, name):
+def run_probe(session: Session, name: str) -> Outcome:
     (probe,) = [probe for probe in load_probes() if probe.name == name]
     return session.run(probe, VOCAB)
 
 
-def guard(guarded, matrix=None, select=(), report=lambda outcome: None, jobs=1):
+def guard(
+    guarded: Guarded,
+    matrix: Sequence[dict[str, str]] | None = None,
+    select: Sequence[str] = (),
+    report: Callable[[Outcome], None] = lambda outcome: None,
+    jobs: int = 1,
+) -> list[Outcome]:
     """The outcomes of one run."""
     run = ProbeRun(guarded, matrix, select, report)
     guard_all([run], jobs)

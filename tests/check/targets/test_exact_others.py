@@ -1,7 +1,12 @@
 """The exact model inside transformers and mlx-lm answers as the oracle; planted bugs do not."""
 
+from __future__ import annotations
+
 import shutil
+from collections.abc import Callable
+from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 import pytest
 
@@ -9,10 +14,14 @@ from hybrid_kv.check.probes.judge import ExactJudge
 from hybrid_kv.check.targets import remote
 from hybrid_kv.check.targets.exact import ExactAnswers, write_exact_checkpoint
 from hybrid_kv.check.targets.mlx import KIND
-from hybrid_kv.check.targets.target import Ask
+from hybrid_kv.check.targets.target import Ask, Target
 from hybrid_kv.check.targets.transformers import Transformers
 from hybrid_kv.config import ConfigError
 from tests.check.targets.models import installed
+
+Settings = dict[str, str]
+FolderOf = Callable[[str], str]
+Start = Callable[..., Target]
 
 PROMPTS = [tuple(range(1, length)) for length in (31, 8, 2, 24)]
 # What a plant adds behind mlx's worker, before it serves.
@@ -30,8 +39,8 @@ MLX_BUGS = {
 
 
 @pytest.fixture(scope="module")
-def folder_of(tmp_path_factory):
-    def made(name):
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
+    def made(name: str) -> str:
         folder = tmp_path_factory.mktemp(name)
         write_exact_checkpoint(name, folder)
         return str(folder)
@@ -39,7 +48,7 @@ def folder_of(tmp_path_factory):
     return made
 
 
-def verdicts(target, folder):
+def verdicts(target: Target, folder: str) -> set[str]:
     """Of two turns, the second with the answers of the first."""
     judge, found, prompts = ExactJudge(folder), [], PROMPTS
     for _ in range(2):
@@ -57,7 +66,7 @@ def verdicts(target, folder):
     return set(found)
 
 
-def test_transformers_refuses_drafts_and_pages_for_states(folder_of):
+def test_transformers_refuses_drafts_and_pages_for_states(folder_of: FolderOf) -> None:
     for settings, words in (
         ({"spec": "lookup3"}, "stateful models"),
         ({"batch": "continuous"}, "layer type: linear"),
@@ -84,17 +93,26 @@ def test_transformers_refuses_drafts_and_pages_for_states(folder_of):
     ],
     ids=["a window is not cropped", "padding enters the state"],
 )
-def test_a_bug_in_transformers_is_wrong(place, plant, model, settings, folder_of, monkeypatch):
+def test_a_bug_in_transformers_is_wrong(
+    place: str,
+    plant: Callable[[Any], Callable[..., Any]],
+    model: str,
+    settings: Settings,
+    folder_of: FolderOf,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(place, plant(resolve_name(place)))
     assert "wrong" in verdicts(Transformers(folder := folder_of(model), settings), folder)
 
 
 @pytest.fixture
-def started(tmp_path, monkeypatch, request):
+def started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Start:
     """mlx-lm with a bug planted in its worker; empty: none."""
     installed("mlx", "mlx_lm")
 
-    def start(folder, settings, bug=""):
+    def start(folder: str, settings: Settings, bug: str = "") -> Target:
         workers = shutil.copytree(remote.WORKERS, tmp_path / "workers")
         worker = workers / "mlx.py"
         text, serve = worker.read_text(), "    pipe.serve(MlxEngine())\n"
@@ -122,7 +140,9 @@ def started(tmp_path, monkeypatch, request):
         ("mlx", "attention", {"spec": "draft2"}),
     ],
 )
-def test_answers_are_the_oracles(engine, model, settings, folder_of, request):
+def test_answers_are_the_oracles(
+    engine: str, model: str, settings: Settings, folder_of: FolderOf, request: pytest.FixtureRequest
+) -> None:
     folder = folder_of(model)
     start = Transformers if engine == "transformers" else request.getfixturevalue("started")
     target = start(folder, settings)
@@ -140,5 +160,7 @@ def test_answers_are_the_oracles(engine, model, settings, folder_of, request):
         ("what is trimmed stays", "attention", {"spec": "draft2"}),
     ],
 )
-def test_a_bug_in_mlx_is_wrong(bug, model, settings, folder_of, started):
+def test_a_bug_in_mlx_is_wrong(
+    bug: str, model: str, settings: Settings, folder_of: FolderOf, started: Start
+) -> None:
     assert "wrong" in verdicts(started(folder := folder_of(model), settings, bug), folder)

@@ -1,3 +1,8 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from hybrid_kv import LLM, SamplingParams
@@ -8,14 +13,14 @@ from hybrid_kv.engine.record import record_logits
 PROMPT = tuple((i * 7) % 90 + 1 for i in range(120))
 
 
-def alone(folder, prompt, **params):
+def alone(folder: str, prompt: Sequence[int], **params: Any) -> list[int]:
     llm = LLM(folder, device="cpu", dtype="float32", max_model_len=512)
     return llm.generate([list(prompt)], SamplingParams(ignore_eos=True, **params), progress=False)[
         0
     ].token_ids
 
 
-def test_answers_are_those_of_generate(folder):
+def test_answers_are_those_of_generate(folder: str) -> None:
     target = Ours(folder, {"prefix": "align", "spec": "ngram3", "chunk": "17", "async": "on"})
     requests = [
         Ask(PROMPT),
@@ -31,7 +36,7 @@ def test_answers_are_those_of_generate(folder):
     assert set(target.counters()) == set(COUNTERS) and target.can == set(CAPABILITIES) - {"steps"}
 
 
-def test_a_second_time_comes_from_the_cache_until_it_is_reset(folder):
+def test_a_second_time_comes_from_the_cache_until_it_is_reset(folder: str) -> None:
     target = Ours(folder, {"prefix": "align"})
     found = [target.ask([Ask(PROMPT, max_tokens=2)])[0].cached_tokens for _ in range(2)]
     target.reset()
@@ -39,20 +44,20 @@ def test_a_second_time_comes_from_the_cache_until_it_is_reset(folder):
     assert found[0] == found[2] == 0 < found[1] == target.counters()["hits"]
 
 
-def test_preempted_requests_get_the_same_answers(folder):
+def test_preempted_requests_get_the_same_answers(folder: str) -> None:
     target = Ours(folder, {})
     requests = [Ask(PROMPT), Ask(PROMPT[:20])]
     assert target.ask(requests, preempt_every=4) == target.ask(requests)
     assert target.counters()["preemptions"] >= 4
 
 
-def test_a_tight_pool_preempts(folder):
+def test_a_tight_pool_preempts(folder: str) -> None:
     target = Ours(folder, {"blocks": "tight"})
     target.ask([Ask(PROMPT * 2, max_tokens=40) for _ in range(6)])
     assert target.counters()["preemptions"] > 0
 
 
-def test_what_a_tight_pool_drops_comes_back_from_host_memory(folder):
+def test_what_a_tight_pool_drops_comes_back_from_host_memory(folder: str) -> None:
     target = Ours(folder, {"prefix": "align", "blocks": "tight", "offload": "host"})
     target.ask([Ask(PROMPT, max_tokens=2)])
     target.reset()
@@ -60,7 +65,7 @@ def test_what_a_tight_pool_drops_comes_back_from_host_memory(folder):
     assert again.cached_tokens > 0 and target.longest == ROOM
 
 
-def test_a_text_that_ends_the_answer_does_so(folder):
+def test_a_text_that_ends_the_answer_does_so(folder: str) -> None:
     target = Ours(folder, {})
     (whole,) = target.ask([Ask(PROMPT, max_tokens=6)])
     text = target.llm.tokenizer.decode(whole.token_ids[1:2])
@@ -68,13 +73,13 @@ def test_a_text_that_ends_the_answer_does_so(folder):
     assert 0 < len(cut.token_ids) <= 2 and cut.token_ids == whole.token_ids[: len(cut.token_ids)]
 
 
-def test_an_aborted_request_keeps_the_tokens_it_has(folder):
+def test_an_aborted_request_keeps_the_tokens_it_has(folder: str) -> None:
     target = Ours(folder, {})
     whole, cut = target.ask([Ask(PROMPT), Ask(PROMPT, abort_after=3)])
     assert cut.token_ids == whole.token_ids[:3]
 
 
-def test_a_request_can_wait_for_others(folder):
+def test_a_request_can_wait_for_others(folder: str) -> None:
     target = Ours(folder, {"prefix": "align"})
     first, second = target.ask([Ask(PROMPT, max_tokens=2), Ask(PROMPT, max_tokens=2, after=1)])
     assert (first.cached_tokens, first.token_ids) == (
@@ -83,7 +88,7 @@ def test_a_request_can_wait_for_others(folder):
     ) and second.cached_tokens > 0
 
 
-def test_logprobs_are_those_of_the_whole_text(folder):
+def test_logprobs_are_those_of_the_whole_text(folder: str) -> None:
     target = Ours(folder, {"spec": "ngram3"})
     (answer,) = target.ask([Ask(PROMPT, logprobs=True)])
     plain, text = LLM(folder, device="cpu", dtype="float32"), [*PROMPT, *answer.token_ids]
@@ -99,7 +104,7 @@ def test_logprobs_are_those_of_the_whole_text(folder):
     )
 
 
-def test_a_prompt_that_does_not_fit_is_an_error_of_its_own(folder):
+def test_a_prompt_that_does_not_fit_is_an_error_of_its_own(folder: str) -> None:
     target = Ours(folder, {})
     long, short = target.ask([Ask((1,) * 3000), Ask((1,))])
     assert "3000" in long.error and len(short.token_ids) == 12

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import inspect
 import json
 import os
@@ -6,12 +8,14 @@ import re
 import select
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
 from hybrid_kv.check.targets import ours, process, serve, server
-from hybrid_kv.check.targets.dialects import Completions, LlamaCpp, SGLang
+from hybrid_kv.check.targets.dialects import Completions, Dialect, LlamaCpp, SGLang
 from hybrid_kv.check.targets.kinds import kind_of
 from hybrid_kv.check.targets.target import Ask, TargetError
 from hybrid_kv.config import ConfigError
@@ -32,7 +36,7 @@ server.wait()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a child with its parent")
-def test_a_server_ends_with_a_guard_that_is_killed():
+def test_a_server_ends_with_a_guard_that_is_killed() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", GUARD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as guard:
@@ -45,7 +49,7 @@ def test_a_server_ends_with_a_guard_that_is_killed():
 
 
 @pytest.fixture(scope="module")
-def served(folder):
+def served(folder: str) -> Iterator[serve.Served]:
     """It looks as if it could do little; what ours promises is used all the same."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serve.ServerTarget, "_found_out", lambda self, url: ["batch", "abort"])
@@ -54,7 +58,7 @@ def served(folder):
     target.close()
 
 
-def test_over_http_answers_are_those_of_the_engine(served, folder):
+def test_over_http_answers_are_those_of_the_engine(served: serve.Served, folder: str) -> None:
     target = ours.Ours(folder, {"prefix": "align"})
     requests = [
         Ask(PROMPT),
@@ -66,7 +70,7 @@ def test_over_http_answers_are_those_of_the_engine(served, folder):
     assert tokens[:2] == greedy[:2] and len(tokens[2][0]) == 12
 
 
-def test_what_it_can_do_is_promised_or_found_out(served):
+def test_what_it_can_do_is_promised_or_found_out(served: serve.Served) -> None:
     attached = kind_of(served.url + "/v1").start("", {})
     assert (
         served.can == serve.PROMISED | {"batch", "abort"} == attached.can | {"seed in all settings"}
@@ -75,7 +79,7 @@ def test_what_it_can_do_is_promised_or_found_out(served):
     assert attached.ask([Ask(PROMPT)])[0].token_ids == served.ask([Ask(PROMPT)])[0].token_ids
 
 
-def test_aborts_preemptions_and_resets_reach_the_engine(served):
+def test_aborts_preemptions_and_resets_reach_the_engine(served: serve.Served) -> None:
     served.reset()
     (whole,) = served.ask([Ask(PROMPT)])
     (cut,) = served.ask([Ask(PROMPT, abort_after=3)])
@@ -89,12 +93,12 @@ def test_aborts_preemptions_and_resets_reach_the_engine(served):
     assert served.ask([Ask(PROMPT)])[0].cached_tokens == 0
 
 
-def test_a_request_that_is_refused_is_an_error_of_its_own(served):
+def test_a_request_that_is_refused_is_an_error_of_its_own(served: serve.Served) -> None:
     long, short = served.ask([Ask((1,) * 3000), Ask((1,))])
     assert long.error.startswith("HTTP 400") and len(short.token_ids) == 12
 
 
-def test_an_error_in_the_middle_of_an_answer_is_one():
+def test_an_error_in_the_middle_of_an_answer_is_one() -> None:
     events = (
         b'data: {"choices": [{"index": 0, "token_ids": [5, 6]}]}\n\ndata: {"error": '
         b'"it has stopped"}\n\n'
@@ -107,7 +111,7 @@ def test_an_error_in_the_middle_of_an_answer_is_one():
     )
 
 
-def test_a_server_that_is_gone_is_a_finding(served):
+def test_a_server_that_is_gone_is_a_finding(served: serve.Served) -> None:
     attached = kind_of(served.url).start("", {})
     attached.url = "http://127.0.0.1:9"
     for call in (lambda: attached.ask([Ask(PROMPT)]), attached.reset, attached.counters):
@@ -169,7 +173,7 @@ DIALECTS = [
 
 
 @pytest.mark.parametrize("dialect, reply, token_ids", DIALECTS)
-def test_an_answer_in_each_dialect(dialect, reply, token_ids):
+def test_an_answer_in_each_dialect(dialect: Dialect, reply: dict[str, Any], token_ids: str) -> None:
     answer = dialect.answer(json.dumps(reply).encode())
     assert answer.token_ids == (4, 5) and answer.cached_tokens == 3
     assert answer.logprobs == ({4: -0.1, 9: -3.0}, {5: -0.2, 8: -2.0})
@@ -208,13 +212,13 @@ SCORED_VLLM = {
 @pytest.mark.parametrize(
     "dialect, reply", [(SGLang(), SCORED_SGLANG), (Completions(), SCORED_VLLM)]
 )
-def test_a_scored_prompt_in_each_dialect(dialect, reply):
+def test_a_scored_prompt_in_each_dialect(dialect: Dialect, reply: dict[str, Any]) -> None:
     answer = dialect.answer(json.dumps(reply).encode())
     assert answer.prompt_logprobs == ({5: -0.2, 8: -0.3}, {9: -0.4})
     assert answer.token_ids == (4,) and answer.logprobs == ({4: -0.1},)
 
 
-def test_a_served_prompt_is_scored_as_in_this_process(served, folder):
+def test_a_served_prompt_is_scored_as_in_this_process(served: serve.Served, folder: str) -> None:
     ask = Ask(PROMPT, max_tokens=1, score=True)
     (over_http,) = served.ask([ask])
     (here,) = ours.Ours(folder, {"prefix": "align"}).ask([ask])
@@ -227,7 +231,9 @@ def test_a_served_prompt_is_scored_as_in_this_process(served, folder):
 @pytest.mark.parametrize(
     "dialect, prompt", [(SGLang(), "input_ids"), (LlamaCpp(), "prompt"), (Completions(), "prompt")]
 )
-def test_a_request_in_each_dialect_has_everything_that_was_requested(dialect, prompt):
+def test_a_request_in_each_dialect_has_everything_that_was_requested(
+    dialect: Dialect, prompt: str
+) -> None:
     body = json.dumps(
         dialect.body(
             Ask((1, 2), max_tokens=77, temperature=0.5, seed=99, logprobs=True), "m", stream=False
@@ -255,7 +261,9 @@ def test_a_request_in_each_dialect_has_everything_that_was_requested(dialect, pr
         ("metrics", "counters are nan", TargetError, "counter of preemptions is nan"),
     ],
 )
-def test_what_is_broken_is_said(place, broken, error, said, monkeypatch):
+def test_what_is_broken_is_said(
+    place: str, broken: str, error: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server, "SECONDS", 0.5 if broken == "silent" else 60.0)
     broken = hostile.BREAKS.get(broken, hostile.says(broken.encode()))
     with pytest.raises(error, match=said) as raised:
@@ -264,7 +272,9 @@ def test_what_is_broken_is_said(place, broken, error, said, monkeypatch):
 
 
 @pytest.mark.parametrize("dialect, reply, token_ids", DIALECTS)
-def test_an_odd_answer_is_an_error_in_each_dialect(dialect, reply, token_ids):
+def test_an_odd_answer_is_an_error_in_each_dialect(
+    dialect: Dialect, reply: dict[str, Any], token_ids: str
+) -> None:
     for odd in (-1, 2**31, 2**64, True, "4", 4.0, None):
         text = re.sub(rf'("{token_ids}": )\[4', rf"\1[{json.dumps(odd)}", json.dumps(reply))
         with pytest.raises(TargetError, match=f"{token_ids}.0: Input should be "):
@@ -278,7 +288,7 @@ def test_an_odd_answer_is_an_error_in_each_dialect(dialect, reply, token_ids):
             )
 
 
-def test_more_tokens_than_wanted_are_an_error():
+def test_more_tokens_than_wanted_are_an_error() -> None:
     event = {"choices": [{"index": 0, "token_ids": [1] * 13}]}
     stream = hostile.says(b"data: " + json.dumps(event).encode() + b"\n\n")
     broken = {"answer": hostile.sets("token_ids", [1] * 13), "stream": stream}

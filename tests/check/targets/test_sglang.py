@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
+from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -24,18 +26,20 @@ from hybrid_kv.config import ConfigError
 from hybrid_kv.models.exact import PRIME
 from tests.check.targets.models import installed
 
+Ints = npt.NDArray[np.int64]
+
 RNG = np.random.default_rng(0)
 PROMPT = tuple(1 + i * i % 89 for i in range(60))
 
 
-def test_every_level_is_known_to_the_worker():
+def test_every_level_is_known_to_the_worker() -> None:
     assert arguments({factor: levels[0] for factor, levels in sglang.FACTORS.items()}) == OPTIONS
     for factor, levels in sglang.FACTORS.items():
         for level in levels[1:]:
             assert arguments({factor: level}) != OPTIONS or factor in ("tree", "retract")
 
 
-def test_levels_become_arguments():
+def test_levels_become_arguments() -> None:
     options = arguments({"prefix": "on", "buffer": "lazy", "page": "64", "chunk": "48"})
     assert options["mamba_radix_cache_strategy"] == "extra_buffer_lazy"
     assert (options["page_size"], options["mamba_track_interval"]) == (64, 64)
@@ -48,13 +52,13 @@ def test_levels_become_arguments():
 
 
 @pytest.mark.parametrize("setting", [("prefix", "all"), ("chunk", "small"), ("pages", "1")])
-def test_an_unknown_setting_is_refused(setting):
+def test_an_unknown_setting_is_refused(setting: tuple[str, str]) -> None:
     with pytest.raises(ValueError, match="is not a setting of SGLang"):
         arguments(dict([setting]))
 
 
-def test_it_runs_exact_models_alone():
-    def chosen(weights, has_matrix=False, model="lfm2"):
+def test_it_runs_exact_models_alone() -> None:
+    def chosen(weights: str | None, has_matrix: bool = False, model: str = "lfm2") -> list[str]:
         return models_of(sglang.KIND, model, weights, has_matrix=has_matrix, has_reference=False)
 
     assert chosen(None) == chosen("exact") == chosen(None, has_matrix=True) == ["exact:gdn"]
@@ -66,7 +70,7 @@ def test_it_runs_exact_models_alone():
 class Layer:
     """A layer of the exact model with states, by its own definition and by the kernels."""
 
-    def __init__(self, folder):
+    def __init__(self, folder: Path) -> None:
         self.plain = next(layer for layer in model_of(folder).layers if hasattr(layer, "conv"))
         conv, self.to_map, self.out = (
             torch.tensor(np.array(getattr(self.plain, name))) for name in ("conv", "to_map", "out")
@@ -79,7 +83,7 @@ class Layer:
         self.windows = torch.randint(PRIME, (5, len(self.weight), conv.shape[1] - 1))
         self.states = torch.randint(PRIME, (5, num_states, width, self.out.shape[1]))
 
-    def defined(self, x, parents):
+    def defined(self, x: torch.Tensor, parents: Iterable[int]) -> Ints:
         """Outputs and states of a text, in which each token goes on from its parent."""
         size = len(self.plain.conv[0])
         first = [np.zeros((size - 1, self.width), dtype=np.int64) for _ in self.plain.conv]
@@ -98,14 +102,14 @@ class Layer:
             after[i] = [tap[1:] for tap in taps], states
         return np.array(outputs)
 
-    def parts(self, x):
+    def parts(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([x, *((x * (i + 2) + i) % PRIME for i in range(sum(self.heads) - 1))], 1)
 
-    def heads_of(self, mixed):
+    def heads_of(self, mixed: torch.Tensor) -> list[torch.Tensor]:
         sizes = [heads * self.width for heads in self.heads]
         return [part.view(1, len(mixed), -1, self.width) for part in mixed.split(sizes, dim=1)]
 
-    def extend(self, x, slot, seen):
+    def extend(self, x: torch.Tensor, slot: int, seen: bool) -> tuple[torch.Tensor, torch.Tensor]:
         starts, slots = torch.tensor([0, len(x)]), torch.tensor([slot])
         if not seen:
             self.states[slot] = 0  # SGLang's, when it gives a slot to a request
@@ -128,7 +132,13 @@ class Layer:
         )
         return y[0, :, 0], before
 
-    def update(self, x, slots, tree=None, scratch=None):
+    def update(
+        self,
+        x: torch.Tensor,
+        slots: torch.Tensor,
+        tree: dict[str, torch.Tensor] | None = None,
+        scratch: list[torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         """One token of each slot, or drafts [rows * drafts] that form a tree each."""
         rows, drafts = len(slots), len(x) // len(slots)
         more = {"intermediate_state_indices": torch.arange(rows)} if scratch else {}
@@ -158,16 +168,16 @@ class Layer:
 
 
 @pytest.fixture(params=["gdn", "kda"])
-def layer(request, tmp_path):
+def layer(request: pytest.FixtureRequest, tmp_path: Path) -> Layer:
     write_exact_checkpoint(request.param, tmp_path)
     return Layer(tmp_path)
 
 
-def text_of(layer, length):
+def text_of(layer: Layer, length: int) -> torch.Tensor:
     return torch.tensor(RNG.integers(1, PRIME, (length, layer.width)))
 
 
-def test_kernels_compute_the_exact_model_in_chunks_and_steps(layer):
+def test_kernels_compute_the_exact_model_in_chunks_and_steps(layer: Layer) -> None:
     x = text_of(layer, 30)
     expected = layer.defined(x, range(-1, 29))
     first, _ = layer.extend(x[:11], 3, seen=False)
@@ -181,7 +191,7 @@ def test_kernels_compute_the_exact_model_in_chunks_and_steps(layer):
     assert len(before[0]) == -(-17 // kernels.chunk_size)
 
 
-def test_a_row_of_padding_changes_nothing(layer):
+def test_a_row_of_padding_changes_nothing(layer: Layer) -> None:
     x = text_of(layer, 2)
     windows, states = layer.windows.clone(), layer.states.clone()
     layer.states[1] = layer.windows[1] = 0
@@ -191,7 +201,7 @@ def test_a_row_of_padding_changes_nothing(layer):
     assert torch.equal(windows, layer.windows) and torch.equal(states, layer.states)
 
 
-def test_drafts_go_on_from_their_parents(layer):
+def test_drafts_go_on_from_their_parents(layer: Layer) -> None:
     #   0 - 1 - 3
     #     \ 2 - 4
     tree = {
@@ -216,12 +226,12 @@ def test_drafts_go_on_from_their_parents(layer):
     assert np.array_equal(after, layer.defined(x[[*range(8), 9, 11]], range(-1, 9))[-1:])
 
 
-def test_rows_of_drafts_are_equally_long():
+def test_rows_of_drafts_are_equally_long() -> None:
     with pytest.raises(NotImplementedError, match="differ in length"):
         kernels.recurrent_rule(*torch.zeros(3, 1, 3, 1, 2), cu_seqlens=torch.tensor([0, 1, 3]))
 
 
-def test_attention_sees_what_its_mask_says():
+def test_attention_sees_what_its_mask_says() -> None:
     q, k, v = (torch.tensor(RNG.integers(1, PRIME, (n, 2))) for n in (4, 9, 9))
     mark = torch.tensor([3, 5])
     visible = torch.arange(9) <= torch.arange(5, 9)[:, None]
@@ -234,7 +244,7 @@ def test_attention_sees_what_its_mask_says():
     assert torch.equal(kernels.masked(q, k, v, mark, visible)[3:], one)
 
 
-def test_a_failure_becomes_a_script(tmp_path):
+def test_a_failure_becomes_a_script(tmp_path: Path) -> None:
     rounds = (Round((Ask((5, 6), max_tokens=3), Ask((7,), max_tokens=2, step=4)), 9),)
     settings = {"prefix": "on", "buffer": "extra", "tree": "python"}
     wrong = rounds, 1, (8, 9), (8, 1), 0.0, None, None, 0.0
@@ -248,25 +258,25 @@ def test_a_failure_becomes_a_script(tmp_path):
     assert data["rounds"][0]["requests"][1] == {"prompt": (7,), "max_tokens": 2, "step": 4}
 
 
-def started(folder, **settings: str) -> Remote:
+def started(folder: Path, **settings: str) -> Remote:
     installed("sglang", "sglang")
     return sglang.KIND.start(str(folder), settings)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exact")
     write_exact_checkpoint("gdn", folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def target(folder) -> Iterator[Remote]:
+def target(folder: Path) -> Iterator[Remote]:
     with closing(started(folder, prefix="on", buffer="extra", overlap="on")) as target:
         yield target
 
 
-def test_it_answers_as_the_exact_model_does(folder, target):
+def test_it_answers_as_the_exact_model_does(folder: Path, target: Remote) -> None:
     answers = ExactAnswers(folder)
     requests = [
         Ask(PROMPT),
@@ -287,6 +297,6 @@ def test_it_answers_as_the_exact_model_does(folder, target):
     assert answer.cached_tokens == 0
 
 
-def test_a_setting_that_it_refuses_is_not_supported(folder):
+def test_a_setting_that_it_refuses_is_not_supported(folder: Path) -> None:
     with pytest.raises(ConfigError, match="no_buffer only supports page_size=1"):
         started(folder, prefix="on", page="16")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hybrid_kv.check.targets.workers.sglang_cpu import hicache, play, stand
+
+Counters = dict[str, float]
 
 IDLE = SimpleNamespace(is_fully_idle=lambda: True)
 
@@ -17,7 +20,9 @@ class BatchTokenIDOutput(SimpleNamespace):
     """An output as SGLang sends it, with what is read of it."""
 
 
-def output_of(name, *tokens, reason=None, retracted=0):
+def output_of(
+    name: str, *tokens: int, reason: str | None = None, retracted: int = 0
+) -> BatchTokenIDOutput:
     return BatchTokenIDOutput(
         rids=[name],
         output_ids=[list(tokens)],
@@ -30,18 +35,18 @@ def output_of(name, *tokens, reason=None, retracted=0):
 
 
 @pytest.fixture
-def counters():
+def counters() -> Counters:
     return dict.fromkeys(("hits", "verifications", "accepted", "preemptions"), 0.0)
 
 
 @pytest.fixture(autouse=True)
-def _plain_messages(monkeypatch):
+def _plain_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(play, "message_of", lambda name, ask: ("ask", name))
     monkeypatch.setattr(play, "abort_of", lambda name: ("abort", name))
     monkeypatch.setattr(play, "preemption", lambda: ["pause"])
 
 
-def test_requests_are_sent_before_their_step_and_after_others(counters):
+def test_requests_are_sent_before_their_step_and_after_others(counters: Counters) -> None:
     asks = [{"max_tokens": 2}, {"max_tokens": 2, "step": 3}, {"max_tokens": 2, "after": 1}]
     run = play.RequestPlay(asks, 0, first=7)
     sent = [run.step(IDLE) for _ in range(3)]
@@ -51,12 +56,12 @@ def test_requests_are_sent_before_their_step_and_after_others(counters):
     assert run.answers[0] == {"token_ids": [4, 5], "cached_tokens": 3} and counters["hits"] == 3
 
 
-def test_where_nothing_runs_the_next_request_is_sent():
+def test_where_nothing_runs_the_next_request_is_sent() -> None:
     run = play.RequestPlay([{"max_tokens": 1, "step": 50}], 0, first=0)
     assert run.step(IDLE) == [("ask", "00000000")]
 
 
-def test_an_aborted_answer_is_cut_at_its_length(counters):
+def test_an_aborted_answer_is_cut_at_its_length(counters: Counters) -> None:
     run = play.RequestPlay([{"max_tokens": 3, "abort_after": 2}], 0, first=0)
     run.step(IDLE)
     run.receive(output_of("00000000", 1, 2), counters)
@@ -65,7 +70,7 @@ def test_an_aborted_answer_is_cut_at_its_length(counters):
     assert run.answers[0]["token_ids"] == [1, 2, 3]
 
 
-def test_all_that_runs_is_preempted_after_so_many_tokens(counters):
+def test_all_that_runs_is_preempted_after_so_many_tokens(counters: Counters) -> None:
     run = play.RequestPlay([{"max_tokens": 9}], 2, first=0)
     run.step(IDLE)
     run.receive(output_of("00000000", 1, 2), counters)
@@ -74,7 +79,7 @@ def test_all_that_runs_is_preempted_after_so_many_tokens(counters):
     assert counters["preemptions"] == 2
 
 
-def test_a_play_ends_once_all_is_processed_and_idle(counters):
+def test_a_play_ends_once_all_is_processed_and_idle(counters: Counters) -> None:
     run = play.RequestPlay([{"max_tokens": 1}], 0, first=0)
     run.step(IDLE)
     run.receive(output_of("00000000", 1, reason="length"), counters)
@@ -85,7 +90,7 @@ def test_a_play_ends_once_all_is_processed_and_idle(counters):
         run.step(IDLE)
 
 
-def test_requests_that_bring_no_token_are_an_error(monkeypatch):
+def test_requests_that_bring_no_token_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(play, "MOST_IDLE", 5)
     run = play.RequestPlay([{"max_tokens": 1}], 0, first=0)
     with pytest.raises(RuntimeError, match=r"1 requests run, and 5 steps bring no token"):
@@ -93,7 +98,7 @@ def test_requests_that_bring_no_token_are_an_error(monkeypatch):
             run.step(IDLE)
 
 
-def test_pages_go_to_the_host_and_back():
+def test_pages_go_to_the_host_and_back() -> None:
     layers = [torch.arange(24.0).view(12, 2) + 100 * i for i in range(3)]
     host = torch.zeros(5, 3, 4, 2)
     slots, places = torch.tensor([4, 5, 6, 7, 0, 1, 2, 3]), torch.arange(4, 12)
@@ -107,7 +112,7 @@ def test_pages_go_to_the_host_and_back():
     assert torch.equal(kept[[0, 2]], layers[1][[3, 1]])
 
 
-def test_a_kernel_that_is_not_foreseen_raises():
+def test_a_kernel_that_is_not_foreseen_raises() -> None:
     module = stand.MissingModule("sgl_kernel.mamba")
     with pytest.raises(NotImplementedError, match=r"sgl_kernel\.mamba\.scan has no stand-in"):
         module.scan(1)
@@ -115,7 +120,9 @@ def test_a_kernel_that_is_not_foreseen_raises():
         module.__file__  # noqa: B018  (that it raises is what is tested)
 
 
-def test_another_source_than_the_known_one_is_refused(tmp_path, monkeypatch):
+def test_another_source_than_the_known_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "edited_here.py").write_text("is_there = tensor_is_cuda\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "meta_path", [stand.EditingFinder(), *sys.meta_path])

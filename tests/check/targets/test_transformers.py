@@ -1,14 +1,18 @@
 """transformers as an engine: its caches, batches and drafts, its refusals, its errors."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
 import pytest
 
 from hybrid_kv.check.probes.judge import Judge
 from hybrid_kv.check.probes.oracle import Oracle
-from hybrid_kv.check.targets.target import Ask
+from hybrid_kv.check.targets.target import Answer, Ask
 from hybrid_kv.check.targets.transformers import Transformers
 from hybrid_kv.config import ConfigError
 from hybrid_kv.models.random_checkpoint import write_checkpoint
-from tests.check.targets.models import PROMPTS, check_logprobs, continued
+from tests.check.targets.models import PROMPTS, Hybrid, check_logprobs, continued
 
 
 @pytest.mark.parametrize(
@@ -22,7 +26,7 @@ from tests.check.targets.models import PROMPTS, check_logprobs, continued
     ],
     ids=lambda settings: "-".join(settings.values()) or "plain",
 )
-def test_answers_are_those_of_the_whole_text(hybrid, settings):
+def test_answers_are_those_of_the_whole_text(hybrid: Hybrid, settings: dict[str, str]) -> None:
     folder, model = hybrid
     answers = Transformers(folder, settings).ask([Ask(prompt) for prompt in PROMPTS])
     assert [answer.token_ids for answer in answers] == [
@@ -31,7 +35,7 @@ def test_answers_are_those_of_the_whole_text(hybrid, settings):
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_a_second_turn_goes_on_with_the_cache_of_the_first(hybrid, cache):
+def test_a_second_turn_goes_on_with_the_cache_of_the_first(hybrid: Hybrid, cache: str) -> None:
     folder, model = hybrid
     target = Transformers(folder, {"prefix": "kept", "cache": cache})
     (first,) = target.ask([Ask(PROMPTS[0])])
@@ -44,7 +48,7 @@ def test_a_second_turn_goes_on_with_the_cache_of_the_first(hybrid, cache):
     assert target.ask([Ask(again)])[0].cached_tokens == 0
 
 
-def test_a_second_turn_of_a_model_without_attention(tmp_path):
+def test_a_second_turn_of_a_model_without_attention(tmp_path: Path) -> None:
     """Its cache has another name."""
     model = write_checkpoint("mamba2", tmp_path)
     target = Transformers(str(tmp_path), {"prefix": "kept"})
@@ -57,7 +61,7 @@ def test_a_second_turn_of_a_model_without_attention(tmp_path):
     )
 
 
-def judged(folder, settings):
+def judged(folder: str, settings: dict[str, str]) -> tuple[list[Answer], list[str]]:
     judge = Judge(Oracle(folder))
     judge.oracle.rounds(PROMPTS[0])
     answers = Transformers(folder, settings).ask([Ask(prompt) for prompt in PROMPTS])
@@ -67,7 +71,9 @@ def judged(folder, settings):
     ]
 
 
-def test_a_search_is_judged_by_its_log_probabilities(hybrid, monkeypatch):
+def test_a_search_is_judged_by_its_log_probabilities(
+    hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, model = hybrid
     answers, verdicts = judged(folder, {"beams": "4"})
     assert verdicts == ["right"] * 4 and all(len(answer.logprobs) == 12 for answer in answers)
@@ -79,21 +85,21 @@ def test_a_search_is_judged_by_its_log_probabilities(hybrid, monkeypatch):
     assert "wrong" in judged(folder, {"beams": "4"})[1]
 
 
-def test_log_probabilities_are_those_of_the_whole_text(hybrid):
+def test_log_probabilities_are_those_of_the_whole_text(hybrid: Hybrid) -> None:
     folder, model = hybrid
     target = Transformers(folder, {})
     (answer,) = target.ask([Ask(PROMPTS[0], logprobs=True)])
     check_logprobs(model, answer)
 
 
-def test_a_seed_repeats_a_draw(hybrid):
+def test_a_seed_repeats_a_draw(hybrid: Hybrid) -> None:
     requests = [Ask(PROMPTS[0], temperature=1.0, seed=seed, n=2) for seed in (7, 7, 8)]
     first, again, other = Transformers(hybrid[0], {}).ask(requests)
     assert (first.token_ids, first.others) == (again.token_ids, again.others)
     assert first.token_ids not in (*first.others, other.token_ids)
 
 
-def test_what_transformers_refuses_is_one_line(hybrid, tmp_path):
+def test_what_transformers_refuses_is_one_line(hybrid: Hybrid, tmp_path: Path) -> None:
     folder, _ = hybrid
     with pytest.raises(ConfigError, match="Invalid layer type: conv"):
         Transformers(folder, {"batch": "continuous"})
@@ -105,7 +111,7 @@ def test_what_transformers_refuses_is_one_line(hybrid, tmp_path):
         Transformers(str(tmp_path), {})
 
 
-def test_an_error_of_one_request_is_its_answer(hybrid):
+def test_an_error_of_one_request_is_its_answer(hybrid: Hybrid) -> None:
     bad, good = Transformers(hybrid[0], {}).ask([Ask((5, 100_000)), Ask(PROMPTS[1])])
     assert bad.error.startswith("IndexError") and not bad.token_ids
     assert good.token_ids == continued(hybrid[1], PROMPTS[1])

@@ -1,17 +1,23 @@
 """The guard model's answers in every cell, and that each fault of a cell is named."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from hybrid_kv.check.guard.checks import answers
 from hybrid_kv.check.guard.checks.answers import AnsweredCell, check_answers
-from hybrid_kv.check.guard.registry import Run
+from hybrid_kv.check.guard.registry import CheckResult, Run
 from hybrid_kv.check.guard.trained import TRAINED
 from hybrid_kv.engine.llm import RequestOutput
 
 
-def output(tokens=(1, 2), cached=64, drafted=10, accepted=10):
+def output(
+    tokens: Sequence[int] = (1, 2), cached: int = 64, drafted: int = 10, accepted: int = 10
+) -> RequestOutput:
     return RequestOutput(
         "0",
         None,
@@ -25,11 +31,18 @@ def output(tokens=(1, 2), cached=64, drafted=10, accepted=10):
     )
 
 
-def cell(mode="none", method=None, k=0, loads=None, scheme="slots", **metrics):
+def cell(
+    mode: str = "none",
+    method: str | None = None,
+    k: int = 0,
+    loads: int | None = None,
+    scheme: str = "slots",
+    **metrics: Any,
+) -> AnsweredCell:
     return AnsweredCell(mode, method, k, [output(**metrics)], loads, scheme)
 
 
-def checked(monkeypatch, *cells):
+def checked(monkeypatch: pytest.MonkeyPatch, *cells: AnsweredCell) -> list[CheckResult]:
     monkeypatch.setattr(answers, "cells", lambda *arguments: iter(cells))
     return check_answers(Run(1))
 
@@ -38,7 +51,7 @@ PLAIN = cell(cached=0, drafted=0, accepted=0)
 MTP = cell(method="mtp", k=1, cached=0)
 
 
-def test_a_clean_slice_passes_with_its_metrics(monkeypatch):
+def test_a_clean_slice_passes_with_its_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "TRIED", ("none", "all"))
     monkeypatch.setattr(answers, "DRAFTS", ((None, 0), ("mtp", 1)))
     monkeypatch.setattr(answers, "RECOMPUTED", (("all", "mtp", 1),))
@@ -71,7 +84,7 @@ def test_a_clean_slice_passes_with_its_metrics(monkeypatch):
     )
 
 
-def test_the_lines_of_the_second_model_name_it(monkeypatch):
+def test_the_lines_of_the_second_model_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
     other = TRAINED["qwen3_5_moe_text"]
     (line,) = checked(monkeypatch, replace(PLAIN, model=other))[1:]
     assert (
@@ -105,7 +118,9 @@ def test_the_lines_of_the_second_model_name_it(monkeypatch):
         ),
     ],
 )
-def test_each_fault_is_named(monkeypatch, wrong, fault):
+def test_each_fault_is_named(
+    monkeypatch: pytest.MonkeyPatch, wrong: AnsweredCell, fault: str
+) -> None:
     align = cell("align", drafted=0, accepted=0)
     result = checked(monkeypatch, PLAIN, MTP, align, wrong)[-1]
     assert not result.passed
@@ -113,7 +128,7 @@ def test_each_fault_is_named(monkeypatch, wrong, fault):
         raise AssertionError(result.detail)
 
 
-def test_drafts_must_not_cost_hits(monkeypatch):
+def test_drafts_must_not_cost_hits(monkeypatch: pytest.MonkeyPatch) -> None:
     cells = (
         PLAIN,
         MTP,
