@@ -1,30 +1,37 @@
 """The registry is complete, every quick case is right and timed, a wrong result has no time."""
 
+from __future__ import annotations
+
 import ast
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from pytest_benchmark.fixture import BenchmarkFixture
 
 import bench
 from bench import _reference, causal_conv1d, gated_norm, paged_attention, ssd
 from bench.harness import cells as cases
 from bench.harness import registry
-from bench.harness.cells import WrongResultError
+from bench.harness.cells import Case, Cell, WrongResultError
 from hybrid_kv.measure.timing.case import checked
+
+Function = Callable[..., Any]
 
 FOLDER = Path(bench.__file__).parent
 ALL = registry.cells()
 QUICK = [cell for cell in ALL if cell.quick and cell.tier != "gpu"]
 
 
-def named(words, cells=ALL):
+def named(words: str, cells: Sequence[Cell] = ALL) -> Cell:
     """The first cell on a CPU, of the quick ones if there is one, whose key has all these words."""
     found = [
         cell
@@ -37,7 +44,7 @@ def named(words, cells=ALL):
 # ---- the registry ----
 
 
-def test_every_suite_has_cells():
+def test_every_suite_has_cells() -> None:
     # the pretend device needs a build for the CPU
     missing = {"device"} if torch.version.cuda else set()
     assert set(registry.unavailable()) == missing
@@ -46,21 +53,23 @@ def test_every_suite_has_cells():
     assert {cell.suite for cell in QUICK} == set(wanted)
 
 
-def test_what_needs_the_pretend_device_is_left_out_with_a_build_for_cuda(monkeypatch):
+def test_what_needs_the_pretend_device_is_left_out_with_a_build_for_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert "build of torch for the CPU" in registry.unavailable()["device"]
     names = {(cell.suite, cell.benchmark) for cell in registry.cells()}
     assert ("kernel_blocks", "expand") in names and ("kernel_blocks", "expand_counts") not in names
 
 
-def test_keys_are_unique_and_stable():
+def test_keys_are_unique_and_stable() -> None:
     keys = [cell.key for cell in ALL]
     assert len(set(keys)) == len(keys)
     assert "state_update/slots[model=nemotron-3-nano-tp8,num_reqs=2,K=3]" in keys
     assert "kernel_blocks/expand[num_ids=1,blocks_per_kv_block=2,subject=engine]" in keys
 
 
-def test_every_benchmark_is_a_full_grid_of_scalars():
+def test_every_benchmark_is_a_full_grid_of_scalars() -> None:
     for name in {(cell.suite, cell.benchmark) for cell in ALL}:
         own = [cell for cell in ALL if (cell.suite, cell.benchmark) == name]
         assert len({(tuple(cell.params), cell.tier) for cell in own}) == 1, name
@@ -71,7 +80,7 @@ def test_every_benchmark_is_a_full_grid_of_scalars():
         assert bool(own[0].units) == (own[0].tier == "count")
 
 
-def test_seeds_follow_from_the_cell_alone():
+def test_seeds_follow_from_the_cell_alone() -> None:
     assert cases.seed("slots", {"model": "m", "K": 3}) == 1851495371
     assert cases.seed("slots", {"K": 3, "model": "m"}) == 1851495371
     assert cases.seed("slots", {"K": 3, "model": "m", "subject": "engine"}) == 1851495371
@@ -79,10 +88,10 @@ def test_seeds_follow_from_the_cell_alone():
     assert 1851495371 not in [cases.seed(*other) for other in others]
 
 
-def test_grid_says_what_is_quick_and_passes_the_seed():
+def test_grid_says_what_is_quick_and_passes_the_seed() -> None:
     seen = []
 
-    def build(seed, **params):
+    def build(seed: int, **params: Any) -> None:
         seen.append((seed, params))
 
     made = list(
@@ -93,7 +102,9 @@ def test_grid_says_what_is_quick_and_passes_the_seed():
     assert seen == [(cases.seed("b", {"x": 1, "y": "b"}), {"x": 1, "y": "b"})]
 
 
-def test_a_suite_that_cannot_be_imported_loses_its_own_cells_alone(monkeypatch):
+def test_a_suite_that_cannot_be_imported_loses_its_own_cells_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "bench.offload", None)
     monkeypatch.delattr(sys.modules["bench.ssd"], "cells")
     assert set(registry.unavailable()) == {"offload", "ssd"}
@@ -103,7 +114,7 @@ def test_a_suite_that_cannot_be_imported_loses_its_own_cells_alone(monkeypatch):
     ]
 
 
-def test_kernels_and_listing_need_neither_triton_nor_data():
+def test_kernels_and_listing_need_neither_triton_nor_data() -> None:
     names = [
         path.name
         for path in (FOLDER.parent / "hybrid_kv" / "kernels").iterdir()
@@ -123,7 +134,7 @@ def test_kernels_and_listing_need_neither_triton_nor_data():
     assert (done.stdout.strip(), done.returncode) == ("False", 0) and len(names) == 8, done.stderr
 
 
-def test_only_the_timing_module_reads_a_clock():
+def test_only_the_timing_module_reads_a_clock() -> None:
     modules = {"time", "timeit"}
     host = {
         "perf_counter",
@@ -165,7 +176,9 @@ def test_only_the_timing_module_reads_a_clock():
 @pytest.mark.parametrize(
     "cell", [cell for cell in QUICK if cell.tier == "cpu"], ids=lambda cell: cell.key
 )
-def test_a_quick_cell_is_right_before_and_after_it_is_timed(benchmark, cell):
+def test_a_quick_cell_is_right_before_and_after_it_is_timed(
+    benchmark: BenchmarkFixture, cell: Cell
+) -> None:
     case = cell.make()
     assert checked(cell.key, case) >= 0
     benchmark.pedantic(case.run, setup=case.reset, rounds=20)
@@ -180,7 +193,7 @@ COUNTS = [cell for cell in QUICK if cell.tier == "count" and cell.suite != "devi
 
 
 @pytest.mark.parametrize("cell", COUNTS, ids=lambda cell: cell.key)
-def test_a_quick_count_is_exact(cell):
+def test_a_quick_count_is_exact(cell: Cell) -> None:
     counts = cell.make()
     assert counts == cell.make()
     assert {name: count.unit for name, count in counts.items()} == dict(cell.units)
@@ -188,7 +201,7 @@ def test_a_quick_count_is_exact(cell):
         assert isinstance(count.value, int) and count.better in ("lower", "higher", "equal")
 
 
-def test_as_many_calls_as_a_case_allows():
+def test_as_many_calls_as_a_case_allows() -> None:
     """`max_repeats` calls after a reset are right, and that is the number the case documents."""
     for words in (
         "block_tables/step decode",
@@ -203,21 +216,21 @@ def test_as_many_calls_as_a_case_allows():
         assert case.check() == 0
 
 
-def test_a_made_case_shares_nothing_with_another():
+def test_a_made_case_shares_nothing_with_another() -> None:
     cell = named("block_tables/step prefill")
     one, other = cell.make(), cell.make()
     one.run()
     assert other.check() == one.check() == 0
 
 
-def held_blocks(mode, K):
+def held_blocks(mode: str, K: int) -> dict[str, int]:
     return {
         name: count.value for name, count in named(f"memory/held mode={mode} K={K}").make().items()
     }
 
 
 @pytest.mark.parametrize("K", [0, 3])
-def test_held_blocks_follow_the_formulas(K):
+def test_held_blocks_follow_the_formulas(K: int) -> None:
     """1,000 tokens of prompt, then 128 or more; blocks of 16, four Mamba groups, attention."""
     # cached before the last step's tokens; that step runs 1 + K
     end = 1000 + 128 // (1 + K) * (1 + K)
@@ -236,8 +249,8 @@ def test_held_blocks_follow_the_formulas(K):
 # ---- what is wrong has no time ----
 
 
-def shifted(function):
-    def wrong(*args, **kwargs):
+def shifted(function: Function) -> Function:
+    def wrong(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
         if isinstance(result, tuple):
             return (result[0] + 1, *result[1:])
@@ -246,49 +259,49 @@ def shifted(function):
     return wrong
 
 
-def second_shifted(function):
-    def wrong(*args, **kwargs):
+def second_shifted(function: Function) -> Function:
+    def wrong(*args: Any, **kwargs: Any) -> Any:
         first, second = function(*args, **kwargs)
         return first, second * 1.001
 
     return wrong
 
 
-def idle(function):
+def idle(function: Function) -> Function:
     return lambda *args, **kwargs: None
 
 
-def short_hit(function):
+def short_hit(function: Function) -> Function:
     return lambda *args, **kwargs: replace(function(*args, **kwargs), num_tokens=16)
 
 
-def gate_first(function):
+def gate_first(function: Function) -> Function:
     return lambda self, x, gate: function(self, gate, x)
 
 
-def other_hidden(function):
+def other_hidden(function: Function) -> Function:
     return lambda self, hidden: function(self, hidden + 1)
 
 
-def flipped_table(function):
+def flipped_table(function: Function) -> Function:
     return lambda cache, table, *rest: function(cache, table.flip(1), *rest)
 
 
-def flipped_blocks(function):
+def flipped_blocks(function: Function) -> Function:
     return lambda self, blocks: {key: data.flip(0) for key, data in function(self, blocks).items()}
 
 
-def no_window(function):
+def no_window(function: Function) -> Function:
     return lambda self, common, table, current, prev, rows, *rest: function(
         self, common, table, current, prev, np.zeros_like(rows), *rest
     )
 
 
-def stale(function):
+def stale(function: Function) -> Function:
     """The first call's result for ever."""
     results = []
 
-    def wrong(*args, **kwargs):
+    def wrong(*args: Any, **kwargs: Any) -> Any:
         results.append(results[0] if results else function(*args, **kwargs))
         return results[-1]
 
@@ -345,7 +358,9 @@ PLANTS = [
 @pytest.mark.parametrize(
     ("target", "inject", "words"), PLANTS, ids=[inject[0] for inject in PLANTS]
 )
-def test_a_injected_mistake_is_a_wrong_result(monkeypatch, target, inject, words):
+def test_a_injected_mistake_is_a_wrong_result(
+    monkeypatch: pytest.MonkeyPatch, target: str, inject: Callable[[Function], Function], words: str
+) -> None:
     cell = named(words)
     assert checked(cell.key, cell.make()) >= 0
     monkeypatch.setattr(target, inject(resolve_name(target)))
@@ -357,7 +372,7 @@ def test_a_injected_mistake_is_a_wrong_result(monkeypatch, target, inject, words
         checked(cell.key, case)  # what was right once
 
 
-def test_references_are_right():
+def test_references_are_right() -> None:
     """Against torch's own."""
     g = torch.Generator().manual_seed(0)
     q, k, v = (
@@ -398,7 +413,7 @@ def test_references_are_right():
     assert np.allclose(y.ravel(), [25 + 21, 27.5 + 21])
 
 
-def test_near_and_equal_refuse():
+def test_near_and_equal_refuse() -> None:
     assert _reference.near("x", [1.0, 2.0], [1.0, 2.2], 0.1) == pytest.approx(0.2 / 2.2)
     for wrong in ([1.0, 2.0], [1.0, float("nan")], [1.0]):
         with pytest.raises(WrongResultError, match="x"):
@@ -412,7 +427,7 @@ def test_near_and_equal_refuse():
 # ---- GPU cells, as far as a CPU can go ----
 
 
-def wrong_by_a_tenth(function):
+def wrong_by_a_tenth(function: Function) -> Function:
     return lambda *arguments: function(*arguments) * 1.1
 
 
@@ -430,7 +445,9 @@ KERNELS = {
 
 
 @pytest.mark.parametrize(("plain", "build"), KERNELS.items(), ids=[one.__name__ for one in KERNELS])
-def test_a_wrong_kernel_is_a_wrong_result(plain, build):
+def test_a_wrong_kernel_is_a_wrong_result(
+    plain: Function, build: Callable[[Function], Case]
+) -> None:
     assert build(plain).check() >= 0
     with pytest.raises(WrongResultError):
         build(wrong_by_a_tenth(plain)).check()
@@ -440,7 +457,7 @@ def test_a_wrong_kernel_is_a_wrong_result(plain, build):
 @pytest.mark.parametrize(
     "cell", [cell for cell in ALL if cell.tier == "gpu" and cell.quick], ids=lambda cell: cell.key
 )
-def test_gpu_cells_are_right(cell):
+def test_gpu_cells_are_right(cell: Cell) -> None:
     case = cell.make()
     assert checked(cell.key, case) >= 0
     case.reset()

@@ -1,9 +1,15 @@
 """Engine and transformers must give the same tokens before they are timed."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+from bench.harness.cells import Case, Cell
 
 pytest.importorskip("transformers")
 
@@ -15,11 +21,13 @@ from hybrid_kv.measure.results import Receipt, read_rows
 from hybrid_kv.measure.timing.case import ENGINE, checked
 from hybrid_kv.measure.timing.clock import Interval
 
+Questions = Callable[[str, str], Case]
+
 CELLS = generate.contests()
 
 
 @pytest.fixture
-def short(monkeypatch):
+def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Cell]]:
     monkeypatch.setattr(generate, "NUM_TOKENS", 3)
     generate.prompts_and_answers.cache_clear()
     yield [cell for cell in CELLS if cell.quick and cell.benchmark == "greedy"]
@@ -27,7 +35,7 @@ def short(monkeypatch):
 
 
 @pytest.fixture
-def two(monkeypatch):
+def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Questions]:
     """Three questions, two at a time, with every variant."""
     monkeypatch.setattr(generate, "LONGEST_ANSWER", 16)  # so that answers end for either reason
     generate.questions_and_answers.cache_clear()
@@ -35,7 +43,7 @@ def two(monkeypatch):
     generate.questions_and_answers.cache_clear()
 
 
-def test_every_cell_has_its_rival():
+def test_every_cell_has_its_rival() -> None:
     assert len(CELLS) == 16 + 18
     rivals = [cell for cell in CELLS if cell.params["subject"] == "transformers"]
     engines = [cell for cell in CELLS if cell.params["subject"] == ENGINE]
@@ -52,7 +60,9 @@ def test_every_cell_has_its_rival():
 @pytest.mark.parametrize(
     ("variant", "subject"), [*((v, ENGINE) for v in generate.VARIANTS), ("plain", "transformers")]
 )
-def test_questions_get_the_answers_that_each_gets_alone(two, variant, subject):
+def test_questions_get_the_answers_that_each_gets_alone(
+    two: Questions, variant: str, subject: str
+) -> None:
     case = two(variant, subject)
     texts, stop, wanted = generate.questions_and_answers(3)
     assert case.check() == 0
@@ -64,7 +74,7 @@ def test_questions_get_the_answers_that_each_gets_alone(two, variant, subject):
     assert len({len(text) for text in texts}) > 1, "nothing is padded"
 
 
-def test_a_cached_run_starts_with_an_empty_cache(two):
+def test_a_cached_run_starts_with_an_empty_cache(two: Questions) -> None:
     case, llm = two("cached", ENGINE), generate.build_engine("guard", 2, "cached")
     case.run()
     case.reset()
@@ -75,12 +85,12 @@ def test_a_cached_run_starts_with_an_empty_cache(two):
 
 
 @pytest.mark.parametrize("wrong", [[[1, 2]], [[1]], [[1, 2, 3], [4]]])
-def test_another_answer_is_no_result(wrong):
+def test_another_answer_is_no_result(wrong: list[list[int]]) -> None:
     with pytest.raises(WrongResultError):
         generate.require_same(wrong, [[1, 3]] if len(wrong) == 1 else [[1, 2], [3, 4]])
 
 
-def test_both_give_the_tokens_of_each_prompt_alone(short):
+def test_both_give_the_tokens_of_each_prompt_alone(short: list[Cell]) -> None:
     assert [cell.params["subject"] for cell in short] == [ENGINE, "transformers"]
     for cell in short:
         case = cell.make()
@@ -89,7 +99,9 @@ def test_both_give_the_tokens_of_each_prompt_alone(short):
 
 
 @pytest.mark.parametrize("subject", [ENGINE, "transformers"])
-def test_another_token_is_no_result(short, subject, monkeypatch):
+def test_another_token_is_no_result(
+    short: list[Cell], subject: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (cell,) = [cell for cell in short if cell.params["subject"] == subject]
     case = cell.make()
     wrong = [[1, 2, 3]] * 8
@@ -102,7 +114,7 @@ def test_another_token_is_no_result(short, subject, monkeypatch):
         checked(cell.key, case)
 
 
-def results(high, benchmark="greedy"):
+def results(high: float, benchmark: str = "greedy") -> list[Measurement]:
     cells = [cell for cell in CELLS if cell.benchmark == benchmark]
     engine, rival = next(
         pair for pair in zip(cells[::2], cells[1::2], strict=True) if pair[1].promise == 1
@@ -118,7 +130,13 @@ def results(high, benchmark="greedy"):
 
 
 @pytest.mark.parametrize(("high", "code"), [(1.5, 0), (0.9, 1)])
-def test_the_table_and_the_exit_code(high, code, monkeypatch, capsys, tmp_path):
+def test_the_table_and_the_exit_code(
+    high: float,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
     out = tmp_path / "rows.csv"
     made = {"greedy": results(high), "questions": results(1.7, "questions")}
     monkeypatch.setattr(

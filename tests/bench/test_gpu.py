@@ -1,9 +1,14 @@
 """The race on a GPU, as far as a CPU can go: results are right, rows follow from times."""
 
+from __future__ import annotations
+
 import random
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -51,7 +56,7 @@ FINE = {
 }
 
 
-def check_contest(name):
+def check_contest(name: str) -> tuple[dict[str, float], list[str]]:
     """The largest error of each rival, after a run that came before."""
     SHAPES["tiny"], DELTA_SHAPES["tiny"] = TINY, DeltaShape(2, 4, 16, 16, per_channel=False)
     DELTA_SHAPES["tiny by channel"] = DeltaShape(2, 2, 16, 16, per_channel=True)
@@ -72,7 +77,7 @@ def check_contest(name):
 
 
 @pytest.mark.parametrize("name", FINE)
-def test_contests_are_right_in_the_interpreter(name):
+def test_contests_are_right_in_the_interpreter(name: str) -> None:
     pytest.importorskip("triton")
     found, missing = interpreted(check_contest, name)
     wanted = {
@@ -91,7 +96,7 @@ def test_contests_are_right_in_the_interpreter(name):
     assert all(0 <= error < 0.02 for error in found.values())
 
 
-def check_peer(package):
+def check_peer(package: str) -> list[float]:
     SHAPES["tiny"] = TINY
     if package == "vllm":
         load_peer(f"{VLLM}.mamba_ssm").try_get_optimal_ssm_config = lambda *_: (4, 4)
@@ -113,7 +118,7 @@ def check_peer(package):
 
 
 @pytest.mark.parametrize("package", ["vllm", "mamba_ssm"])
-def test_peers_behind_the_arguments_of_ours(package):
+def test_peers_behind_the_arguments_of_ours(package: str) -> None:
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     assert max(interpreted(check_peer, package)) < 0.02
@@ -123,11 +128,11 @@ def test_peers_behind_the_arguments_of_ours(package):
 
 
 @pytest.fixture(scope="module")
-def everything():
+def everything() -> list[Contest]:
     return list(contests(device="cpu"))
 
 
-def test_all_kinds_in_both_runs(everything):
+def test_all_kinds_in_both_runs(everything: list[Contest]) -> None:
     wanted = {name for name in FINE if not name.endswith("by channel")} - {"single token"}
     quick = list(contests(quick=True, device="cpu"))
     assert {one.benchmark for one in everything} == {one.benchmark for one in quick} == wanted
@@ -148,8 +153,8 @@ def test_all_kinds_in_both_runs(everything):
     assert ("gated_norm", "torch") not in eager
 
 
-def test_bytes_are_those_of_the_model(everything):
-    def one(benchmark, **params):
+def test_bytes_are_those_of_the_model(everything: list[Contest]) -> None:
+    def one(benchmark: str, **params: object) -> Contest:
         return next(
             c for c in everything if c.benchmark == benchmark and params.items() <= c.params.items()
         )
@@ -205,18 +210,20 @@ class Fake:
 
     gpu = None
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.batches, self.captured, self.log = [], 0, []
         self.wholes = iter(range(1, 100))
 
-    def capture(self, run):
+    def capture(self, run: Callable[[], object]) -> Callable[[], object]:
         self.captured += 1
         return run
 
-    def copy(self):
+    def copy(self) -> Rival:
         return Rival(lambda: Case(lambda: 1e-9, lambda: 0.0), 1000)
 
-    def time(self, calls):
+    def time(
+        self, calls: Sequence[tuple[Callable[[], object], Callable[[], float]]]
+    ) -> list[float]:
         self.batches.append(len(calls))
         taken = []
         for before, call in calls:
@@ -224,29 +231,36 @@ class Fake:
             taken.append(call())
         return taken
 
-    def whole(self, case):
+    def whole(self, case: Case) -> EndToEnd:
         case.reset()
         seconds = next(self.wholes) * 1e-6
         return EndToEnd(seconds / 2, seconds)
 
 
-def rival(seconds, num_bytes=0, graph=True, error=0.0, log=None, name=""):
+def rival(
+    seconds: float | tuple[float, ...],
+    num_bytes: int = 0,
+    graph: bool = True,
+    error: float | tuple[float, ...] = 0.0,
+    log: list[str] | None = None,
+    name: str = "",
+) -> Rival:
     errors = iter(error) if isinstance(error, tuple) else None
     taken = iter(seconds) if isinstance(seconds, tuple) else None
     log = [] if log is None else log
 
-    def run():
+    def run() -> float:
         log.append(name)
         return next(taken) if taken else seconds
 
-    def check():
+    def check() -> float:
         log.append(f"check {name}")
         return next(errors) if errors else error
 
     return Rival(lambda: Case(run, check, lambda: log.append(f"reset {name}")), num_bytes, graph)
 
 
-def test_a_round_has_everyone_once_in_random_order_between_two_checks():
+def test_a_round_has_everyone_once_in_random_order_between_two_checks() -> None:
     log = []
     names = "abc"
     contest = Contest("x", {}, {name: rival(1e-9, log=log, name=name) for name in names})
@@ -262,7 +276,7 @@ def test_a_round_has_everyone_once_in_random_order_between_two_checks():
     assert all(len(one.seconds) == 12 for one in results)
 
 
-def test_what_cannot_be_captured_runs_as_it_is_and_says_so():
+def test_what_cannot_be_captured_runs_as_it_is_and_says_so() -> None:
     contest = Contest("x", {}, {"a": rival(1e-9), "b": rival(1e-9, graph=False)})
     device = Fake()
     results, _ = race(contest, device, 3, random.Random(0))
@@ -271,7 +285,7 @@ def test_what_cannot_be_captured_runs_as_it_is_and_says_so():
     assert launches == {"a": "graph", "b": "eager", COPY: "graph"}
 
 
-def test_rows():
+def test_rows() -> None:
     contest = Contest(
         "x",
         {"K": 3},
@@ -310,7 +324,7 @@ def test_rows():
         assert row.unit in TIME_UNITS and row.ci_low <= row.value <= row.ci_high
 
 
-def test_an_end_to_end_contest_is_compared_by_the_wall_with_the_hosts_part():
+def test_an_end_to_end_contest_is_compared_by_the_wall_with_the_hosts_part() -> None:
     contest = Contest("x", {}, {"a": rival(4e-9), "b": rival(1e-9)}, end_to_end=True)
     results, _ = race(contest, Fake(), 3, random.Random(0))
     found = {(row.params["subject"], row.metric): row for row in rows(contest, results)}
@@ -328,7 +342,9 @@ def test_an_end_to_end_contest_is_compared_by_the_wall_with_the_hosts_part():
 
 
 @pytest.mark.parametrize(("us", "verdict"), [(11.0, "pass"), (16.0, "fail"), (8.0, "fail")])
-def test_a_time_outside_of_the_interval_of_its_prediction_fails(us, verdict, capsys):
+def test_a_time_outside_of_the_interval_of_its_prediction_fails(
+    us: float, verdict: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     # 4.12 µs a launch, 20 MB at 0.866 of 3.35 TB/s; memory bounds it: 0.805 to 1.33 times as long.
     contest = Contest(
         "state_update", {"K": 0}, {name: rival(us / 1e6, 20_000_000) for name in ("slots", "vllm")}
@@ -345,7 +361,7 @@ def test_a_time_outside_of_the_interval_of_its_prediction_fails(us, verdict, cap
     assert capsys.readouterr().out.count("predicted 11.0 us (8.9 to 14.6)") == 1
 
 
-def test_a_data_sheet_is_found_by_the_name_of_a_device():
+def test_a_data_sheet_is_found_by_the_name_of_a_device() -> None:
     names = (
         "NVIDIA H100 80GB HBM3",
         "NVIDIA GB200",
@@ -357,12 +373,12 @@ def test_a_data_sheet_is_found_by_the_name_of_a_device():
     ]
 
 
-def test_a_share_is_that_of_its_own_rounds():
+def test_a_share_is_that_of_its_own_rounds() -> None:
     """A machine that slows down slows the copy as well."""
     slowing = (1e-9, 1e-9, 2e-9, 4e-9)
 
     class Slowing(Fake):
-        def copy(self):
+        def copy(self) -> Rival:
             return Rival(lambda: Case(iter(slowing).__next__, lambda: 0.0), 1000)
 
     contest = Contest("x", {}, {"a": rival(slowing, 1000)})
@@ -375,7 +391,7 @@ def test_a_share_is_that_of_its_own_rounds():
 # ---- the command ----
 
 
-def test_without_cuda_it_is_refused(tmp_path):
+def test_without_cuda_it_is_refused(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     with pytest.raises(HybridKVError, match="no CUDA device"):
@@ -383,13 +399,15 @@ def test_without_cuda_it_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_rows_are_appended_and_pass_the_check(monkeypatch, capsys, tmp_path):
-    def two(quick, **where):
+def test_rows_are_appended_and_pass_the_check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def two(quick: bool, **where: str) -> Iterator[Contest]:
         assert quick and where == {"device": "cpu"}
         yield Contest("x", {"K": 1}, {"a": rival(1e-6, 1000), "b": rival(2e-6, 1000)})
         yield Contest("y", {}, {"a": rival(1e-6), "b": Rival(lambda: importlib_error(), 0)})
 
-    def importlib_error():
+    def importlib_error() -> NoReturn:
         raise ImportError("no such package")
 
     monkeypatch.setattr(gpu, "contests", two)
@@ -402,11 +420,13 @@ def test_rows_are_appended_and_pass_the_check(monkeypatch, capsys, tmp_path):
     assert "x: K=1" in text and "left out: no such package" in text and "1 GB/s" in text
 
 
-def test_without_a_kernel_of_ours_nothing_is_proven(monkeypatch, tmp_path):
-    def absent():
+def test_without_a_kernel_of_ours_nothing_is_proven(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def absent() -> NoReturn:
         raise ImportError("no Triton")
 
-    def contests(quick, **where):
+    def contests(quick: bool, **where: str) -> Iterator[Contest]:
         yield Contest("x", {}, {"torch": rival(1e-6), "triton": Rival(absent, 0)})
 
     monkeypatch.setattr(gpu, "contests", contests)
@@ -415,11 +435,11 @@ def test_without_a_kernel_of_ours_nothing_is_proven(monkeypatch, tmp_path):
     assert len(read_rows(tmp_path / "gpu.csv")) == 3
 
 
-def test_a_wrong_result_leaves_no_row(monkeypatch, tmp_path):
-    def wrong():
+def test_a_wrong_result_leaves_no_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def wrong() -> NoReturn:
         raise WrongResultError("y: off by one")
 
-    def one(quick, **where):
+    def one(quick: bool, **where: str) -> Iterator[Contest]:
         yield Contest("x", {}, {"a": Rival(lambda: Case(lambda: 1e-9, wrong), 0)})
 
     monkeypatch.setattr(gpu, "contests", one)
@@ -428,7 +448,7 @@ def test_a_wrong_result_leaves_no_row(monkeypatch, tmp_path):
     assert not (tmp_path / "gpu.csv").exists()
 
 
-def test_a_call_is_timed_alone_behind_other_buffers(monkeypatch):
+def test_a_call_is_timed_alone_behind_other_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     log = []
     log_events(monkeypatch, log, 2000.0)
     device = object.__new__(Cuda)
@@ -439,7 +459,7 @@ def test_a_call_is_timed_alone_behind_other_buffers(monkeypatch):
     assert log == [*parts[0], *parts[1], "wait"]
 
 
-def test_what_passes_through_the_cache_is_larger_than_it(monkeypatch):
+def test_what_passes_through_the_cache_is_larger_than_it(monkeypatch: pytest.MonkeyPatch) -> None:
     about = SimpleNamespace(name="A GPU", L2_cache_size=4096)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: about)
@@ -466,7 +486,7 @@ def test_what_passes_through_the_cache_is_larger_than_it(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu():
+def test_on_a_gpu() -> None:
     device = Cuda()
     contest = gated_norm.norms("cuda", "nemotron-3-nano", 512)
     results, _ = race(contest, device, 5, random.Random(0))

@@ -1,11 +1,15 @@
 """Ctrl-C is one line, and nothing that was started goes on."""
 
+from __future__ import annotations
+
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -29,7 +33,7 @@ def cells():
 """
 
 
-def interrupted(command, fifo, **variables):
+def interrupted(command: Sequence[str], fifo: Path, **variables: str) -> tuple[int, str, int]:
     """Press Ctrl-C while a case runs; return exit code, stderr and the case's process."""
     os.mkfifo(fifo)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -42,7 +46,7 @@ def interrupted(command, fifo, **variables):
     return process.returncode, err, at_work
 
 
-def test_ctrl_c_while_modules_are_imported_is_one_line(tmp_path):
+def test_ctrl_c_while_modules_are_imported_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text(HOLD + "hold()\n")
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).resolve().parents[2])])
     command = [sys.executable, "-m", "bench", "--quick"]
@@ -52,14 +56,16 @@ def test_ctrl_c_while_modules_are_imported_is_one_line(tmp_path):
     )
 
 
-def is_over(process):
+def is_over(process: int) -> bool:
     """It ended, though its parent may not have read its exit code."""
     with suppress(OSError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     return True
 
 
-def test_a_comparison_that_is_interrupted_says_one_line_and_ends_its_workers(tmp_path):
+def test_a_comparison_that_is_interrupted_says_one_line_and_ends_its_workers(
+    tmp_path: Path,
+) -> None:
     toy = tmp_path / "toy"
     write_toy(toy)
     (toy / "bench" / "stuck.py").write_text(STUCK)
@@ -82,7 +88,9 @@ def test_a_comparison_that_is_interrupted_says_one_line_and_ends_its_workers(tmp
     assert not (tmp_path / "results" / "compare.csv").exists()
 
 
-def test_a_history_that_is_interrupted_ends_asv(tmp_path, monkeypatch):
+def test_a_history_that_is_interrupted_ends_asv(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     (tmp_path / "asv.py").write_text(
@@ -92,7 +100,7 @@ def test_a_history_that_is_interrupted_ends_asv(tmp_path, monkeypatch):
     seen = []
 
     class Interrupted(subprocess.Popen):
-        def communicate(self, given):
+        def communicate(self, given: str) -> NoReturn:
             with open(fifo) as pipe:
                 seen.append(int(pipe.readline()))
             raise KeyboardInterrupt

@@ -1,24 +1,30 @@
 """What `python -m bench` prints, writes and returns."""
 
+from __future__ import annotations
+
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from bench.__main__ import main
 from bench.harness import command
-from bench.harness.cells import Count, grid
+from bench.harness.cells import Cell, Count, grid
 from bench.harness.registry import cells
 from hybrid_kv.errors import CheckFailedError, HybridKVError
 from hybrid_kv.measure.results import read_rows
 from tests.support.cells import cell, failing_after, steady
 
+Registry = Callable[..., None]
+
 
 @pytest.fixture
-def registry(monkeypatch):
-    def use(*made):
+def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
+    def use(*made: Cell) -> None:
         monkeypatch.setattr(
             command, "cells", lambda quick: [one for one in made if one.quick or not quick]
         )
@@ -27,7 +33,9 @@ def registry(monkeypatch):
     return use
 
 
-def test_the_command_prints_and_appends(registry, tmp_path, capsys):
+def test_the_command_prints_and_appends(
+    registry: Registry, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rivals = grid(
         "offload", "rivals", "cpu", lambda seed, **_: steady(), {"subject": ("r", "engine")}, [()]
     )
@@ -52,7 +60,9 @@ def test_the_command_prints_and_appends(registry, tmp_path, capsys):
     assert all(json.loads(text)["receipt"]["checked_after"] for text in timed["params"])
 
 
-def test_a_wrong_result_fails_and_writes_nothing_of_its_group(registry, tmp_path):
+def test_a_wrong_result_fails_and_writes_nothing_of_its_group(
+    registry: Registry, tmp_path: Path
+) -> None:
     registry(cell(steady, x=1), cell(lambda: failing_after(1), x=2))
     out = tmp_path / "r.csv"
     with pytest.raises(
@@ -62,7 +72,9 @@ def test_a_wrong_result_fails_and_writes_nothing_of_its_group(registry, tmp_path
     assert len(read_rows(out)) == 1
 
 
-def test_suites_and_tiers_are_chosen(registry, monkeypatch, capsys):
+def test_suites_and_tiers_are_chosen(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     registry(
         cell(steady, x=1),
@@ -80,19 +92,21 @@ def test_suites_and_tiers_are_chosen(registry, monkeypatch, capsys):
             main(arguments)
 
 
-def test_an_unwritable_file_is_refused_before_the_work(registry, tmp_path):
+def test_an_unwritable_file_is_refused_before_the_work(registry: Registry, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     registry(cell(lambda: pytest.fail("ran"), x=1))
     with pytest.raises(HybridKVError, match="file"):
         main(["--out", str(tmp_path / "file" / "r.csv")])
 
 
-def test_units_are_those_that_results_know():
+def test_units_are_those_that_results_know() -> None:
     known = sys.modules["hybrid_kv.measure.results"].UNITS
     assert {unit for one in cells() for unit in one.units.values()} <= known
 
 
-def test_cells_are_chosen_by_a_part_of_their_name_and_printed_as_json(registry, capsys):
+def test_cells_are_chosen_by_a_part_of_their_name_and_printed_as_json(
+    registry: Registry, capsys: pytest.CaptureFixture[str]
+) -> None:
     registry(cell(steady, x=1), cell(steady, x=22))
     assert main(["-k", "X=22", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
@@ -101,7 +115,9 @@ def test_cells_are_chosen_by_a_part_of_their_name_and_printed_as_json(registry, 
         main(["-k", "nothing"])
 
 
-def test_a_broken_promise_leaves_the_json_whole(registry, capsys):
+def test_a_broken_promise_leaves_the_json_whole(
+    registry: Registry, capsys: pytest.CaptureFixture[str]
+) -> None:
     registry(cell(steady, subject="engine"), cell(steady, promise=1e9, subject="rival"))
     assert main(["--json"]) == 1
     printed = capsys.readouterr()

@@ -1,5 +1,7 @@
 """The documented commands of pytest-benchmark, run as they stand but for one cell."""
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess
@@ -9,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_pytest_benchmark_times_a_cell_and_compares(tmp_path):
+def test_pytest_benchmark_times_a_cell_and_compares(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     options = [
         "--benchmark-only",

@@ -1,5 +1,7 @@
 """What a wrong command line of a module says."""
 
+from __future__ import annotations
+
 import pytest
 
 from bench.harness.arguments import ArgumentParser
@@ -13,7 +15,9 @@ from hybrid_kv.errors import run_command
         (["--tier", "x"], "argument --tier: invalid choice: 'x'"),
     ],
 )
-def test_an_error_is_one_line_and_names_the_way_out(arguments, message, capsys):
+def test_an_error_is_one_line_and_names_the_way_out(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     parser = ArgumentParser("python -m bench", "Measures.")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--tier", choices=["cpu", "gpu"])

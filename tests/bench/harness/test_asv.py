@@ -4,11 +4,14 @@ The clone's .venv is the environment of the tests, as `make` would have made it,
 is installed anew.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,19 +19,21 @@ import pytest
 from bench.harness import history_rows
 from hybrid_kv.measure.results import read_rows
 
+Asv = Callable[..., str]
+
 ROOT = Path(history_rows.__file__).resolve().parents[2]
 BENCHMARK = "memory.Held.track_most"
 CASE = rf"^{BENCHMARK}\('all', 3\)$"
 NAME = ("-c", "user.name=test", "-c", "user.email=test@example.com")
 
 
-def git(folder, *arguments):
+def git(folder: Path, *arguments: str) -> str:
     return subprocess.run(
         ["git", *arguments], cwd=folder, check=True, capture_output=True, text=True
     ).stdout
 
 
-def copy_working_tree(clone):
+def copy_working_tree(clone: Path) -> None:
     """Bring what is not committed into the clone."""
     changed = git(ROOT, "ls-files", "--modified", "--others", "--exclude-standard", "-z").split(
         "\0"
@@ -42,7 +47,7 @@ def copy_working_tree(clone):
 
 
 @pytest.fixture(scope="module")
-def clone(tmp_path_factory):
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two commits: the checkout's, and one that lets a request hold a block more."""
     folder = tmp_path_factory.mktemp("clone") / "hybrid_kv"
     git(ROOT, "clone", "--quiet", str(ROOT), str(folder))
@@ -56,10 +61,10 @@ def clone(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def asv(clone):
+def asv(clone: Path) -> Asv:
     """Run a command of asv; return what it prints."""
 
-    def run(*arguments):
+    def run(*arguments: str) -> str:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         command = [sys.executable, "-m", "asv", *arguments]
         done = subprocess.run(
@@ -73,11 +78,11 @@ def asv(clone):
 
 
 @pytest.fixture(scope="module")
-def compared(asv):
+def compared(asv: Asv) -> str:
     return asv("continuous", "--machine", "tests", "--bench", CASE, "HEAD~1", "HEAD")
 
 
-def test_asv_measures_two_commits(clone, asv, compared):
+def test_asv_measures_two_commits(clone: Path, asv: Asv, compared: str) -> None:
     assert "BENCHMARKS NOT SIGNIFICANTLY CHANGED" in compared
     commits = git(clone, "rev-list", "-n2", "HEAD").split()
     for commit in commits:
@@ -87,12 +92,14 @@ def test_asv_measures_two_commits(clone, asv, compared):
     assert BENCHMARK in asv("compare", "--machine", "tests", "HEAD~1", "HEAD")
 
 
-def test_asv_publishes_them(clone, asv, compared):
+def test_asv_publishes_them(clone: Path, asv: Asv, compared: str) -> None:
     asv("publish", "--no-pull")
     assert BENCHMARK in (clone / ".asv" / "html" / "index.json").read_text()
 
 
-def test_what_asv_measured_is_kept_as_rows(clone, compared, tmp_path, monkeypatch):
+def test_what_asv_measured_is_kept_as_rows(
+    clone: Path, compared: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(history_rows, "ASV_RESULTS", clone / "results" / "asv")
     monkeypatch.setattr(history_rows, "DATA_SET", tmp_path / "history.parquet")
     commits = git(clone, "rev-list", "-n2", "HEAD").split()

@@ -4,15 +4,19 @@ The toy's clock moves only by the work that it is given, so equal code takes exa
 % more is 5 %.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import random
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 
@@ -38,6 +42,8 @@ from tests.bench.bisect.toy import commit
 from tests.bench.harness.toy import TORCH, git, write_package, write_toy
 from tests.cli.run import refused, run
 
+Command = Callable[..., tuple[int, str, str]]
+
 SMALL = Design(pairs=3, samples=2)
 STEP, BIG, NEW, WRONG, HELD, RAISING, DYING, HANGING, LISTED = (
     f"toy/{name}[size=1]"
@@ -47,20 +53,22 @@ LATE = "late/newer[]"
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory):
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository with a branch for each of `VERSIONS`, and one, `empty`, without the package."""
     return write_toy(tmp_path_factory.mktemp("toy"))
 
 
 @pytest.fixture(autouse=True)
-def no_torch(tmp_path, monkeypatch):
+def no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers import a torch of three lines."""
     (tmp_path / "torch.py").write_text(TORCH)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 
 @pytest.fixture
-def command(toy, tmp_path, monkeypatch, capsys):
+def command(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Command:
     """Runs `hybrid-kv compare` in the toy: exit code, stdout, stderr."""
     monkeypatch.setattr(driver, "ROOT", toy)
     monkeypatch.setattr(fitness, "examine", lambda _: SimpleNamespace(unfit=""))
@@ -70,11 +78,11 @@ def command(toy, tmp_path, monkeypatch, capsys):
     )
 
 
-def verdicts_of(comparison, folder):
+def verdicts_of(comparison: Comparison, folder: Path) -> dict[str, str]:
     return {one.name: one.verdict for one in outcomes_of(comparison, folder / "results")}
 
 
-def test_equal_code_is_the_same_and_what_cannot_run_says_why(toy):
+def test_equal_code_is_the_same_and_what_cannot_run_says_why(toy: Path) -> None:
     comparison = compare(
         "base", "comment", Selection(names=["toy", "late"]), root=toy, design=SMALL
     )
@@ -102,7 +110,7 @@ def test_equal_code_is_the_same_and_what_cannot_run_says_why(toy):
 @pytest.mark.parametrize(
     ("head", "verdict", "ratio"), [("slow", "slower", 1.05), ("fast", "faster", 0.95)]
 )
-def test_a_change_is_repeated_and_found(toy, head, verdict, ratio):
+def test_a_change_is_repeated_and_found(toy: Path, head: str, verdict: str, ratio: float) -> None:
     comparison = compare(
         "base", head, Selection(names=["toy/step", "toy/big"]), root=toy, design=SMALL
     )
@@ -122,8 +130,14 @@ def test_a_change_is_repeated_and_found(toy, head, verdict, ratio):
     ("head", "verdict", "ratio"), [("slow", "slower", 1.05), ("comment", "same", 1.0)]
 )
 def test_a_launch_is_timed_by_the_device_and_what_became_slower_is_found(
-    toy, command, tmp_path, monkeypatch, head, verdict, ratio
-):
+    toy: Path,
+    command: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    head: str,
+    verdict: str,
+    ratio: float,
+) -> None:
     monkeypatch.setenv("TOY_GPU", "1")
     document = tmp_path / "out.json"
     code, out, err = command("base", head, "--tier", "gpu", "-k", "toy/", "--out", str(document))
@@ -200,7 +214,9 @@ SIDES = [
 
 
 @pytest.mark.parametrize(("base", "head", "expected"), SIDES)
-def test_what_one_side_cannot_run_is_an_alarm_if_that_is_head(toy, base, head, expected):
+def test_what_one_side_cannot_run_is_an_alarm_if_that_is_head(
+    toy: Path, base: str, head: str, expected: dict[str, tuple[str, str]]
+) -> None:
     select = [key.partition("[")[0] for key in expected]
     comparison = compare(base, head, Selection(names=select), root=toy, design=SMALL)
     found = {one.name: one for one in outcomes_of(comparison, toy / "results")}
@@ -231,7 +247,7 @@ class Cell(namedtuple("Cell", "benchmark params tier make")):
 """
 
 
-def test_an_older_version_runs_the_benchmark_that_it_came_with(toy, tmp_path):
+def test_an_older_version_runs_the_benchmark_that_it_came_with(toy: Path, tmp_path: Path) -> None:
     """An older version runs its own `late`, in the layout of its day.
 
     Today's `late` and `new` need `newer`.
@@ -255,7 +271,7 @@ def test_an_older_version_runs_the_benchmark_that_it_came_with(toy, tmp_path):
 
 
 @pytest.mark.parametrize("seed", [6, 7])  # of orders: the one that dies comes early
-def test_a_worker_that_dies_costs_one_benchmark_and_no_other(toy, seed):
+def test_a_worker_that_dies_costs_one_benchmark_and_no_other(toy: Path, seed: int) -> None:
     others = ["toy/dying", "toy/big", "toy/step", "toy/new"]
     comparison = compare(
         "base", "dying", Selection(names=others), root=toy, design=SMALL, seed=seed
@@ -269,7 +285,7 @@ def test_a_worker_that_dies_costs_one_benchmark_and_no_other(toy, seed):
     assert comparison.measured.failures[DYING].reason.startswith("the worker, in make, died")
 
 
-def test_a_count_that_kills_its_worker_costs_no_other_count(toy):
+def test_a_count_that_kills_its_worker_costs_no_other_count(toy: Path) -> None:
     comparison = compare(
         "base", "dying", Selection(names=["toy/fatal", "toy/held"]), root=toy, design=SMALL
     )
@@ -279,7 +295,7 @@ def test_a_count_that_kills_its_worker_costs_no_other_count(toy):
     }
 
 
-def states(groups):
+def states(groups: set[int]) -> set[str]:
     """States of all processes of these process groups."""
     found = set()
     for file in Path("/proc").glob("[0-9]*/stat"):
@@ -290,11 +306,13 @@ def states(groups):
     return found
 
 
-def test_a_worker_that_hangs_is_an_alarm_and_is_ended(toy, monkeypatch):
+def test_a_worker_that_hangs_is_an_alarm_and_is_ended(
+    toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started = []
     popen = processes.subprocess.Popen
 
-    def kept(*arguments, **options):
+    def kept(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
         process = popen(*arguments, **options)
         if "pass_fds" in options:
             started.append(process)
@@ -311,7 +329,7 @@ def test_a_worker_that_hangs_is_an_alarm_and_is_ended(toy, monkeypatch):
     assert states({process.pid for process in started}) <= {"Z"}
 
 
-def test_the_working_tree_is_copied_with_its_edits(toy):
+def test_the_working_tree_is_copied_with_its_edits(toy: Path) -> None:
     write_package(toy, ticks=110_000)
     try:
         comparison = compare("base", ".", Selection(names=["toy/step"]), root=toy, design=SMALL)
@@ -324,12 +342,12 @@ def test_the_working_tree_is_copied_with_its_edits(toy):
     assert not find_revision(toy, ".").dirty
 
 
-def test_a_seed_decides_everything_random(toy, monkeypatch):
+def test_a_seed_decides_everything_random(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class StartedError(Exception):
         pass
 
-    def options(seed):
-        def popen(command, env, **rest):
+    def options(seed: int) -> tuple[Any, ...]:
+        def popen(command: list[str], env: dict[str, str], **rest: object) -> NoReturn:
             task = json.loads(command[2])
             raise StartedError([side["seed"] for side in task["sides"]], env["PYTHONHASHSEED"])
 
@@ -346,13 +364,13 @@ def test_a_seed_decides_everything_random(toy, monkeypatch):
     assert ours != theirs
 
 
-def test_order_is_random_and_even():
+def test_order_is_random_and_even() -> None:
     class Answering(processes.Pair):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__((), random.Random(4))
             self.requests = []
 
-        def ask(self, side, do, **arguments):
+        def ask(self, side: int, do: str, **arguments: object) -> dict[str, int]:
             self.requests.append((side, arguments))
             return {"side": side}
 
@@ -369,7 +387,7 @@ def test_order_is_random_and_even():
 # ---- workers ----
 
 
-def test_both_workers_of_a_pair_share_core_and_hash_seed(toy, tmp_path):
+def test_both_workers_of_a_pair_share_core_and_hash_seed(toy: Path, tmp_path: Path) -> None:
     code = (
         "import os; from hybrid_kv import *; ANSWER = (hash('a'), "
         "sorted(os.sched_getaffinity(0)), os.getppid())"
@@ -393,7 +411,7 @@ def test_both_workers_of_a_pair_share_core_and_hash_seed(toy, tmp_path):
 # ---- counts ----
 
 
-def test_a_changed_count_is_an_alarm_until_it_is_acknowledged(toy, command):
+def test_a_changed_count_is_an_alarm_until_it_is_acknowledged(toy: Path, command: Command) -> None:
     code, out, err = command("base", "blocks", "-k", "held", "-k", "toy/big")
     assert (code, err) == (1, "")
     assert out.splitlines()[1].endswith("changed")  # alarms come first
@@ -423,14 +441,14 @@ def test_a_changed_count_is_an_alarm_until_it_is_acknowledged(toy, command):
         (5, 5, "loop"),
     ],
 )
-def test_acknowledged_steps_chain(old, new, expected):
+def test_acknowledged_steps_chain(old: int, new: int, expected: str) -> None:
     assert (
         reason_for(old, new, {1: {2: "a"}, 2: {3: "b"}, 3: {4: "c"}, 4: {1: "d"}, 5: {5: "loop"}})
         == expected
     )
 
 
-def test_a_count_that_only_one_side_has(tmp_path):
+def test_a_count_that_only_one_side_has(tmp_path: Path) -> None:
     """A new count has no baseline; one that is gone is an alarm until a person accepts it."""
     cell = CellInfo("s", "b", {"size": 1}, "count")
     counts = ({"counts": {"x": [3, "B", "lower"]}}, {"counts": {"y": [1, "B", "lower"]}})
@@ -464,11 +482,13 @@ def test_a_count_that_only_one_side_has(tmp_path):
 # ---- quarantine ----
 
 
-def rate_row(key, verdict, metric="false_alarm_rate"):
+def rate_row(key: str, verdict: str, metric: str = "false_alarm_rate") -> Row:
     return Row("operating_curve", key, metric, 0.1, verdict=verdict)
 
 
-def test_quarantine_is_the_newest_word_on_this_machine(tmp_path, monkeypatch):
+def test_quarantine_is_the_newest_word_on_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "operating_curve.csv"
     assert read_quarantine(file) == set()
     append_rows(
@@ -481,7 +501,7 @@ def test_quarantine_is_the_newest_word_on_this_machine(tmp_path, monkeypatch):
     assert read_quarantine(file) == set()
 
 
-def test_a_quarantined_benchmark_is_shown_but_raises_no_alarm(toy, command):
+def test_a_quarantined_benchmark_is_shown_but_raises_no_alarm(toy: Path, command: Command) -> None:
     append_rows(toy / "results" / "operating_curve.csv", [rate_row(STEP, "fail")])
     try:
         code, out, _ = command("base", "slow", "-k", "toy/step")
@@ -496,7 +516,9 @@ def test_a_quarantined_benchmark_is_shown_but_raises_no_alarm(toy, command):
 # ---- the command ----
 
 
-def test_the_command_prints_and_writes_everything(toy, command, tmp_path):
+def test_the_command_prints_and_writes_everything(
+    toy: Path, command: Command, tmp_path: Path
+) -> None:
     json_file, comment = tmp_path / "out.json", tmp_path / "comment.md"
     extra = ["-k", "step", "-k", "held", "--out", str(json_file), "--markdown", str(comment)]
     code, out, err = command("base", "slow", *extra)
@@ -552,8 +574,13 @@ def test_the_command_prints_and_writes_everything(toy, command, tmp_path):
     ],
 )
 def test_what_cannot_run_is_one_line_and_exit_2(
-    toy, tmp_path, monkeypatch, capsys, arguments, message
-):
+    toy: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
     monkeypatch.setattr(driver, "ROOT", toy)
     monkeypatch.chdir(tmp_path)
     assert message in refused(capsys, "compare", "--results", ".", *arguments)
@@ -563,11 +590,17 @@ def test_what_cannot_run_is_one_line_and_exit_2(
 # ---- the operating curve ----
 
 
-def trial(percent=0, number=0, slower=(), faster=(), suspects=()):
+def trial(
+    percent: int = 0,
+    number: int = 0,
+    slower: tuple[str, ...] = (),
+    faster: tuple[str, ...] = (),
+    suspects: tuple[str, ...] = (),
+) -> operating_curve.Trial:
     return operating_curve.Trial(percent, number, slower, faster, suspects)
 
 
-def test_two_false_alarms_in_fifty_are_too_many():
+def test_two_false_alarms_in_fifty_are_too_many() -> None:
     assert [operating_curve.keeps_its_rate(hits, 50) for hits in range(4)] == [
         True,
         True,
@@ -577,7 +610,7 @@ def test_two_false_alarms_in_fifty_are_too_many():
     assert not operating_curve.keeps_its_rate(1, 3)
 
 
-def test_rates_count_what_happened():
+def test_rates_count_what_happened() -> None:
     injected = operating_curve.INJECTED
     trials = [trial(number=i) for i in range(8)]
     trials += [
@@ -609,7 +642,9 @@ def test_rates_count_what_happened():
     assert not any(metric == "detection_rate" and percent == 10 for _, metric, percent in found)
 
 
-def test_the_self_test_stops_and_continues(tmp_path, monkeypatch, capsys):
+def test_the_self_test_stops_and_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     class StoppedError(Exception):
         pass
 
@@ -618,7 +653,9 @@ def test_the_self_test_stops_and_continues(tmp_path, monkeypatch, capsys):
     commit = "ab" * 20
     monkeypatch.setattr(operating_curve, "find_revision", lambda root, name: Revision(name, commit))
 
-    def run(revision, percent, number, design, root):
+    def run(
+        revision: str, percent: int, number: int, design: Design, root: Path
+    ) -> operating_curve.Trial:
         if len(ran) == 3:
             raise StoppedError
         ran.append((percent, number))
@@ -641,7 +678,9 @@ def test_the_self_test_stops_and_continues(tmp_path, monkeypatch, capsys):
     assert "0/2 (0%–84%)" in capsys.readouterr().out
 
 
-def test_trials_of_another_design_or_other_benchmarks_do_not_count(tmp_path, monkeypatch):
+def test_trials_of_another_design_or_other_benchmarks_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "curve.csv"
     ids = {
         operating_curve.experiment_id(*one)
@@ -656,21 +695,21 @@ def test_trials_of_another_design_or_other_benchmarks_do_not_count(tmp_path, mon
     assert operating_curve.read_trials(file, "one") == []
 
 
-def test_a_trial_on_the_toy(toy, monkeypatch):
+def test_a_trial_on_the_toy(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operating_curve, "INJECTED", (STEP,))
     found = operating_curve.run_trial("base", 10, 0, SMALL, toy)
     assert (found.slower, found.faster, found.suspects) == ((STEP,), (), (STEP,))
     assert operating_curve.run_trial("base", 0, 0, SMALL, toy).suspects == ()
 
 
-def test_injected_benchmarks_exist_and_are_measured_by_a_trial():
+def test_injected_benchmarks_exist_and_are_measured_by_a_trial() -> None:
     assert set(operating_curve.INJECTED) <= set(operating_curve.timed_keys())
 
 
 # ---- shown ----
 
 
-def test_a_verdict_from_an_unfit_machine_carries_the_mark():
+def test_a_verdict_from_an_unfit_machine_carries_the_mark() -> None:
     timed, counted = (
         CellInfo("s", name, {}, tier) for name, tier in (("t", "cpu"), ("c", "count"))
     )
@@ -694,7 +733,7 @@ def test_a_verdict_from_an_unfit_machine_carries_the_mark():
     assert verdicts.document(comparison, outcomes)["unfit"] == "others took 33% of a core"
 
 
-def test_a_placed_version_has_all_that_its_benchmarks_read(tmp_path):
+def test_a_placed_version_has_all_that_its_benchmarks_read(tmp_path: Path) -> None:
     """Today's suites are listed in a copy of this checkout's own files, away from the checkout."""
     if not (driver.ROOT / ".git").exists():
         pytest.skip("this is no git checkout")

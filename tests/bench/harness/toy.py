@@ -4,6 +4,8 @@ The clock moves only by the work that it is given, so equal code takes exactly a
 is 5 %.
 """
 
+from __future__ import annotations
+
 import shutil
 import subprocess
 from pathlib import Path
@@ -167,7 +169,7 @@ VERSIONS = {
 }
 
 
-def git(folder, *arguments):
+def git(folder: Path, *arguments: str | Path) -> str:
     name = ("-c", "user.name=t", "-c", "user.email=t@example.com", "-c", "commit.gpgsign=false")
     done = subprocess.run(
         ("git", *name, *arguments), cwd=folder, capture_output=True, text=True, check=True
@@ -175,12 +177,18 @@ def git(folder, *arguments):
     return done.stdout.strip()
 
 
-def write_package(folder, ticks=100_000, blocks=10, answer=42, newer="def newer(): step()"):
+def write_package(
+    folder: Path,
+    ticks: int = 100_000,
+    blocks: int = 10,
+    answer: int = 42,
+    newer: str = "def newer(): step()",
+) -> None:
     text = PACKAGE.format(ticks=ticks, blocks=blocks, answer=answer, newer=newer)
     (folder / "hybrid_kv" / "__init__.py").write_text(text)
 
 
-def write_toy(folder):
+def write_toy(folder: Path) -> Path:
     """Make the folder a repository with a branch for each of `VERSIONS`.
 
     One more branch, `empty`, lacks the package.

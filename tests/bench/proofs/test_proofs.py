@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from bench.proofs.kernels import Kernel, block_tables, conv_update, delta_update, state_update
+from bench.proofs.kernels import Case, Kernel, block_tables, conv_update, delta_update, state_update
 from bench.proofs.prove import PROPERTIES, prove
 from bench.proofs.symbolic import planted
 from hybrid_kv.kernels.block_tables.launch import _block_tables
@@ -16,7 +18,7 @@ from hybrid_kv.kernels.ssd.slots import _state_update
 @pytest.mark.parametrize(
     ("make", "bits"), [(conv_update, 32), (state_update, 64), (delta_update, 32)]
 )
-def test_all_properties_of_a_kernel_are_proven(make, bits):
+def test_all_properties_of_a_kernel_are_proven(make: Callable[..., Case], bits: int) -> None:
     found = [*prove(make(columns=1 if make is conv_update else 2, bits=bits))]
     assert [one.property for one in found] == [*PROPERTIES]
     assert {one.word for one in found} == {"proven"} and min(
@@ -117,12 +119,14 @@ PLANTED = [
 
 
 @pytest.mark.parametrize(("make", "kernel", "old", "new", "name"), PLANTED)
-def test_a_planted_mistake_has_a_witness(make, kernel: Kernel, old: str, new: str, name: str):
+def test_a_planted_mistake_has_a_witness(
+    make: Callable[..., Case], kernel: Kernel, old: str, new: str, name: str
+) -> None:
     sizes = {} if make is block_tables else {"columns": 1}
     (found,) = prove(make(planted(kernel, old, new), **sizes), [name])
     assert found.word == "witness" and found.said.startswith("line "), found
 
 
-def test_a_text_that_a_kernel_lacks_is_not_planted():
+def test_a_text_that_a_kernel_lacks_is_not_planted() -> None:
     with pytest.raises(ValueError, match="0 times"):
         planted(_conv_update, "no such text", "")

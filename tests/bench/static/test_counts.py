@@ -1,9 +1,14 @@
 """Bytes by count, and that one more of them fails."""
 
+from __future__ import annotations
+
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+
+from bench.static.counts import Shape
 
 pytest.importorskip("triton")
 
@@ -19,7 +24,7 @@ from tests.cli import run as cli
 from tests.kernels.interpreter import interpreted
 
 
-def bytes_of_a_step(shape, K, n_hist, flush):
+def bytes_of_a_step(shape: Shape, K: int, n_hist: int | None, flush: bool) -> int:
     """What the model says."""
     if n_hist is None:
         return sum(slots_bytes(shape, torch.float32, 1 + K).values())
@@ -28,12 +33,12 @@ def bytes_of_a_step(shape, K, n_hist, flush):
 
 @pytest.mark.parametrize("shape", [(8, 64, 128, 1), DeltaShape(1, 2, 128, 128, per_channel=False)])
 @pytest.mark.parametrize(("n_hist", "flush"), [(None, False), (0, False), (9, True)])
-def test_bytes_are_those_of_the_model(shape, n_hist, flush):
+def test_bytes_are_those_of_the_model(shape: Shape, n_hist: int | None, flush: bool) -> None:
     args = shape, 3, n_hist, flush
     assert interpreted(counts.count_scheme, *args) == bytes_of_a_step(*args)
 
 
-def shared_bytes():
+def shared_bytes() -> list[int]:
     from hybrid_kv.kernels.gated_norm import gated_rms_norm
 
     x, gate, weight = torch.ones(3, 8), torch.ones(3, 8), torch.ones(8)
@@ -43,13 +48,13 @@ def shared_bytes():
     ]
 
 
-def test_every_address_counts_once_and_what_is_shared_not_at_all():
+def test_every_address_counts_once_and_what_is_shared_not_at_all() -> None:
     # The weight is loaded by each of three tokens; of x and gate every element by one program.
     assert interpreted(shared_bytes) == [4 * (3 * 8 * 3 + 8), 4 * 3 * 8 * 3, 4 * 3 * 8 * 2]
 
 
-def test_a_model_that_is_not_what_is_counted_is_wrong(monkeypatch):
-    def counted_bytes(shape, K, n_hist, flush):
+def test_a_model_that_is_not_what_is_counted_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def counted_bytes(shape: Shape, K: int, n_hist: int | None, flush: bool) -> int:
         return bytes_of_a_step(shape, K, n_hist, flush) + (flush and K == 5)
 
     monkeypatch.setattr(counts, "count_scheme", counted_bytes)
@@ -77,13 +82,13 @@ BYTES = Count("bytes.recompute", "Nemotron-3-Nano, K=3", "float32", "any", 1000)
 
 
 @pytest.fixture
-def file(tmp_path):
+def file(tmp_path: Path) -> Path:
     file = tmp_path / "kernels.csv"
     append_rows(file, changed_rows([SLOTS, BYTES], file))
     return file
 
 
-def test_one_more_is_too_many_and_one_less_is_not(file):
+def test_one_more_is_too_many_and_one_less_is_not(file: Path) -> None:
     known = read_baseline(file, provenance().triton)
     more = replace(BYTES, bytes=1001)
     assert failures(SLOTS, known) == failures(BYTES, known) == []
@@ -94,7 +99,7 @@ def test_one_more_is_too_many_and_one_less_is_not(file):
     assert failures(replace(more, dtype="bfloat16"), known) == []
 
 
-def test_only_changes_become_rows(file):
+def test_only_changes_become_rows(file: Path) -> None:
     assert not list(check_file(file))
     assert changed_rows([SLOTS, BYTES], file) == []
     (row,) = changed_rows([SLOTS, replace(BYTES, bytes=999)], file)
@@ -106,10 +111,12 @@ def test_only_changes_become_rows(file):
     )
 
 
-def test_the_command_counts_and_fails(monkeypatch, capsys, tmp_path, file):
+def test_the_command_counts_and_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, file: Path
+) -> None:
     monkeypatch.setattr(gate, "run", lambda *args, **options: [])
 
-    def run(found, *arguments):
+    def run(found: list[Count], *arguments: str) -> tuple[int, str]:
         monkeypatch.setattr(counts, "count_all", lambda: found)
         return cli.run(capsys, "kernels", "--baseline", file, *arguments)[:2]
 
@@ -129,7 +136,7 @@ def test_the_command_counts_and_fails(monkeypatch, capsys, tmp_path, file):
     assert run([SLOTS, more])[0] == 0
 
 
-def test_the_rate_of_flushes_is_that_of_the_chain():
+def test_the_rate_of_flushes_is_that_of_the_chain() -> None:
     """Without drafts a ring of 33 tokens is folded every 32 steps, and once more at a boundary."""
     group = (1, 1, 1, 1)
     assert counts.mean_traffic(

@@ -1,7 +1,10 @@
 """Rows that fit the schema, and files of them."""
 
+from __future__ import annotations
+
 import csv
 import io
+from pathlib import Path
 
 from hybrid_kv.measure.results import COLUMNS, Receipt, Row, append_rows, timing_row
 
@@ -23,7 +26,7 @@ GOOD = [
 RECEIPT = '{"receipt":{"checked_after":true,"checked_before":true,"max_error":0.0}}'
 
 
-def damaged(path, line, **changes):
+def damaged(path: Path, line: int, **changes: str) -> Path:
     """A good file in which fields of a line are others."""
     append_rows(path, GOOD)
     with path.open(newline="") as file:

@@ -1,5 +1,7 @@
 """No row is lost, doubled, mixed or torn, whatever happens to the writers."""
 
+from __future__ import annotations
+
 import csv
 import errno
 import fcntl
@@ -7,6 +9,9 @@ import itertools
 import multiprocessing
 import os
 import signal
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -26,7 +31,7 @@ from hybrid_kv.measure.results.schema import HEADER
 from tests.measure.results.rows import PROOF, ROW
 
 
-def test_rows_come_back_as_written(tmp_path):
+def test_rows_come_back_as_written(tmp_path: Path) -> None:
     path = tmp_path / "new" / "r.csv"
     append_rows(path, [ROW])
     append_rows(
@@ -53,18 +58,18 @@ def test_rows_come_back_as_written(tmp_path):
     assert path.read_text().count("schema") == 1
 
 
-def _rows(worker, numbers):
+def _rows(worker: int | str, numbers: Iterable[int]) -> list[Row]:
     return [Row("s", f"{worker}-{i}", "m", i, params={"pad": "x" * (i % 97)}) for i in numbers]
 
 
-def _append(path, worker, singles, batches):
+def _append(path: Path, worker: int, singles: int, batches: int) -> None:
     for i in range(singles):
         append_rows(path, _rows(worker, [i]))
     for batch in range(batches):
         append_rows(path, _rows(worker, range(singles + 250 * batch, singles + 250 * (batch + 1))))
 
 
-def _write_at_once(path, writers, singles, batches):
+def _write_at_once(path: Path, writers: int, singles: int, batches: int) -> list[str]:
     """Fork writers that append side by side; return the names of all rows that are in the file."""
     fork = multiprocessing.get_context("fork")
     workers = [
@@ -83,7 +88,7 @@ def _write_at_once(path, writers, singles, batches):
     return [row[COLUMNS.index("benchmark")] for row in rows[1:]]
 
 
-def test_eight_writers_lose_and_double_nothing(tmp_path):
+def test_eight_writers_lose_and_double_nothing(tmp_path: Path) -> None:
     names = _write_at_once(tmp_path / "r.csv", writers=8, singles=100, batches=4)
     assert len(names) == 8_800
     assert set(names) == {f"{worker}-{i}" for worker in range(8) for i in range(1_100)}
@@ -99,7 +104,7 @@ def test_eight_writers_lose_and_double_nothing(tmp_path):
     assert frame["benchmark"].tolist() == names
 
 
-def test_split_writes_do_not_mix(tmp_path, monkeypatch):
+def test_split_writes_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = os.write
     # The kernel may take a part of a write only; without a lock, another process would get in
     # between.
@@ -108,13 +113,13 @@ def test_split_writes_do_not_mix(tmp_path, monkeypatch):
     assert sorted(names) == sorted(f"{worker}-{i}" for worker in range(4) for i in range(250))
 
 
-def _killed_while_appending(path, rows, size):
+def _killed_while_appending(path: Path, rows: list[Row], size: int) -> None:
     """Let another process append and die by SIGKILL when `size` bytes are written."""
 
-    def work():
+    def work() -> None:
         write = os.write
 
-        def torn(descriptor, data):
+        def torn(descriptor: int, data: bytes) -> None:
             write(descriptor, bytes(data[:size]))
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -129,7 +134,9 @@ def _killed_while_appending(path, rows, size):
 
 @pytest.mark.parametrize("share", [0.0, 0.002, 0.01, 0.4, 0.999])
 @pytest.mark.parametrize("before", [0, 3])
-def test_a_killed_writer_leaves_a_file_that_reads_and_grows(tmp_path, caplog, before, share):
+def test_a_killed_writer_leaves_a_file_that_reads_and_grows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, before: int, share: float
+) -> None:
     path = tmp_path / "r.csv"
     if before:
         append_rows(path, _rows("old", range(before)))
@@ -156,7 +163,7 @@ def test_a_killed_writer_leaves_a_file_that_reads_and_grows(tmp_path, caplog, be
     assert check_file(path) == [] and not caplog.text
 
 
-def test_a_torn_line_longer_than_a_read_is_cut_off(tmp_path):
+def test_a_torn_line_longer_than_a_read_is_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "r.csv"
     append_rows(path, [ROW])
     whole = path.read_bytes()
@@ -166,14 +173,16 @@ def test_a_torn_line_longer_than_a_read_is_cut_off(tmp_path):
         assert path.read_bytes() == whole
 
 
-def test_a_reader_waits_for_a_writer_at_work(tmp_path, monkeypatch, caplog):
+def test_a_reader_waits_for_a_writer_at_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "r.csv"
     append_rows(path, [ROW])
     half = append.encode_rows([ROW], {})
     released, release = multiprocessing.Pipe(duplex=False)
     ready, report = multiprocessing.Pipe(duplex=False)
 
-    def work():
+    def work() -> None:
         with path.open("ab", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.write(half[:50])
@@ -186,7 +195,7 @@ def test_a_reader_waits_for_a_writer_at_work(tmp_path, monkeypatch, caplog):
     ready.recv()
     flock = fcntl.flock
 
-    def locked(file, kind):
+    def locked(file: IO[bytes], kind: int) -> None:
         release.send("go on")
         flock(file, kind)
 
@@ -203,14 +212,16 @@ def test_a_reader_waits_for_a_writer_at_work(tmp_path, monkeypatch, caplog):
     "failure", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()]
 )
 @pytest.mark.parametrize("before", [0, 1])
-def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch, failure, before):
+def test_a_write_that_fails_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException, before: int
+) -> None:
     path = tmp_path / "r.csv"
     if before:
         append_rows(path, [ROW])
     content = path.read_bytes() if before else b""
     write, calls = os.write, []
 
-    def fails(descriptor, data):
+    def fails(descriptor: int, data: bytes) -> int:
         calls.append(data)
         if len(calls) > 1:
             raise failure
@@ -224,7 +235,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch, failure, befor
         assert "cannot be written" in str(raised.value) and "No space left" in str(raised.value)
 
 
-def test_an_unwritable_place_is_known_before_the_work(tmp_path):
+def test_an_unwritable_place_is_known_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for check in (check_writable, lambda path: append_rows(path, [ROW])):
         with pytest.raises(
@@ -234,6 +245,6 @@ def test_an_unwritable_place_is_known_before_the_work(tmp_path):
         assert "\n" not in str(error.value)
 
 
-def test_checking_leaves_no_file(tmp_path):
+def test_checking_leaves_no_file(tmp_path: Path) -> None:
     check_writable(tmp_path / "r.csv")
     assert list(tmp_path.iterdir()) == []

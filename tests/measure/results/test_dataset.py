@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -37,7 +38,9 @@ def cells(path: Path) -> list[tuple[object, ...]]:
     return sorted(read_rows(path).fillna(-1).itertuples(index=False, name=None))
 
 
-def test_csv_and_parquet_give_the_same_answers(tmp_path, capsys):
+def test_csv_and_parquet_give_the_same_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     files, whole = write(tmp_path / "rows", everything()), tmp_path / "all.parquet"
     out = printed(capsys, "results", "export", files, "--to", whole)
     assert out == f"{whole}: {len(everything())} rows\n"
@@ -56,7 +59,7 @@ def test_csv_and_parquet_give_the_same_answers(tmp_path, capsys):
     assert problems and len(check_file(whole)) == len(problems)
 
 
-def test_rows_of_one_moment_keep_their_order(tmp_path):
+def test_rows_of_one_moment_keep_their_order(tmp_path: Path) -> None:
     names = [f"b{i * 7 % 50}" for i in range(50)]
     files = write(tmp_path / "rows", [row(0, benchmark=name) for name in names])
     export_rows([files / "made.csv"], tmp_path / "all.parquet")
@@ -64,7 +67,7 @@ def test_rows_of_one_moment_keep_their_order(tmp_path):
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_shards_merge_without_loss_or_doubles(tmp_path, order):
+def test_shards_merge_without_loss_or_doubles(tmp_path: Path, order: int) -> None:
     files = shards(tmp_path / "rows", 4)[::order]
     whole = tmp_path / "whole.parquet"
     assert (
@@ -76,7 +79,7 @@ def test_shards_merge_without_loss_or_doubles(tmp_path, order):
     assert read_rows(whole).groupby("suite")["time_utc"].is_monotonic_increasing.all()
 
 
-def test_writers_at_once_lose_and_double_nothing(tmp_path):
+def test_writers_at_once_lose_and_double_nothing(tmp_path: Path) -> None:
     first, *files = shards(tmp_path / "rows", 6)
     whole = tmp_path / "whole.parquet"
     export_rows([first], whole)
@@ -86,12 +89,14 @@ def test_writers_at_once_lose_and_double_nothing(tmp_path):
     assert len(set(cells(whole))) == len(cells(whole)) == ROWS
 
 
-def test_a_merge_that_is_killed_is_repeated(tmp_path, monkeypatch):
+def test_a_merge_that_is_killed_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, *files = shards(tmp_path / "rows", 3)
     whole, replace, calls = tmp_path / "whole.parquet", os.replace, []
     export_rows([first], whole)
 
-    def dies(*places):
+    def dies(*places: Path) -> None:
         calls.append(places)
         if len(calls) == 3:
             raise KeyboardInterrupt
@@ -106,7 +111,7 @@ def test_a_merge_that_is_killed_is_repeated(tmp_path, monkeypatch):
     assert len(set(cells(whole))) == len(cells(whole)) == ROWS
 
 
-def test_names_that_mean_something_to_a_query_or_a_folder(tmp_path):
+def test_names_that_mean_something_to_a_query_or_a_folder(tmp_path: Path) -> None:
     folder = tmp_path / "it's [a] *place? é"
     suites = ["../up", "a=b/c", "it's", "*", "é", "%2e"]
     write(folder, [row(i, suite=suite) for i, suite in enumerate(suites)])
@@ -116,7 +121,7 @@ def test_names_that_mean_something_to_a_query_or_a_folder(tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == ["all.parquet", "made.csv"]
 
 
-def test_a_folder_may_hold_both_kinds(tmp_path, capsys):
+def test_a_folder_may_hold_both_kinds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     append_rows(tmp_path / "rows" / "a.csv", GOOD)
     append_rows(tmp_path / "b.csv", GOOD[:1])
     export_rows([tmp_path / "b.csv"], tmp_path / "rows" / "b.parquet")
@@ -150,7 +155,13 @@ def foreign(path: Path) -> None:
         ),
     ],
 )
-def test_a_damaged_data_set_is_one_line(tmp_path, capsys, name, break_it, said):
+def test_a_damaged_data_set_is_one_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    break_it: Callable[[Path], object],
+    said: str,
+) -> None:
     place = tmp_path / "all.parquet"
     # enough files for several threads
     write(tmp_path, [row(0, suite=f"s{i}") for i in range(40)], "a.csv")
@@ -177,7 +188,9 @@ def test_a_damaged_data_set_is_one_line(tmp_path, capsys, name, break_it, said):
         ("NULL::DOUBLE AS value", "row 2: column 'value' holds ''"),
     ],
 )
-def test_a_parquet_file_is_not_believed_for_its_footer(tmp_path, capsys, change, said):
+def test_a_parquet_file_is_not_believed_for_its_footer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, said: str
+) -> None:
     import duckdb
 
     value, _, name = change.partition(" AS ")
@@ -201,7 +214,13 @@ def test_a_parquet_file_is_not_believed_for_its_footer(tmp_path, capsys, change,
 @pytest.mark.parametrize(
     ("place", "target"), [("all", "all"), ("all", "all.parquet/new"), ("all.parquet/in", "all")]
 )
-def test_a_data_set_is_not_made_of_itself(tmp_path, capsys, monkeypatch, place, target):
+def test_a_data_set_is_not_made_of_itself(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    target: str,
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "all.parquet" / "in.parquet").mkdir(parents=True)
     place, target = f"{place}.parquet", f"{target}.parquet"
@@ -210,7 +229,9 @@ def test_a_data_set_is_not_made_of_itself(tmp_path, capsys, monkeypatch, place, 
     assert [path.name for path in tmp_path.rglob("*")] == ["all.parquet", "in.parquet"]
 
 
-def test_what_cannot_be_written_leaves_nothing(tmp_path, capsys):
+def test_what_cannot_be_written_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     append_rows(tmp_path / "a.csv", GOOD)
     damaged(tmp_path / "bad.csv", 2, value="fast")
     append_rows(tmp_path / "none.csv", [])

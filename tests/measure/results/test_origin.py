@@ -1,7 +1,10 @@
 """Where numbers come from, without the host's name."""
 
+from __future__ import annotations
+
 import os
 import re
+from pathlib import Path
 
 import pytest
 
@@ -10,20 +13,20 @@ from hybrid_kv.measure.results import origin
 from tests.bench.bisect.toy import commit, git
 
 
-def test_provenance_does_not_name_the_host(monkeypatch):
+def test_provenance_does_not_name_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HYBRID_KV_MACHINE", raising=False)
     assert os.uname().nodename not in origin.machine_name()
     monkeypatch.setenv("HYBRID_KV_MACHINE", "h200-a\n b ")
     assert origin.machine_name() == "h200-a b"
 
 
-def test_no_git_gives_an_empty_commit(monkeypatch):
+def test_no_git_gives_an_empty_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert checkout_of_package.commit() == ""
 
 
 @pytest.fixture
-def checkout(tmp_path, monkeypatch):
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make a repository with a suite of `bench`, the guard, their subjects, and unrelated code."""
     git(tmp_path, "init", "-q")
     monkeypatch.setattr(checkout_of_package, "REPOSITORY", tmp_path.resolve())
@@ -43,7 +46,7 @@ def checkout(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_run_counts_until_a_file_that_it_measures_has_changed(checkout):
+def test_a_run_counts_until_a_file_that_it_measures_has_changed(checkout: Path) -> None:
     changes = [
         {"hybrid_kv/cli.py": "1"},
         {"hybrid_kv/check/guard/__init__.py": "from hybrid_kv import cache"},
@@ -67,7 +70,7 @@ def test_a_run_counts_until_a_file_that_it_measures_has_changed(checkout):
     assert origin.Head(made[0]).commits_since(made[-1], "guard") == 3
 
 
-def test_a_change_that_was_taken_back_is_none(checkout):
+def test_a_change_that_was_taken_back_is_none(checkout: Path) -> None:
     start = origin.head().commit
     commit(checkout, {"hybrid_kv/errors.py": "A = 2\n"}, "worse")
     assert origin.head().commits_since(start, "ssd") == 1
@@ -75,14 +78,16 @@ def test_a_change_that_was_taken_back_is_none(checkout):
     assert origin.head().commits_since(start, "ssd") == 0
 
 
-def test_a_commit_that_the_checkout_lacks_has_no_distance(checkout):
+def test_a_commit_that_the_checkout_lacks_has_no_distance(checkout: Path) -> None:
     head = origin.head()
     for unknown in ("a" * 40, "", "HEAD", "--all", head.commit + "-dirty"):
         assert head.commits_since(unknown, "guard") is None
     assert origin.NO_HEAD.commits_since(head.commit, "guard") is None
 
 
-def test_commits_are_in_order_whatever_their_clocks_say(checkout, monkeypatch):
+def test_commits_are_in_order_whatever_their_clocks_say(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = [origin.head().commit]
     for day in (20, 10, 30):
         monkeypatch.setenv("GIT_COMMITTER_DATE", f"2099-01-{day}T00:00:00Z")
@@ -94,7 +99,7 @@ def test_commits_are_in_order_whatever_their_clocks_say(checkout, monkeypatch):
     assert origin.NO_HEAD.times() == origin.Head("a" * 40).times() == {}
 
 
-def test_authors_come_from_git(checkout):
+def test_authors_come_from_git(checkout: Path) -> None:
     made = [commit(checkout, {name: "1"}, name) for name in ("a", "b", "c", "README.md")]
     head = origin.head()
     infos = head.describe([made[3], "a" * 40, made[0], "HEAD", "--all", made[3]])

@@ -1,6 +1,9 @@
 """What cannot be read names its line, and what breaks the schema is found."""
 
+from __future__ import annotations
+
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +23,7 @@ from tests.measure.results.rows import GOOD, RECEIPT, ROW, damaged
 
 
 @pytest.mark.parametrize("column", [0, 7, len(COLUMNS) - 1])
-def test_a_wrong_header_is_refused_by_file_and_column(tmp_path, column):
+def test_a_wrong_header_is_refused_by_file_and_column(tmp_path: Path, column: int) -> None:
     names = list(COLUMNS)
     names[column] = "other"
     path = tmp_path / "old.csv"
@@ -34,7 +37,7 @@ def test_a_wrong_header_is_refused_by_file_and_column(tmp_path, column):
 
 
 @pytest.mark.parametrize("names", [[*COLUMNS, "more"], COLUMNS[:-1]])
-def test_missing_and_additional_columns_are_refused(tmp_path, names):
+def test_missing_and_additional_columns_are_refused(tmp_path: Path, names: Sequence[str]) -> None:
     path = tmp_path / "r.csv"
     path.write_text(",".join(names) + "\n")
     with pytest.raises(HybridKVError, match="column 2"):
@@ -71,7 +74,9 @@ def test_missing_and_additional_columns_are_refused(tmp_path, names):
         (2, {"device": ""}, "device holds ''"),
     ],
 )
-def test_a_row_that_breaks_the_schema_is_found(tmp_path, line, changes, message):
+def test_a_row_that_breaks_the_schema_is_found(
+    tmp_path: Path, line: int, changes: dict[str, str], message: str
+) -> None:
     path = damaged(tmp_path / "r.csv", line, **changes)
     (problem,) = check_file(path)
     assert problem.startswith(f"{path} line {line}: ") and message in problem
@@ -114,7 +119,9 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("changes", "message"), BROKEN)
-def test_a_row_that_cannot_be_read_names_its_line(tmp_path, changes, message):
+def test_a_row_that_cannot_be_read_names_its_line(
+    tmp_path: Path, changes: dict[str, str], message: str
+) -> None:
     path = damaged(tmp_path / "r.csv", 2, **changes)
     (problem,) = check_file(path)
     assert message in problem
@@ -123,7 +130,7 @@ def test_a_row_that_cannot_be_read_names_its_line(tmp_path, changes, message):
         read_rows(path)
 
 
-def test_the_deepest_params_can_be_read(tmp_path):
+def test_the_deepest_params_can_be_read(tmp_path: Path) -> None:
     path = damaged(tmp_path / "r.csv", 2, params='{"a":' + "[" * 19 + "]" * 19 + "}")
     assert len(read_rows(path)) == 2 and check_file(path) == []
 
@@ -139,7 +146,9 @@ def test_the_deepest_params_can_be_read(tmp_path):
         ("\udcff", "is not UTF-8"),
     ],
 )
-def test_lines_that_are_no_rows(tmp_path, capsys, line, message):
+def test_lines_that_are_no_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, message: str
+) -> None:
     path = tmp_path / "r.csv"
     append_rows(path, GOOD)
     path.write_bytes(path.read_bytes() + line.encode(errors="surrogateescape") + b"\n")
@@ -148,14 +157,14 @@ def test_lines_that_are_no_rows(tmp_path, capsys, line, message):
     assert run(capsys, "results", path, "--check")[0] in (1, 2)
 
 
-def test_a_row_that_is_there_twice_is_found(tmp_path):
+def test_a_row_that_is_there_twice_is_found(tmp_path: Path) -> None:
     path = tmp_path / "r.csv"
     append_rows(path, GOOD)
     path.write_bytes(path.read_bytes() + path.read_bytes().splitlines(keepends=True)[1])
     assert check_file(path) == [f"{path} line 4: the same row as line 2"]
 
 
-def test_the_repositorys_own_rows(capsys):
+def test_the_repositorys_own_rows(capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path(__file__).resolve().parents[3] / "results"
     assert [problem for file in sorted(folder.glob("*.csv")) for problem in check_file(file)] == []
     assert len(list(folder.glob("*.csv"))) >= 4
@@ -173,7 +182,9 @@ FIELDS = {
 
 
 @pytest.mark.parametrize(("field", "value"), FIELDS.items())
-def test_an_odd_field_is_read_as_csv_has_it_or_rejected(tmp_path, field, value):
+def test_an_odd_field_is_read_as_csv_has_it_or_rejected(
+    tmp_path: Path, field: str, value: str | None
+) -> None:
     path = damaged(tmp_path / "r.csv", 2, machine="PLACE")
     path.write_bytes(path.read_bytes().replace(b"PLACE", field.encode()))
     if value is None:
@@ -183,7 +194,9 @@ def test_an_odd_field_is_read_as_csv_has_it_or_rejected(tmp_path, field, value):
         assert read_rows(path)["machine"][0] == value
 
 
-def test_a_file_of_several_parts_is_read_in_order_and_counts_its_lines(tmp_path, monkeypatch):
+def test_a_file_of_several_parts_is_read_in_order_and_counts_its_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "r.csv"
     for number in range(9):
         append_rows(path, [replace(ROW, value=float(number))])

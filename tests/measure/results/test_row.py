@@ -1,5 +1,9 @@
 """A row refuses nonsense, and a timing what has not been proved."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
 
 from hybrid_kv.measure.results import TIME_UNITS, Receipt, Row, timing_row
@@ -7,7 +11,7 @@ from tests.measure.results.rows import PROOF
 
 
 @pytest.mark.parametrize("unit", TIME_UNITS)
-def test_a_timing_needs_a_receipt(unit):
+def test_a_timing_needs_a_receipt(unit: str) -> None:
     values = {"suite": "s", "benchmark": "b", "metric": "m", "value": 1.0, "unit": unit}
     with pytest.raises(ValueError, match="without a receipt"):
         Row(**values)
@@ -20,7 +24,7 @@ def test_a_timing_needs_a_receipt(unit):
 
 
 @pytest.mark.parametrize("error", [float("nan"), float("inf"), -1.0])
-def test_a_receipt_proves_something(error):
+def test_a_receipt_proves_something(error: float) -> None:
     with pytest.raises(ValueError, match="proves nothing"):
         Receipt(checked_before=True, checked_after=True, max_error=error)
 
@@ -40,6 +44,6 @@ def test_a_receipt_proves_something(error):
         ({"n": -1}, "n=-1 does not fit"),
     ],
 )
-def test_rows_refuse_nonsense(wrong, said):
+def test_rows_refuse_nonsense(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Row(**{"suite": "s", "benchmark": "b", "metric": "value", "value": 1.0, **wrong})

@@ -1,5 +1,7 @@
 """The data dictionary says what the schema holds."""
 
+from __future__ import annotations
+
 import re
 from pathlib import Path
 
@@ -8,7 +10,7 @@ from hybrid_kv.measure.results import COLUMNS, UNITS
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "results.md"
 
 
-def test_the_page_has_every_column_and_unit_of_the_schema():
+def test_the_page_has_every_column_and_unit_of_the_schema() -> None:
     text = DOCS.read_text(encoding="utf-8")
     assert re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)[: len(COLUMNS)] == list(COLUMNS)
     assert [unit for unit in UNITS - {""} if f"`{unit}`" not in text] == []

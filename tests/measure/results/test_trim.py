@@ -1,11 +1,19 @@
 """Only the newest run of each benchmark stays, line by line as it was."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
 from hybrid_kv.measure.results import read_rows
 from tests.cli.run import printed, refused
 from tests.measure.dashboard.rows import row, write
 
 
-def test_the_newest_run_of_each_benchmark_stays(tmp_path, capsys):
+def test_the_newest_run_of_each_benchmark_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [
         row(run, {"K": k}, benchmark=name) for run in (0, 1) for name in ("a", "b") for k in (1, 3)
     ]

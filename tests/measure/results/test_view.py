@@ -1,8 +1,11 @@
 """`hybrid-kv results`: what it chooses, prints and refuses."""
 
+from __future__ import annotations
+
 import csv
 import io
 import json
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +16,7 @@ from tests.measure.results.rows import RECEIPT, damaged
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path: Path) -> Path:
     """Two files, four rows: three days, two commits, a row without a commit."""
     guard = {"suite": "guard", "benchmark": "b", "unit": "", "commit": "a" * 40}
     h200 = {
@@ -66,12 +69,14 @@ def folder(tmp_path):
         (["--suite", "guard", "-k", "b", "--last", "1"], [0]),
     ],
 )
-def test_filters(folder, capsys, options, expected):
+def test_filters(
+    folder: Path, capsys: pytest.CaptureFixture[str], options: list[str], expected: list[int]
+) -> None:
     rows = json.loads(printed(capsys, "results", folder, "--json", *options))
     assert [int(row["run_id"], 16) for row in rows] == expected
 
 
-def test_what_is_printed(folder, capsys):
+def test_what_is_printed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, "results", folder, "--device", "h200").endswith("\n1 row\n")
     assert printed(capsys, "results", folder, "--since", "2026-01-02").endswith("\n3 rows\n")
     rows = csv.DictReader(
@@ -89,7 +94,7 @@ def test_what_is_printed(folder, capsys):
     assert read_rows(folder / "z.csv").equals(read_rows(folder / "x.csv"))
 
 
-def test_check_on_the_command_line(folder, capsys):
+def test_check_on_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "0 problems in 2 files" in printed(capsys, "results", folder, "--check")
     damaged(folder / "w.csv", 2, commit="main", baseline_commit="main")
     out = printed(capsys, "results", folder, "--check", code=1)
@@ -113,7 +118,13 @@ def test_check_on_the_command_line(folder, capsys):
         (["{empty}", "--check"], "is empty"),
     ],
 )
-def test_bad_questions_are_one_line_and_exit_code_2(folder, tmp_path, capsys, arguments, message):
+def test_bad_questions_are_one_line_and_exit_code_2(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
     (tmp_path / "other.txt").write_text("question,answer\n")
     (tmp_path / "empty.txt").touch()
     places = {"folder": folder, "other": tmp_path / "other.txt", "empty": tmp_path / "empty.txt"}

@@ -1,5 +1,7 @@
 """A step's block ids, by the engine and by models of vLLM, and what the guard requires of them."""
 
+from __future__ import annotations
+
 import pytest
 
 from hybrid_kv.measure.timing import block_ids
@@ -10,7 +12,7 @@ DECODE = "decode, 16 of 256 append 1"
 
 @pytest.mark.parametrize("scenario", block_ids.SCENARIOS)
 @pytest.mark.parametrize("subject", block_ids.STAGINGS)
-def test_every_subject_brings_the_same_ids(scenario, subject):
+def test_every_subject_brings_the_same_ids(scenario: str, subject: str) -> None:
     case = block_ids.step(0, scenario, 8, subject)
     assert case.check() == 0
     case.reset()
@@ -18,7 +20,7 @@ def test_every_subject_brings_the_same_ids(scenario, subject):
     assert case.check() == 0
 
 
-def test_the_guard_gets_every_rival_of_its_scenarios(monkeypatch):
+def test_the_guard_gets_every_rival_of_its_scenarios(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_ids, "REQUIRED", {DECODE: block_ids.REQUIRED[DECODE]})
     found = block_ids.guarded_ratios()
     assert [*found] == [(DECODE, "vllm 0.22 V2"), (DECODE, "vllm 0.32 V2")]
@@ -27,11 +29,11 @@ def test_the_guard_gets_every_rival_of_its_scenarios(monkeypatch):
     assert block_ids.required_ratio("8 prefills x 64", "vllm 0.32 V2") == 1.0
 
 
-def test_a_wrong_rival_stops_the_guard(monkeypatch):
+def test_a_wrong_rival_stops_the_guard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_ids, "REQUIRED", {DECODE: {}})
     right = block_ids.ListStaging.finish
 
-    def finish(self):
+    def finish(self: block_ids.ListStaging) -> None:
         right(self)
         self.contents[1] += 1
 

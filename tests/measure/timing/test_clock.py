@@ -1,5 +1,7 @@
 """What is sampled and how often; no test looks at how long anything takes."""
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,30 +12,33 @@ from hybrid_kv.measure.timing.clock import Subject, calibrate, measure, median, 
 from tests.measure.timing.events import log_events
 
 
+class Clock:
+    """It moves on by one second whenever it is read, and by what is added to it."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
 @pytest.fixture
-def ticks(monkeypatch):
+def ticks(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """A clock that moves on by one second whenever it is read, and by what is added to it."""
-
-    class Clock:
-        now = 0.0
-
-        def __call__(self):
-            self.now += 1.0
-            return self.now
 
     clock = Clock()
     monkeypatch.setattr(clock_module, "clock", clock)
     return clock
 
 
-def test_a_sample_is_reset_once_and_counts_runs_alone(ticks):
+def test_a_sample_is_reset_once_and_counts_runs_alone(ticks: Clock) -> None:
     calls = []
 
-    def reset():
+    def reset() -> None:
         ticks.now += 100
         calls.append("reset")
 
-    def run():
+    def run() -> None:
         ticks.now += 3
         calls.append("run")
 
@@ -41,8 +46,8 @@ def test_a_sample_is_reset_once_and_counts_runs_alone(ticks):
     assert calls == ["reset", *["run"] * 4]
 
 
-def test_calibration_fills_the_sample_and_respects_the_case(ticks):
-    def run():
+def test_calibration_fills_the_sample_and_respects_the_case(ticks: Clock) -> None:
+    def run() -> None:
         ticks.now += 2
 
     # Three runs and a reading of the clock: 7 / 3 seconds each.
@@ -52,7 +57,7 @@ def test_calibration_fills_the_sample_and_respects_the_case(ticks):
     assert calibrate(Subject(run), 1e-6) == 1
 
 
-def test_measuring_interleaves_in_random_order():
+def test_measuring_interleaves_in_random_order() -> None:
     order = []
     subjects = {name: Subject(lambda name=name: order.append(name)) for name in "abc"}
     samples = measure(subjects, dict.fromkeys("abc", 1), rounds=8)
@@ -62,7 +67,7 @@ def test_measuring_interleaves_in_random_order():
     assert len(set(rounds)) > 2
 
 
-def test_ratio_is_that_of_rounds():
+def test_ratio_is_that_of_rounds() -> None:
     base = np.array([1.0, 10.0, 2.0])
     assert ratio(3 * base, base).value == 3
     assert ratio(3 * base, base).low == ratio(3 * base, base).high == pytest.approx(3)
@@ -70,7 +75,9 @@ def test_ratio_is_that_of_rounds():
     assert one.low < one.value == 50 < one.high
 
 
-def test_a_launch_is_enqueued_while_other_buffers_pass_through_the_cache(monkeypatch):
+def test_a_launch_is_enqueued_while_other_buffers_pass_through_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Nothing waits between them: on an idle device the events would time Python."""
     log = []
     log_events(monkeypatch, log, 4000.0)
@@ -82,7 +89,7 @@ def test_a_launch_is_enqueued_while_other_buffers_pass_through_the_cache(monkeyp
     assert log == ["reset", *["wait", "pass", "event", "run", "event", "wait"] * 2]
 
 
-def test_what_passes_is_many_times_the_cache(monkeypatch):
+def test_what_passes_is_many_times_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     monkeypatch.setattr(clock_module.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(
@@ -100,10 +107,12 @@ def test_what_passes_is_many_times_the_cache(monkeypatch):
     assert made == ["cuda"]
 
 
-def test_end_to_end_begins_on_an_idle_device_and_ends_when_it_is_done(monkeypatch):
+def test_end_to_end_begins_on_an_idle_device_and_ends_when_it_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     log, readings = [], iter([10.0, 13.0])
 
-    def read():
+    def read() -> float:
         log.append("clock")
         return next(readings)
 
@@ -117,7 +126,7 @@ def test_end_to_end_begins_on_an_idle_device_and_ends_when_it_is_done(monkeypatc
 
 
 @pytest.mark.gpu
-def test_a_gpu_subject_times_the_device():
+def test_a_gpu_subject_times_the_device() -> None:
     import torch
 
     x = torch.randn(4096, 4096, device="cuda")

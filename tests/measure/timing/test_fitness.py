@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ from tests.support.fitness import QUIET
         ({"waited": 0.1, "stolen": 0.1}, "others took 10% of a core, the hypervisor took 10%"),
     ],
 )
-def test_what_makes_a_machine_unfit_is_named(change, why):
+def test_what_makes_a_machine_unfit_is_named(change: dict[str, Any], why: str) -> None:
     found = replace(QUIET, **change)
     assert found.unfit == why
     assert len(found.lines()) == 6
@@ -36,13 +37,17 @@ def test_what_makes_a_machine_unfit_is_named(change, why):
 
 
 @pytest.mark.parametrize(("ratio", "least"), [((0.9998, 1.0002), "1.0%"), ((0.99, 1.02), "2.0%")])
-def test_a_difference_that_another_start_makes_is_not_trusted(ratio, least):
+def test_a_difference_that_another_start_makes_is_not_trusted(
+    ratio: tuple[float, float], least: str
+) -> None:
     """However little equal work differs in turns of one process."""
     found = replace(QUIET, ratio=Interval(1.0, *ratio))
     assert found.lines()[-1] == f"trust     times that differ by more than {least}, and counts"
 
 
-def test_a_thread_that_gets_half_of_the_clock_is_on_a_loaded_machine(monkeypatch):
+def test_a_thread_that_gets_half_of_the_clock_is_on_a_loaded_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = [0.0]
 
     def seconds() -> float:
@@ -59,12 +64,14 @@ def test_a_thread_that_gets_half_of_the_clock_is_on_a_loaded_machine(monkeypatch
 @pytest.mark.parametrize(
     ("seen", "stolen"), [({"user": 40.0, "steal": 10.0}, 0.1), ({"user": 40.0}, None)]
 )
-def test_the_hypervisors_share_is_not_known_everywhere(monkeypatch, seen, stolen):
+def test_the_hypervisors_share_is_not_known_everywhere(
+    monkeypatch: pytest.MonkeyPatch, seen: dict[str, float], stolen: float | None
+) -> None:
     monkeypatch.setattr(fitness.psutil, "cpu_times_percent", lambda: SimpleNamespace(**seen))
     assert examine(0.02).stolen == stolen
 
 
-def test_versions_that_differ_are_named(tmp_path):
+def test_versions_that_differ_are_named(tmp_path: Path) -> None:
     file = tmp_path / "constraints.txt"
     file.write_text('# pins\npytest==0.1 ; python_version >= "3.11"\nno-such-package==1\n')
     (found,) = fitness.differing_versions(file)
