@@ -1,5 +1,7 @@
 """The rehearsal of the nightly workflow: a fault ends as promised; unknown ones are refused."""
 
+from __future__ import annotations
+
 import os
 import re
 import subprocess
@@ -19,14 +21,14 @@ pytestmark = [
 ]
 
 
-def rehearse(out, *arguments):
+def rehearse(out: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, ROOT / ".ci/rehearse", "--out", out, *arguments]
     return subprocess.run(
         command, cwd=out.parent, env={**os.environ, "N": "7"}, capture_output=True, text=True
     )
 
 
-def test_a_promise_that_is_not_kept_is_named(tmp_path):
+def test_a_promise_that_is_not_kept_is_named(tmp_path: Path) -> None:
     """An alarm ignores the job with the GPU; `make rehearse` has each fault end as promised."""
     workflow = tmp_path / "night.yml"
     workflow.write_text(NIGHTLY.replace("needs.gpu.result != 'success' || ", ""))
@@ -44,7 +46,9 @@ def test_a_promise_that_is_not_kept_is_named(tmp_path):
         ("timeout-minutes: 45", "shell: sh", "key 'shell'"),
     ],
 )
-def test_what_is_unknown_is_refused_before_anything_runs(old, new, name, tmp_path):
+def test_what_is_unknown_is_refused_before_anything_runs(
+    old: str, new: str, name: str, tmp_path: Path
+) -> None:
     workflow = tmp_path / "night.yml"
     workflow.write_text(re.sub(re.escape(old), new, NIGHTLY, count=1))
     done = rehearse(tmp_path / "out", "--workflow", workflow)
@@ -53,7 +57,7 @@ def test_what_is_unknown_is_refused_before_anything_runs(old, new, name, tmp_pat
 
 
 @pytest.fixture
-def rehearsal(monkeypatch):
+def rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of .ci/rehearse can be imported."""
     monkeypatch.syspath_prepend(str(ROOT / ".ci"))
 
@@ -73,7 +77,7 @@ def rehearsal(monkeypatch):
     ],
 )
 @pytest.mark.usefixtures("rehearsal")
-def test_an_expression_has_githubs_value(expression, value):
+def test_an_expression_has_githubs_value(expression: str, value: str) -> None:
     from rehearsal.expressions import Names, filled
 
     known = {
@@ -86,7 +90,7 @@ def test_an_expression_has_githubs_value(expression, value):
 
 
 @pytest.mark.usefixtures("rehearsal")
-def test_what_is_cut_is_named_and_is_in_the_workflow(monkeypatch):
+def test_what_is_cut_is_named_and_is_in_the_workflow(monkeypatch: pytest.MonkeyPatch) -> None:
     from rehearsal.tools import SMALLER, UNREHEARSED
 
     assert {smaller.unrehearsed for smaller in SMALLER} <= set(UNREHEARSED)

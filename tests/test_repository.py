@@ -1,9 +1,12 @@
 """What must hold of the repository itself."""
 
+from __future__ import annotations
+
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -12,7 +15,7 @@ from tests.support.options import check_options
 from tests.support.pins import PINS, ROOT
 
 
-def files():
+def files() -> list[Path]:
     """Tracked and new files, or, without git, everything outside hidden folders."""
     try:
         command = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
@@ -24,7 +27,7 @@ def files():
     return [ROOT / name for name in names if name and (ROOT / name).is_file()]
 
 
-def test_no_file_names_a_package_registry():
+def test_no_file_names_a_package_registry() -> None:
     hosts = [
         "pypi" + ".org",
         "python" + "hosted.org",
@@ -37,7 +40,7 @@ def test_no_file_names_a_package_registry():
     assert not found
 
 
-def test_what_moves_a_number_is_pinned():
+def test_what_moves_a_number_is_pinned() -> None:
     names = (
         "torch triton numpy scipy pandas datasets transformers tokenizers safetensors "
         "huggingface_hub lm-eval asv"
@@ -45,20 +48,20 @@ def test_what_moves_a_number_is_pinned():
     assert {*names.split(), "asv_runner", "pytest", "ruff", "mypy"} <= PINS.keys()
 
 
-def test_ruff_is_the_same_everywhere():
+def test_ruff_is_the_same_everywhere() -> None:
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
     assert [repo["rev"] for repo in config["repos"] if "ruff" in repo["repo"]] == [
         f"v{PINS['ruff']}"
     ]
 
 
-def test_asv_has_no_versions_of_its_own():
+def test_asv_has_no_versions_of_its_own() -> None:
     """Its environments come from constraints.txt, see .ci/asv-environment."""
     config = (ROOT / "asv.conf.json").read_text()
     assert not re.search(r"\d+\.\d+\.\d+", config) and "matrix" not in config
 
 
-def test_a_citation_names_the_version_that_is_built():
+def test_a_citation_names_the_version_that_is_built() -> None:
     version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[
         1
     ]
@@ -70,18 +73,18 @@ def test_a_citation_names_the_version_that_is_built():
     yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text()),
     ids=lambda hook: hook["id"],
 )
-def test_a_hook_is_a_command_with_options_that_it_has(hook):
+def test_a_hook_is_a_command_with_options_that_it_has(hook: dict[str, Any]) -> None:
 
     check_options(hook["entry"].split()[1:], hook["entry"])
 
 
-def test_the_license_is_the_whole_apache_license():
+def test_the_license_is_the_whole_apache_license() -> None:
     text = (ROOT / "LICENSE").read_text()
     assert "Version 2.0, January 2004" in text
     assert "END OF TERMS AND CONDITIONS" in text
 
 
-def test_spelling_is_not_checked_in_what_a_build_leaves(tmp_path):
+def test_spelling_is_not_checked_in_what_a_build_leaves(tmp_path: Path) -> None:
     """`make lint` after `make docs`: site/ is git's to ignore, and holds minified words."""
     codespell = Path(sys.executable).parent / "codespell"
     if not codespell.exists():

@@ -5,6 +5,8 @@ On every machine the newest requirements of torch's CUDA build count, also where
 installed or configured.
 """
 
+from __future__ import annotations
+
 import os
 import re
 import subprocess
@@ -24,7 +26,12 @@ INSTALLED = f"hybrid_kv[all] @ {ROOT.as_uri()}"
 ASV = f"hybrid_kv[engine,models,kernels,bench] @ {ROOT.as_uri()}"
 
 
-def resolve(requirements, python="3.13", cpu=False, constraints=ROOT / "constraints.txt"):
+def resolve(
+    requirements: list[str],
+    python: str = "3.13",
+    cpu: bool = False,
+    constraints: Path = ROOT / "constraints.txt",
+) -> dict[str, str] | str:
     """Resolve versions for x86-64 Linux, or say what conflicts; skip without an index."""
     if not UV.exists():
         pytest.skip("uv is not installed")
@@ -67,7 +74,7 @@ CASES = [
 ]
 
 
-def test_the_pins_can_be_installed_together():
+def test_the_pins_can_be_installed_together() -> None:
     wanted = {name: PINS[name] for name in ("torch", "triton", "numpy")}
     with ThreadPoolExecutor() as pool:  # each waits for an index
         every = list(pool.map(lambda case: resolve(*case), CASES))
@@ -77,7 +84,7 @@ def test_the_pins_can_be_installed_together():
         assert any(name.startswith("nvidia-") for name in found) == (not cpu)
 
 
-def test_another_triton_is_refused(tmp_path):
+def test_another_triton_is_refused(tmp_path: Path) -> None:
     """The dry run sees what it is there for: torch 2.13.0 requires triton 3.7.1."""
     other = tmp_path / "constraints.txt"
     text = (ROOT / "constraints.txt").read_text()
@@ -86,7 +93,7 @@ def test_another_triton_is_refused(tmp_path):
     assert isinstance(reason, str) and "triton" in reason
 
 
-def test_uv_is_pinned_where_it_is_installed():
+def test_uv_is_pinned_where_it_is_installed() -> None:
     script = (ROOT / ".ci/install").read_text()
     assert "uv" in PINS
     assert re.search(r"pip install -q -c constraints\.txt uv\b", script)

@@ -1,11 +1,16 @@
 """Sampling: the right distribution, and the same draw whatever runs beside a request."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from scipy.stats import chisquare
 
 from hybrid_kv.config import ConfigError
-from hybrid_kv.engine.llm import LLM
+from hybrid_kv.engine.llm import LLM, RequestOutput
 from hybrid_kv.models.exact import ExactModel
 from hybrid_kv.sampling import SamplingParams, uniform_noise
 from tests.draws import sampled
@@ -35,17 +40,17 @@ from tests.draws import sampled
         ({"cache_salt": None}, "cache_salt=None must be a text"),
     ],
 )
-def test_impossible_values_are_refused(options, match):
+def test_impossible_values_are_refused(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         SamplingParams(**options)
 
 
-def test_one_stop_string_is_not_its_letters():
+def test_one_stop_string_is_not_its_letters() -> None:
     assert SamplingParams(stop="end").stop == ("end",)  # type: ignore[arg-type]
     assert SamplingParams(stop=None, stop_token_ids=[3, 4]).stop_token_ids == (3, 4)  # type: ignore[arg-type]
 
 
-def test_greedy_takes_the_first_of_equal_logits_also_beside_random_rows():
+def test_greedy_takes_the_first_of_equal_logits_also_beside_random_rows() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0]] * 2)
     assert sampled(logits, [SamplingParams()] * 2, [1, 2], [5, 6]) == [1, 1]
     assert (
@@ -54,7 +59,7 @@ def test_greedy_takes_the_first_of_equal_logits_also_beside_random_rows():
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.7), (4, 0.8)])
-def test_draws_follow_the_softmax(top_k, top_p):
+def test_draws_follow_the_softmax(top_k: int, top_p: float) -> None:
     """20,000 draws over positions; the seed is fixed, so the p-value is always the same number."""
     logits, temperature, n = torch.tensor([1.2, 0.3, -0.5, 2.0, 0.9, -1.0]), 0.8, 20_000
     order = logits.argsort(descending=True).tolist()
@@ -77,7 +82,7 @@ def test_draws_follow_the_softmax(top_k, top_p):
     assert chisquare(observed, [n * p / total for p in nucleus.values()]).pvalue > 1e-3
 
 
-def test_seeds_and_neighbouring_positions_are_independent():
+def test_seeds_and_neighbouring_positions_are_independent() -> None:
     n = 20_000
     params = [SamplingParams(temperature=1.0)] * n
     logits = torch.zeros(n, 4)
@@ -94,11 +99,13 @@ def test_seeds_and_neighbouring_positions_are_independent():
 class Softened(ExactModel):
     """The exact model with logits of order one, so that a temperature leaves a choice."""
 
-    def compute_logits(self, hidden):
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return super().compute_logits(hidden) / 2**29
 
 
-def run(prompts, seeds, **options):
+def run(
+    prompts: Sequence[Sequence[int]], seeds: Sequence[int | None], **options: Any
+) -> list[RequestOutput]:
     options = {"max_num_seqs": 8, "max_model_len": 64, "block_size": 4, "num_blocks": 200} | options
     llm = LLM(Softened(), device="cpu", **options)
     params = [
@@ -107,7 +114,7 @@ def run(prompts, seeds, **options):
     return llm.generate(prompts, params, progress=False)
 
 
-def test_a_seeded_request_draws_the_same_alone_with_neighbours_and_preempted():
+def test_a_seeded_request_draws_the_same_alone_with_neighbours_and_preempted() -> None:
     prompts = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9], [3, 2, 3, 8]]
     together = run(prompts, range(4))
     for i, prompt in enumerate(prompts):
@@ -118,7 +125,7 @@ def test_a_seeded_request_draws_the_same_alone_with_neighbours_and_preempted():
     assert [o.token_ids for o in small] == [o.token_ids for o in together]
 
 
-def test_no_two_seeds_share_their_noise():
+def test_no_two_seeds_share_their_noise() -> None:
     seeds = torch.tensor([0, -1, 1, 5, 5 << 32, 1 << 32, 7 * (2**32 + 1), -(2**63)])
     noise = uniform_noise(seeds, torch.zeros(len(seeds), dtype=torch.int64), 64)
     assert len({tuple(row.tolist()) for row in noise}) == len(seeds)
@@ -130,7 +137,7 @@ def test_no_two_seeds_share_their_noise():
     assert len({tuple(row.tolist()) for row in (*later, *moved[1:])}) == 99
 
 
-def test_tiny_temperatures_are_greedy():
+def test_tiny_temperatures_are_greedy() -> None:
     logits = torch.randn(4, 50)
     for temperature in (1e-310, 1e-6):
         params = [SamplingParams(temperature=temperature, top_p=0.9, seed=1)] * 4

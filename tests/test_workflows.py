@@ -1,11 +1,15 @@
 """The workflows: what they may do, and that a developer can run what they run."""
 
+from __future__ import annotations
+
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -16,6 +20,8 @@ from hybrid_kv.measure.results import read_rows
 from tests.bench.harness.toy import git
 from tests.check.serve.conftest import OPTIONS, served
 from tests.support.options import check_options
+
+Script = Callable[..., str]
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
@@ -41,7 +47,7 @@ READS = {("bench-comment.yml", "allow")}
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
-def test_a_workflow_may_only_read_and_runs_once(path):
+def test_a_workflow_may_only_read_and_runs_once(path: Path) -> None:
     workflow = yaml.safe_load(path.read_text())
     assert workflow["permissions"] == {"contents": "read"}
     assert set(workflow["concurrency"]) == {"group", "cancel-in-progress"}
@@ -49,7 +55,9 @@ def test_a_workflow_may_only_read_and_runs_once(path):
 
 
 @pytest.mark.parametrize(("file", "name", "job"), JOBS)
-def test_a_job_has_a_limit_pinned_actions_and_the_least_rights(file, name, job):
+def test_a_job_has_a_limit_pinned_actions_and_the_least_rights(
+    file: str, name: str, job: dict[str, Any]
+) -> None:
     assert job["timeout-minutes"] <= 300
     writes = {scope for scope, right in job.get("permissions", {}).items() if right == "write"}
     assert writes == WRITES.get((file, name), set())
@@ -61,7 +69,7 @@ def test_a_job_has_a_limit_pinned_actions_and_the_least_rights(file, name, job):
 
 
 @pytest.mark.parametrize(("file", "name", "job"), JOBS)
-def test_every_command_is_a_make_target(file, name, job):
+def test_every_command_is_a_make_target(file: str, name: str, job: dict[str, Any]) -> None:
     """No command has an expression: outside values reach the shell through the environment."""
     for step in job["steps"]:
         if "run" in step:
@@ -78,7 +86,7 @@ def test_every_command_is_a_make_target(file, name, job):
             assert done.returncode == 0, done.stderr
 
 
-def recipe(arguments):
+def recipe(arguments: Sequence[str]) -> str:
     """Return what a make target runs when nothing is installed yet, its scripts included."""
     command = ["make", "-n", "--always-make", *arguments]
     text = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
@@ -91,7 +99,7 @@ INSTALLS = re.compile(r"\.ci/install|\bpip\b|\bnpx\b|\buv\b")
 
 
 @pytest.mark.parametrize(("file", "name", "job"), JOBS)
-def test_what_may_write_installs_nothing(file, name, job):
+def test_what_may_write_installs_nothing(file: str, name: str, job: dict[str, Any]) -> None:
     """A package runs code when it is installed or Python starts: no writing token is near it."""
     workflow = yaml.safe_load((ROOT / ".github/workflows" / file).read_text())
     for where in (workflow, job):
@@ -105,7 +113,7 @@ def test_what_may_write_installs_nothing(file, name, job):
             assert not INSTALLS.search(recipe(step["run"].removeprefix("make ").split()))
 
 
-def test_two_scripts_write_what_later_steps_read_as_lines():
+def test_two_scripts_write_what_later_steps_read_as_lines() -> None:
     """A line break in a value would be a second output: see the tests of both."""
     writers = {
         path.name
@@ -120,7 +128,7 @@ def test_two_scripts_write_what_later_steps_read_as_lines():
 
 @pytest.mark.parametrize("base", ["abc\nhistory=success", "abc\rx", "abc\x1b[2J"])
 @pytest.mark.parametrize("source", ["input", "branch"])
-def test_a_line_break_is_no_second_output(tmp_path, base, source):
+def test_a_line_break_is_no_second_output(tmp_path: Path, base: str, source: str) -> None:
     variables = {
         "RESULTS": "nightly",
         "BASE": base if source == "input" else "",
@@ -152,11 +160,11 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize(("name", "option"), sorted(COMMANDS))
-def test_every_command_has_the_options_that_scripts_give_it(name, option):
+def test_every_command_has_the_options_that_scripts_give_it(name: str, option: str) -> None:
     check_options([name, option], f"{name} {option}")
 
 
-def test_ci_runs_what_a_developer_runs():
+def test_ci_runs_what_a_developer_runs() -> None:
     assert re.findall(r"^make .*", (ROOT / ".ci/run").read_text(), re.MULTILINE) == ["make test"]
 
 
@@ -174,13 +182,13 @@ case "$*" in *slow*) exit 1;; *collaborators*) echo "$PERMISSION";; *pulls*) ech
 
 
 @pytest.fixture
-def script(tmp_path):
+def script(tmp_path: Path) -> Script:
     """Run a .ci/ script in an empty folder; return its programs' arguments, or its failure."""
     for name in ("gh", "hybrid-kv"):
         (tmp_path / name).write_text(FAKE)
         (tmp_path / name).chmod(0o755)
 
-    def run(name, *arguments, **environment):
+    def run(name: str, *arguments: str, **environment: str) -> str:
         (tmp_path / "calls").unlink(missing_ok=True)
         path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
         where = {
@@ -203,7 +211,7 @@ def script(tmp_path):
     return run
 
 
-def test_a_pull_request_gets_one_comment(script, tmp_path):
+def test_a_pull_request_gets_one_comment(script: Script, tmp_path: Path) -> None:
     (tmp_path / "summary.md").write_text("all is well $(id) `id`\n")
     body = "<!-- hybrid-kv -->\nall is well $(id) `id`\n"
     first = script("comment", "summary.md", PULL_REQUEST="7")
@@ -215,7 +223,7 @@ def test_a_pull_request_gets_one_comment(script, tmp_path):
     )
 
 
-def test_only_who_may_write_has_a_request_measured(script, tmp_path):
+def test_only_who_may_write_has_a_request_measured(script: Script, tmp_path: Path) -> None:
     commits = {"HEAD": "a" * 40, "BASE": "b" * 40}
     right = {"PULL_REQUEST": "7", "ASKED_BY": "one", "PERMISSION": "write", **commits}
     assert "collaborators/one/permission" in script("may-bench", **right)
@@ -229,7 +237,7 @@ def test_only_who_may_write_has_a_request_measured(script, tmp_path):
         assert script("may-bench", **{**right, **changed}).startswith("error: ")
 
 
-def test_an_alarm_says_what_to_run(script, tmp_path):
+def test_an_alarm_says_what_to_run(script: Script, tmp_path: Path) -> None:
     (tmp_path / "red.md").write_text("| red |\n")
     outcomes = json.dumps({"gpu-test": "success", "gpu-guard": "failure", "gpu-compare": "failure"})
     made = script("alarm", "red.md", OUTCOMES=outcomes, COMMIT="abc", BASE="def", RED="failure")
@@ -249,7 +257,7 @@ def test_an_alarm_says_what_to_run(script, tmp_path):
     )
 
 
-def test_a_night_is_compared_with_the_last_that_passed(script, tmp_path):
+def test_a_night_is_compared_with_the_last_that_passed(script: Script, tmp_path: Path) -> None:
     git(tmp_path, "init", "-q")
     git(tmp_path, "commit", "-q", "--allow-empty", "-m", "x")
     (tmp_path / "baseline").mkdir()
@@ -262,7 +270,9 @@ def test_a_night_is_compared_with_the_last_that_passed(script, tmp_path):
     assert len((tmp_path / "nightly/gpu-passed").read_text()) == 41
 
 
-def test_a_first_night_has_compared_nothing_and_is_what_the_next_is_compared_with(script, tmp_path):
+def test_a_first_night_has_compared_nothing_and_is_what_the_next_is_compared_with(
+    script: Script, tmp_path: Path
+) -> None:
     git(tmp_path, "init", "-q")
     git(tmp_path, "commit", "-q", "--allow-empty", "-m", "x")
     assert script("gpu-compare", "hybrid-kv").startswith("void: no commit has passed yet")
@@ -276,7 +286,9 @@ case "$*" in *changed-since*) exit 3;; esac
 """
 
 
-def test_a_day_without_a_changed_line_takes_a_sample_or_is_void(script, tmp_path):
+def test_a_day_without_a_changed_line_takes_a_sample_or_is_void(
+    script: Script, tmp_path: Path
+) -> None:
     git(tmp_path, "init", "-q")
     git(tmp_path, "commit", "-q", "--allow-empty", "-m", "x")
     (tmp_path / "hybrid-kv").write_text(VOID)
@@ -289,7 +301,7 @@ def test_a_day_without_a_changed_line_takes_a_sample_or_is_void(script, tmp_path
     assert script("mutants", "hybrid-kv", N="100") == ""
 
 
-def test_rows_are_appended_to_their_branch(script, tmp_path):
+def test_rows_are_appended_to_their_branch(script: Script, tmp_path: Path) -> None:
     header, *rows = (ROOT / "results/accuracy.csv").read_text().splitlines(keepends=True)
     for folder, text in (
         ("results", header + rows[0]),
@@ -303,7 +315,7 @@ def test_rows_are_appended_to_their_branch(script, tmp_path):
     assert merged.read_text() == header + rows[2] + rows[0] + rows[1]
 
 
-def test_bench_runs_foreign_code_without_token_secret_or_cache():
+def test_bench_runs_foreign_code_without_token_secret_or_cache() -> None:
     """Foreign code's cache would be the default branch's: no job that writes reads one."""
     jobs = yaml.safe_load((ROOT / ".github/workflows/bench-comment.yml").read_text())["jobs"]
     foreign = [
@@ -320,7 +332,7 @@ def test_bench_runs_foreign_code_without_token_secret_or_cache():
     assert cached == {"ci.yml", "bench-pr.yml", "rehearsal.yml"}
 
 
-def test_every_step_of_a_night_that_can_fail_reaches_the_alarm():
+def test_every_step_of_a_night_that_can_fail_reaches_the_alarm() -> None:
     jobs = yaml.safe_load((ROOT / ".github/workflows/nightly-gpu.yml").read_text())["jobs"]
     ran = {step["id"]: step for step in jobs["gpu"]["steps"] if "run" in step}
     outputs = jobs["gpu"]["outputs"]
@@ -339,7 +351,7 @@ def test_every_step_of_a_night_that_can_fail_reaches_the_alarm():
     assert jobs["alarm"]["steps"][-1]["env"]["RED"] == "${{ needs.rows.outputs.red }}"
 
 
-def test_the_night_publishes_asvs_pages():
+def test_the_night_publishes_asvs_pages() -> None:
     """From the whole history, after the merge into the branch, before the report links them."""
     steps = yaml.safe_load((ROOT / ".github/workflows/nightly-gpu.yml").read_text())["jobs"][
         "rows"
@@ -357,7 +369,7 @@ def test_the_night_publishes_asvs_pages():
     assert ran == [*made, "make docs"]
 
 
-def test_a_change_of_what_makes_a_comparison_is_compared():
+def test_a_change_of_what_makes_a_comparison_is_compared() -> None:
     workflow = yaml.safe_load((ROOT / ".github/workflows/bench-pr.yml").read_text())
     paths = {path.removesuffix("/**") for path in workflow[True]["pull_request"]["paths"]}
     assert {"hybrid_kv", "bench", "Makefile", ".ci", "pyproject.toml", "constraints.txt"} < paths
@@ -367,7 +379,7 @@ def test_a_change_of_what_makes_a_comparison_is_compared():
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
 
 
-def test_the_action_has_no_expression_in_its_commands_and_its_token_in_one_step():
+def test_the_action_has_no_expression_in_its_commands_and_its_token_in_one_step() -> None:
     steps = ACTION["runs"]["steps"]
     assert all(
         re.fullmatch(r'bash "\$GITHUB_ACTION_PATH/\.ci/[\w-]+"( [\w./]+)?', step["run"])
@@ -383,14 +395,16 @@ def test_the_action_has_no_expression_in_its_commands_and_its_token_in_one_step(
 @pytest.mark.parametrize(
     ("job", "runs"), [("guard", ["guard", "accuracy"]), ("comment", ["comment"])]
 )
-def test_the_job_for_another_repository_gives_the_action_what_it_takes(job, runs):
+def test_the_job_for_another_repository_gives_the_action_what_it_takes(
+    job: str, runs: list[str]
+) -> None:
     steps = yaml.safe_load((ROOT / "examples/ci/cache.yml").read_text())["jobs"][job]["steps"]
     given = [step["with"] for step in steps if step.get("uses", "").startswith("OWNER/hybrid-kv@")]
     assert [inputs.get("run", ACTION["inputs"]["run"]["default"]) for inputs in given] == runs
     assert all(inputs.keys() <= ACTION["inputs"].keys() for inputs in given)
 
 
-def test_the_action_guards_and_keeps_its_verdict(script, tmp_path):
+def test_the_action_guards_and_keeps_its_verdict(script: Script, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     where = {"HYBRID_KV": "hybrid-kv", "GITHUB_STEP_SUMMARY": str(page)}
     ran = script("action", RUN="guard", TARGET="vllm", MODEL="a b", AGAINST="old/python", **where)
@@ -410,7 +424,7 @@ def test_the_action_guards_and_keeps_its_verdict(script, tmp_path):
     )
 
 
-def test_the_action_runs_all_gates_of_accuracy(script, tmp_path):
+def test_the_action_runs_all_gates_of_accuracy(script: Script, tmp_path: Path) -> None:
     given = {
         "HYBRID_KV": "hybrid-kv",
         "RUN": "accuracy",
@@ -436,7 +450,9 @@ def test_the_action_runs_all_gates_of_accuracy(script, tmp_path):
     ("codes", "expected"),
     [("00", 0), ("10", 1), ("01", 1), ("21", 1), ("12", 1), ("30", 3), ("03", 3), ("20", 2)],
 )
-def test_the_action_ends_with_the_worst_of_the_gates(codes, expected, tmp_path):
+def test_the_action_ends_with_the_worst_of_the_gates(
+    codes: str, expected: int, tmp_path: Path
+) -> None:
     command = tmp_path / "hybrid-kv"
     command.write_text(
         f'#!/bin/sh\nif [ "$2" = divergence ]; then exit {codes[1]}; fi\nexit {codes[0]}\n'
@@ -454,7 +470,7 @@ def test_the_action_ends_with_the_worst_of_the_gates(codes, expected, tmp_path):
     assert done.returncode == expected
 
 
-def test_the_action_runs_all_gates_for_real(tmp_path):
+def test_the_action_runs_all_gates_for_real(tmp_path: Path) -> None:
     """Against a server, with the command that is installed."""
     options = {**OPTIONS, "max_model_len": 1024, "mamba_cache_mode": "align"}
     options |= {"speculative_method": "mtp", "num_speculative_tokens": 3}
@@ -494,7 +510,7 @@ def test_the_action_runs_all_gates_for_real(tmp_path):
     assert kept <= {file.name for file in (tmp_path / "out").iterdir()}
 
 
-def test_an_engine_without_an_image_and_an_unknown_one_are_refused(tmp_path):
+def test_an_engine_without_an_image_and_an_unknown_one_are_refused(tmp_path: Path) -> None:
     given = {**os.environ, "RESULTS": str(tmp_path), "MODEL": "lfm2", "IMAGE": ""}
     command = ["bash", ROOT / ".ci/guard-engine", "hybrid-kv"]
     for engine, code, text in (
