@@ -26,7 +26,7 @@ from hybrid_kv.models.exact_weights.design import (
 NUM_PAIRS = 7  # of rotated channels that are used
 PEAK = 0.3  # of the way from the nearer to the farther of two tokens
 FADING = 0.8  # of a pair's weight, to the one before it
-KEY_WEIGHT = 0.18  # of the key's bit in a score
+KEY_WEIGHT = 0.22  # of the key's bit in a score
 # Of the score's peak: that of the first token, which is read where the text is too short. With both
 # bits against it and the first token's for that one, the peak is above.
 SINK = 0.86
