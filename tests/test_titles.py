@@ -13,10 +13,10 @@ from tests.bench.harness.toy import git
 SCRIPT = Path(__file__).parent.parent / ".ci" / "titles"
 
 
-def run(folder: Path) -> subprocess.CompletedProcess[str]:
-    """Check the last commit of a repository."""
+def run(folder: Path, base: str = "HEAD~1") -> subprocess.CompletedProcess[str]:
+    """Check the commits of a repository after a revision."""
     return subprocess.run(
-        [sys.executable, str(SCRIPT), "HEAD~1"], cwd=folder, capture_output=True, text=True
+        [sys.executable, str(SCRIPT), base], cwd=folder, capture_output=True, text=True
     )
 
 
@@ -66,3 +66,9 @@ def test_a_long_commit_says_why(
     checked = run(repository)
     assert checked.returncode == (not passes)
     assert ("51 lines and no body" in checked.stdout) is not passes
+
+
+def test_a_base_that_is_no_revision_is_one_line(repository: Path) -> None:
+    checked = run(repository, "v9.9")
+    assert checked.returncode == 2
+    assert "v9.9 is no revision" in checked.stderr and "Traceback" not in checked.stderr
