@@ -30,6 +30,7 @@ from hybrid_kv.cache.spec import (
     KVCacheConfig,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
     group_layers,
     window_of,
     with_block_size,
@@ -39,6 +40,9 @@ from hybrid_kv.kernels.common.integers import cdiv
 
 # Of a Mamba state, relative to its bytes; beyond it half of the memory of states holds nothing.
 MUCH_PADDING = 1.0
+# Tokens that decode kernels of latent attention want blocks of a hybrid model on a GPU to be
+# multiples of (vLLM 0.32).
+LATENT_GRAIN = 128
 
 
 @dataclass(frozen=True)
@@ -103,10 +107,10 @@ def update_block_size_for_backend(
 
     Their own block sizes are ignored.
 
-    Formulas (vLLM 0.22, `platforms/interface.py`): with `A = max(smallest kernel block, block
-    size)`, `t` attention bytes per token and `m` Mamba state bytes, modes `none` and `align` take
-    `A * ceil(m / (A * t))` tokens; mode `all` the smallest multiple of `lcm(Mamba block or chunk
-    size, A)` that covers `ceil(m / t)` tokens.
+    Formulas (vLLM 0.22, `platforms/interface.py`): with `A` of `_alignment`, `t` attention bytes
+    per token and `m` Mamba state bytes, modes `none` and `align` take `A * ceil(m / (A * t))`
+    tokens; mode `all` the smallest multiple of `lcm(Mamba block or chunk size, A)` that covers
+    `ceil(m / t)` tokens.
 
     Raises:
         ConfigError: a size that no kernel block divides, or a Mamba block size that cannot be kept.
@@ -149,16 +153,38 @@ def update_block_size_for_backend(
         )
     if not mamba:
         return BlockSizes(block_size, None, block_size * token_bytes, 0)
+    alignment = _alignment(layers, backend, context, block_size)
     return _align_hybrid(
-        mamba, cache, backend, context, block_size, token_bytes, max_model_len, mamba_chunk_size
+        mamba, cache, alignment, block_size, token_bytes, max_model_len, mamba_chunk_size
     )
+
+
+def _alignment(
+    layers: dict[str, KVCacheSpec],
+    backend: type[AttentionBackend],
+    context: BackendContext,
+    block_size: int,
+) -> int:
+    """Return the tokens of which a block is a multiple where it is raised to hold a state.
+
+    They are those of the chosen block, and at least of the smallest kernel block. On a GPU some
+    kernels want more.
+    """
+    alignment = max(
+        min(map(smallest, backend.get_supported_kernel_block_sizes(context))), block_size
+    )
+    specs = layers.values()
+    if context.platform == "xpu" and any(backend_of(spec, backend) is GDNBackend for spec in specs):
+        alignment = lcm(alignment, 64)
+    if context.platform != "cpu" and any(isinstance(spec, MLAAttentionSpec) for spec in specs):
+        alignment = max(alignment, LATENT_GRAIN)
+    return alignment
 
 
 def _align_hybrid(
     mamba: list[MambaSpec],
     cache: CacheConfig,
-    backend: type[AttentionBackend],
-    context: BackendContext,
+    alignment: int,
     block_size: int,
     token_bytes: int,
     max_model_len: int,
@@ -166,11 +192,6 @@ def _align_hybrid(
 ) -> BlockSizes:
     mode = MODES[cache.mamba_cache_mode]
     state_bytes = max(spec.state_bytes for spec in mamba)
-    alignment = max(
-        min(map(smallest, backend.get_supported_kernel_block_sizes(context))), block_size
-    )
-    if context.platform == "xpu" and any(backend_of(spec, backend) is GDNBackend for spec in mamba):
-        alignment = lcm(alignment, 64)
     base = cache.mamba_block_size or mamba_chunk_size
     if base is None and mode.needs_unit:
         raise ConfigError(

@@ -184,7 +184,7 @@ _register(
     caches(Mamba1Spec("mamba_d_state", "mamba_d_conv", "mamba_expand")),
     checked_against=AS_A_WHOLE,
 )
-_register("kimi_linear", _kimi_kinds, caches(_kimi_state, latent_spec))
+_register("kimi_linear", _kimi_kinds, caches(_kimi_state, latent_spec), default_ssm_dtype="float32")
 _register("lfm2", _lfm2_kinds, caches(_lfm2_window), "lfm2", "lfm2_moe")
 _register(
     "mamba2",

@@ -77,7 +77,8 @@ def model_shape(
     Args:
         cache: its `kv_cache_dtype` is that of K and V, `auto` takes the model's; its
             `mamba_ssm_cache_dtype` is that of the SSM state, `auto` takes the config's, else the
-            family's default in vLLM 0.22 (float32 for nemotron_h, the model's for the others).
+            family's default in vLLM (float32 for nemotron_h and kimi_linear, the model's for the
+            others).
         num_speculative_tokens: K; widens each convolution window by K rows.
         dtype: model dtype; `auto` takes the config's.
         ranks: the specs are those of one tensor parallel rank; default: of the only one.

@@ -36,6 +36,7 @@ from hybrid_kv.cache.spec import (
     FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlotsSpec,
     StatePart,
     window_and_states,
@@ -505,6 +506,38 @@ def test_a_lone_state_fills_its_page(
         assert sizes_of({"m": STATE}, chunk, **wishes) == BlockSizes(
             due, due, STATE.state_bytes, STATE.state_bytes
         )
+
+
+@pytest.mark.parametrize(
+    ("platform", "given", "ranks", "block_size"),
+    [
+        # GLM-5.3-Flash on eight to one GPUs.
+        ("cuda", None, 8, 640),
+        ("cuda", None, 4, 1152),
+        ("cuda", None, 2, 2176),
+        ("cuda", None, 1, 4352),
+        ("xpu", None, 8, 640),
+        ("cuda", 192, 8, 576),
+        # The engine of this package.
+        ("cpu", None, 8, 544),
+    ],
+)
+def test_blocks_of_latent_attention_are_multiples_of_128_tokens_on_a_gpu(
+    platform: str, given: int | None, ranks: int, block_size: int
+) -> None:
+    heads = 64 // ranks
+    parts = window_and_states(
+        ((3, 3 * 128 * heads), torch.bfloat16), ((heads, 128, 128), torch.float32)
+    )
+    layers: dict[str, KVCacheSpec] = {
+        "latent": MLAAttentionSpec(1, 512, torch.bfloat16),
+        "state": MambaSpec(1, parts, mamba_type="gdn_attention"),
+    }
+    backend, context = get_backend("auto", platform), BackendContext.for_layers(platform, layers)
+    sizes = update_block_size_for_backend(
+        layers, CacheConfig(block_size=given), backend, context, 10**6
+    )
+    assert sizes.block_size == block_size
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,102 @@
+"""Plans of public checkpoints, cut down to the keys that decide, with vLLM 0.32's numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.run import run
+
+
+def kimi(num_heads: int) -> dict[str, Any]:
+    """Three layers with a state [128, 128] for each head, and one with latent attention."""
+    return {
+        "model_type": "kimi_linear",
+        "dtype": "bfloat16",
+        "model_max_length": 1048576,
+        "num_hidden_layers": 4,
+        "num_attention_heads": num_heads,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "linear_attn_config": {
+            "full_attn_layers": [4],
+            "num_heads": num_heads,
+            "head_dim": 128,
+            "short_conv_kernel_size": 4,
+        },
+    }
+
+
+KIMI_LINEAR = kimi(32)
+# A vision model's, around those of its language model.
+KIMI_K3 = {"model_type": "kimi_k3", "text_config": kimi(96)}
+QWEN3_5 = {
+    "model_type": "qwen3_5_text",
+    "dtype": "bfloat16",
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+}
+QWEN3_5_0_8B = QWEN3_5 | {
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "linear_num_value_heads": 16,
+}
+ZAMBA2_2_7B = {
+    "model_type": "zamba2",
+    "dtype": "bfloat16",
+    "max_position_embeddings": 4096,
+    "hidden_size": 2560,
+    "num_hidden_layers": 54,
+    "hybrid_layer_ids": [6, 12, 18, 24, 30, 36, 42, 47, 51],
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "attention_head_dim": 160,
+    "n_mamba_heads": 80,
+    "mamba_headdim": 64,
+    "mamba_d_state": 64,
+    "mamba_ngroups": 1,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}
+
+
+def plan_of(
+    config: dict[str, Any], flags: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> dict[str, Any]:
+    (folder / "config.json").write_text(json.dumps(config))
+    code, out, err = run(capsys, "plan", folder, *flags.split(), "--json")
+    assert (code, err) == (0, "")
+    return json.loads(out)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "block_size", "padding"),
+    [
+        (KIMI_K3, "--tensor-parallel-size 8", 768, 8.68),
+        (KIMI_LINEAR, "--tensor-parallel-size 8", 256, 8.68),
+        (KIMI_LINEAR, "", 1920, 1.89),
+        (QWEN3_5_0_8B, "--platform cpu --attention-backend CPU_ATTN", 640, 20.75),
+        (ZAMBA2_2_7B, "", 48, 43.12),
+    ],
+    ids=["kimi_k3", "kimi_linear", "kimi_linear_alone", "qwen3_5_on_a_cpu", "zamba2"],
+)
+def test_block_sizes_and_padding_are_those_of_vllm(
+    config: dict[str, Any],
+    flags: str,
+    block_size: int,
+    padding: float,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plan = plan_of(config, flags, tmp_path, capsys)
+    assert (plan["block_size"], plan["mamba_padding_percent"]) == (block_size, padding)
