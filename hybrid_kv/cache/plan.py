@@ -289,6 +289,11 @@ class CachePlan:
         return over_context(self.config, self.context_parallel)
 
     @property
+    def hit_granularity(self) -> int:
+        """Tokens of which every prefix hit is a multiple."""
+        return lcm(*(group.spec.block_size for group in self.counted.groups))
+
+    @property
     def blocks_per_request(self) -> int:
         """Blocks that one request of `max_model_len` tokens holds."""
         return self.counted.max_blocks_per_request(self.max_model_len)
@@ -454,6 +459,15 @@ def _notes(plan: CachePlan, cache: CacheConfig) -> list[str]:
             f"no request longer than {plan.longest_request} tokens fits; lower --max-model-len "
             f"{plan.max_model_len} or "
             "give the cache more memory"
+        )
+    keeps_prefixes = sizes.mamba_block_size is None or mode.keeps_states
+    # A prompt leaves room for a token of output, and its last token is always computed.
+    longest_hit = plan.max_model_len - 2
+    if keeps_prefixes and plan.hit_granularity > longest_hit:
+        notes.append(
+            f"no prompt can hit the prefix cache: hits are multiples of {plan.hit_granularity} "
+            f"tokens; raise --max-model-len {plan.max_model_len} to at least "
+            f"{plan.hit_granularity + 2}"
         )
     return notes
 

@@ -60,7 +60,11 @@ def plan(
         typer.Argument(help="A Hugging Face config.json, the folder that holds it, or owner/name."),
     ],
     platform: Annotated[
-        Platform, typer.Option(help="Decides the default backend and its block size.")
+        Platform,
+        typer.Option(
+            help="Decides the default backend and its block size; on a CPU that of this package, "
+            "vLLM's is --attention-backend CPU_ATTN."
+        ),
     ] = "cuda",
     gpu_memory: Annotated[
         str | None,
@@ -380,10 +384,12 @@ def _capacity(plan: dict[str, Any]) -> dict[str, str]:
         line = f"{blocks:,} blocks, {memory} for {plan['max_model_len']:,} tokens"
         return {"one request": line}
     total = plan["total_bytes"]
+    with_null = plan["num_blocks"] / blocks
     return {
         "blocks": f"{plan['num_blocks']:,}, one of them the null block",
         "memory": f"{total:,} B ({total / 2**30:.2f} GiB)",
         "capacity": f"{plan['token_capacity']:,} tokens",
         "longest request": f"{plan['longest_request']:,} of {plan['max_model_len']:,} tokens",
-        "requests at once": f"{plan['max_concurrency']:,} of {blocks:,} blocks each",
+        "requests at once": f"{plan['max_concurrency']:,.2f} of {blocks:,} blocks each "
+        f"(vLLM: {with_null:,.2f}, with the null block)",
     }

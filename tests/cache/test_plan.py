@@ -391,6 +391,10 @@ class Drawn:
             yield (
                 f"no request longer than {longest} tokens fits; lower --max-model-len {self.limit} "
             )
+        unit = lcm(*(group["block_size"] for group in due["groups"]), size * self.ranks)
+        # A prompt of `limit - 1` tokens, the last of them computed, begins with none.
+        if (not state or policy.keeps_states) and self.limit - 2 < unit:
+            yield f"no prompt can hit the prefix cache: hits are multiples of {unit} tokens; "
         if state and policy.keeps_states and (page := due["page_size_bytes"]) > 2 * state:
             percent = f"{100 * (page / state - 1):.0f} %"
             note = (

@@ -278,6 +278,27 @@ def test_ranks_divide_what_one_gpu_keeps(capsys: pytest.CaptureFixture[str], con
     assert " 1      10                   811,008" in out
 
 
+@pytest.mark.parametrize("limit", ["2097", "2098"])
+def test_a_block_that_is_longer_than_any_prompt_is_noted(
+    capsys: pytest.CaptureFixture[str], config: str, limit: str
+) -> None:
+    """A prompt leaves room for a token of output, and its last one is computed."""
+    flags = [config, "--mamba-cache-mode", "align", "--max-model-len"]
+    plan = plan_json(capsys, *flags, limit)
+    assert plan["block_size"] == 2096
+    notes = [note for note in plan["notes"] if note.startswith("no prompt can hit")]
+    assert bool(notes) == (limit == "2097")
+    assert all("raise --max-model-len 2097 to at least 2098" in note for note in notes)
+
+
+def test_requests_at_once_are_also_counted_as_vllm_does(
+    capsys: pytest.CaptureFixture[str], config: str
+) -> None:
+    """One request of 131,072 tokens has 63 blocks and four states."""
+    out = printed(capsys, "plan", config, "--num-blocks", "670")
+    assert "9.99 of 67 blocks each (vLLM: 10.00, with the null block)" in out
+
+
 @pytest.mark.parametrize(("context", "copies"), [("1", 4), ("2", 2), ("4", None)])
 def test_copies_of_kv_heads_are_noted(
     capsys: pytest.CaptureFixture[str], config: str, context: str, copies: int | None
