@@ -3,8 +3,8 @@
 A request of p prompt and n output tokens computes `p + n - 1`: the last token is sampled, never
 cached. It gets its first output token from the last chunk of its prompt, and one from each decode,
 which schedules K drafts next to it, as far as outputs are left; no draft is accepted, so that it
-runs as long as it can. Prompts share no prefix. Offload, asynchronous scheduling and a draft head's
-own layers are not counted.
+runs as long as it can. Prompts share no prefix. Offload, asynchronous scheduling and the tokens
+that a draft head writes ahead are not counted.
 """
 
 from __future__ import annotations

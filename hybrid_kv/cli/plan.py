@@ -43,6 +43,7 @@ _PLANNED = {
     "mamba_cache_mode",
     "state_scheme",
     "recompute_ring_len",
+    "speculative_method",
     "num_speculative_tokens",
     "dtype",
     "kv_cache_dtype",
@@ -137,6 +138,7 @@ def _document(
         "backend": get_backend(engine.attention_backend, engine.platform).name,
         "mamba_cache_mode": engine.cache.mamba_cache_mode,
         "state_scheme": engine.cache.state_scheme,
+        "speculative_method": engine.speculative.speculative_method,
         "num_speculative_tokens": engine.speculative.num_speculative_tokens,
         **asdict(ranks),
         **describe(plan),
@@ -195,6 +197,7 @@ def planned(
         dtype=engine.dtype,
         ranks=ranks,
         make_dtype=planned_dtype,
+        has_draft_head=engine.speculative.speculative_method == "mtp",
     )
     model_len = max_model_len or shape.max_position_embeddings
     if model_len is None:
@@ -326,6 +329,8 @@ def _print_plan(document: dict[str, Any]) -> None:
 def _summary(plan: dict[str, Any]) -> dict[str, str]:
     """Return the lines of the first table."""
     kinds = ", ".join(f"{count} {kind}" for kind, count in plan["cached_layers"].items())
+    if plan["speculative_method"] == "mtp":
+        kinds += ", the draft head's included"
     context = plan["decode_context_parallel_size"]
     scheme = f"{plan['state_scheme']}, K={plan['num_speculative_tokens']}"
     block_size = f"{plan['block_size']:,} tokens"

@@ -53,9 +53,9 @@ def _register(module: str, kinds: Any, caches: Any, *model_types: str, **more: A
     register(family, *(model_types or (module,)))
 
 
-def _register_head(module: str, *model_types: str) -> None:
-    functions = (_later(f"{module}.{name}") for name in ("build", "convert", "shapes"))
-    register_head(HeadFamily(MTP_PREFIX, *functions), *model_types)
+def _register_head(module: str, num_layers: Callable[[ConfigFile], int], *types: str) -> None:
+    build, convert, shapes = (_later(f"{module}.{name}") for name in ("build", "convert", "shapes"))
+    register_head(HeadFamily(MTP_PREFIX, build, convert, shapes, num_layers), *types)
 
 
 def _all_hybrid(file: ConfigFile) -> list[str]:
@@ -237,5 +237,7 @@ _register(
     ),
 )
 
-_register_head("nemotron_h_mtp", "nemotron_h")
-_register_head("qwen3_mtp", "qwen3_next", *_QWEN3_5)
+_NEXTN = "num_nextn_predict_layers"
+_register_head("nemotron_h_mtp", lambda file: file.count(_NEXTN, default=0), "nemotron_h")
+_register_head("qwen3_mtp", lambda file: file.count(_NEXTN, default=1), "qwen3_next")
+_register_head("qwen3_mtp", lambda file: file.count("mtp_num_hidden_layers", default=1), *_QWEN3_5)

@@ -24,7 +24,7 @@ from hybrid_kv.models.config_file import (
     read_json,
 )
 from hybrid_kv.models.interface import DraftHead, Model
-from hybrid_kv.models.registry import Tensors, family_of, head_of, runnable
+from hybrid_kv.models.registry import Tensors, family_of, head_of, require_head, runnable
 from hybrid_kv.models.shapes import model_shape
 
 LOGGER = logging.getLogger(__name__)
@@ -151,12 +151,7 @@ def load_head(model: str | Path, target: Model) -> DraftHead:
     """
     folder = resolve_folder(model)
     file = ConfigFile.read(folder)
-    head = head_of(file)
-    if head is None:
-        raise file.fail(
-            f"{file.model_type} checkpoints have no draft head that can be run; draft with n-grams "
-            "instead"
-        )
+    head = require_head(file)
     prefix = head.prefix
     built = _on_meta(file, partial(head.build, file, target))
 

@@ -27,29 +27,13 @@ from typing import cast
 import torch
 from torch import nn
 
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec
-from hybrid_kv.config import ConfigError
+from hybrid_kv.cache.spec import KVCacheSpec
 from hybrid_kv.models.attention import GridAttention
 from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock
 from hybrid_kv.models.families import MTP_PREFIX
 from hybrid_kv.models.layers import ForwardContext, Linear, RMSNorm
 
 NAME = f"{MTP_PREFIX}layers.0"  # of the one layer that keeps K and V
-
-
-def attention_spec_of(target: CausalLM) -> FullAttentionSpec:
-    """Return the spec of the target whose attention groups the head's layer joins.
-
-    Raises:
-        ConfigError: the target has no attention layer.
-    """
-    specs = target.layer_specs.values()
-    spec = next((spec for spec in specs if isinstance(spec, FullAttentionSpec)), None)
-    if spec is None:
-        raise ConfigError(
-            "the model has no attention layer whose cache groups an MTP head could join"
-        )
-    return spec
 
 
 class MTPHead(nn.Module):
@@ -61,7 +45,7 @@ class MTPHead(nn.Module):
         layer: with a `GridAttention` called `NAME`.
 
     Attributes:
-        layer_specs: that of the layer, `attention_spec_of` the target.
+        layer_specs: that of the layer, `head_spec` of the target.
         grid: see above; a multiple of it is never attended. Set by the engine before the first
             step. Without prefix caching any number above the longest request will do.
     """

@@ -12,9 +12,9 @@ from hybrid_kv.models import nemotron_h
 from hybrid_kv.models.attention import GridAttention
 from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock, mamba_norm
 from hybrid_kv.models.config_file import ConfigFile
-from hybrid_kv.models.mtp import NAME, MTPHead, attention_spec_of
+from hybrid_kv.models.mtp import NAME, MTPHead
 from hybrid_kv.models.nemotron_h import MLPS
-from hybrid_kv.models.specs import ATTENTION, MLP, MOE, layer_kinds
+from hybrid_kv.models.specs import ATTENTION, MLP, MOE, head_spec, layer_kinds
 from hybrid_kv.models.weights import Tensors, renamed
 
 
@@ -33,7 +33,7 @@ def build(file: ConfigFile, target: CausalLM) -> nn.Module:
             "draft with n-grams "
             "instead"
         )
-    attention = GridAttention(file, NAME, attention_spec_of(target))
+    attention = GridAttention(file, NAME, head_spec(target.layer_specs))
     layer = DecoderBlock(mamba_norm(file), attention, mamba_norm(file), MLPS[kinds[1]](file))
     return MTPHead(target, mamba_norm(file), mamba_norm(file), layer, mamba_norm(file))
 

@@ -13,9 +13,9 @@ from hybrid_kv.models.attention import GridAttention
 from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.families import qwen_kinds
-from hybrid_kv.models.mtp import NAME, MTPHead, attention_spec_of
+from hybrid_kv.models.mtp import NAME, MTPHead
 from hybrid_kv.models.qwen3_5 import MLP, attention, norm
-from hybrid_kv.models.specs import ATTENTION
+from hybrid_kv.models.specs import ATTENTION, head_spec
 from hybrid_kv.models.weights import Tensors, renamed
 
 
@@ -36,7 +36,7 @@ def build(file: ConfigFile, target: CausalLM) -> nn.Module:
         raise file.fail(
             "mtp_use_dedicated_embeddings=True is not supported; draft with n-grams instead"
         )
-    mixer = attention(file, NAME, attention_spec_of(target), GridAttention)
+    mixer = attention(file, NAME, head_spec(target.layer_specs), GridAttention)
     layer = DecoderBlock(norm(file), mixer, norm(file), mlp(file, 0))
     return MTPHead(target, norm(file), norm(file), layer, norm(file))
 

@@ -61,6 +61,10 @@ def _no_shapes(file: ConfigFile) -> Mapping[str, tuple[int, ...] | str]:
     return {}
 
 
+def _one_layer(file: ConfigFile) -> int:
+    return 1
+
+
 @dataclass(frozen=True)
 class HeadFamily:
     """A multi-token-prediction head that lies in the target's own checkpoint.
@@ -75,12 +79,15 @@ class HeadFamily:
             weights; none where config.json has no head. A text in the place of a shape: the head
             has all tensors of the target that begin with it, too, and their names begin with the
             key.
+        num_layers: that keep K and V, by config.json; 0: the checkpoint has no head. They join the
+            target's attention groups.
     """
 
     prefix: str
     build: Callable[[ConfigFile, Any], torch.nn.Module]
     convert_weights: Callable[[Tensors], Tensors]
     shapes: Callable[[ConfigFile], Mapping[str, tuple[int, ...] | str]] = _no_shapes
+    num_layers: Callable[[ConfigFile], int] = _one_layer
 
 
 # What a family is `checked_against`.
@@ -125,6 +132,21 @@ def family_of(config: ConfigFile) -> Family:
 def head_of(config: ConfigFile) -> HeadFamily | None:
     """Return the draft head that checkpoints of this `model_type` may have."""
     return _HEADS.get(config.model_type)
+
+
+def require_head(config: ConfigFile) -> HeadFamily:
+    """Return the draft head of a checkpoint.
+
+    Raises:
+        ConfigError: checkpoints of this `model_type` have none.
+    """
+    head = head_of(config)
+    if head is None:
+        raise config.fail(
+            f"{config.model_type} checkpoints have no draft head that can be run; draft with "
+            "n-grams instead"
+        )
+    return head
 
 
 def runnable() -> list[str]:

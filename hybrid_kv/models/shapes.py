@@ -22,8 +22,8 @@ from hybrid_kv.config import (
     torch_dtype,
 )
 from hybrid_kv.models.config_file import ConfigFile
-from hybrid_kv.models.registry import family_of
-from hybrid_kv.models.specs import ATTENTION, SpecOptions, chunk_size
+from hybrid_kv.models.registry import family_of, require_head
+from hybrid_kv.models.specs import ATTENTION, SpecOptions, chunk_size, head_spec
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +37,10 @@ class ModelShape:
     """The cache-relevant shape of a model.
 
     The specs' block sizes are placeholders until a plan decides them.
+
+    Attributes:
+        num_hidden_layers: those of a draft head left out.
+        layers: the spec of each; a draft head's after those of the model.
     """
 
     model_type: str
@@ -56,11 +60,17 @@ class ModelShape:
         return dict(Counter(kinds))
 
     def stages(self, ranks: Ranks) -> list[list[str]]:
-        """Return the names of the layers with a cache in each pipeline stage."""
-        stages = ranks.stages(self.num_hidden_layers)
-        return [
-            [name for name in self.layers if int(name.split(".")[1]) in stage] for stage in stages
+        """Return the names of the layers with a cache in each pipeline stage.
+
+        The last one has the draft head.
+        """
+        of_model = [name for name in self.layers if name.startswith("layers.")]
+        stages = [
+            [name for name in of_model if int(name.split(".")[1]) in numbers]
+            for numbers in ranks.stages(self.num_hidden_layers)
         ]
+        stages[-1] += [name for name in self.layers if name not in of_model]
+        return stages
 
 
 def model_shape(
@@ -71,6 +81,7 @@ def model_shape(
     dtype: str = "auto",
     ranks: Ranks | None = None,
     make_dtype: MakeDtype = torch_dtype,
+    has_draft_head: bool = False,
 ) -> ModelShape:
     """Return the shape of the model that `source` (file, folder or parsed config) describes.
 
@@ -83,10 +94,11 @@ def model_shape(
         dtype: model dtype; `auto` takes the config's.
         ranks: the specs are those of one tensor parallel rank; default: of the only one.
         make_dtype: `config.planned_dtype` where nothing is allocated, which needs no torch.
+        has_draft_head: the layers of the checkpoint's draft head are among them.
 
     Raises:
         ConfigError: an unknown family, a missing key, keys that contradict each other, or heads
-            that the ranks can't divide.
+            that the ranks can't divide; a checkpoint without a draft head.
     """
     if num_speculative_tokens < 0:
         raise ConfigError(f"num_speculative_tokens={num_speculative_tokens} must be >= 0")
@@ -142,6 +154,8 @@ def model_shape(
         for i, kind in enumerate(kinds)
         for end, spec in specs[kind].items()
     }
+    if has_draft_head:
+        layers |= _head_layers(config, layers)
     return ModelShape(
         model_type=config.model_type,
         dtype=options.dtype,
@@ -152,3 +166,16 @@ def model_shape(
         num_hidden_layers=len(kinds),
         layers=layers,
     )
+
+
+def _head_layers(config: ConfigFile, layers: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+    """Return the specs of the draft head's layers, under the names that they have in the engine.
+
+    Raises:
+        ConfigError: the checkpoint has no head, or the model no attention.
+    """
+    head = require_head(config)
+    num_layers = head.num_layers(config)
+    if not num_layers:
+        raise config.fail("the file names no draft head; draft with n-grams instead")
+    return {f"{head.prefix}layers.{i}": head_spec(layers) for i in range(num_layers)}

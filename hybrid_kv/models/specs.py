@@ -21,6 +21,7 @@ from hybrid_kv.cache.spec import (
     StatePart,
     window_and_states,
 )
+from hybrid_kv.config import ConfigError
 from hybrid_kv.models.config_file import ConfigFile
 
 if TYPE_CHECKING:
@@ -217,6 +218,20 @@ def latent_spec(file: ConfigFile, options: SpecOptions) -> MLAAttentionSpec:
     return MLAAttentionSpec(
         1, file.size("kv_lora_rank") + file.size("qk_rope_head_dim"), options.kv_dtype
     )
+
+
+def head_spec(layers: Mapping[str, KVCacheSpec]) -> FullAttentionSpec:
+    """Return the spec of the target's layers whose groups a draft head's layer joins.
+
+    Raises:
+        ConfigError: none of them has attention.
+    """
+    spec = next((spec for spec in layers.values() if isinstance(spec, FullAttentionSpec)), None)
+    if spec is None:
+        raise ConfigError(
+            "the model has no attention layer whose cache groups an MTP head could join"
+        )
+    return spec
 
 
 @dataclass(frozen=True)

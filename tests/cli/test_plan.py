@@ -6,18 +6,24 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import hybrid_kv
+from hybrid_kv.cache.plan import describe
 from hybrid_kv.cache.spec import FullAttentionSpec
-from hybrid_kv.cli.plan import parse_memory
-from hybrid_kv.config import ConfigError
+from hybrid_kv.cli.plan import parse_memory, planned
+from hybrid_kv.config import ConfigError, DraftMethod
+from hybrid_kv.engine.llm import LLM
 from hybrid_kv.models import registry
 from tests.cli.run import printed, refused, run
 from tests.model_configs import CONFIGS, NEMOTRON_3_NANO
+
+GUARD_MODEL = Path(hybrid_kv.__path__[0], "check", "guard_model")
 
 
 @pytest.fixture
@@ -276,6 +282,30 @@ def test_ranks_divide_what_one_gpu_keeps(capsys: pytest.CaptureFixture[str], con
     assert "24: 8 tensor × 3 pipeline, context 4" in out
     assert "528 tokens on each of 4 GPUs" in out
     assert " 1      10                   811,008" in out
+
+
+@pytest.mark.parametrize("method", [None, "mtp"])
+def test_layers_and_groups_are_those_of_the_engine(method: DraftMethod | None) -> None:
+    llm = LLM(
+        GUARD_MODEL,
+        device="cpu",
+        num_blocks=64,
+        max_model_len=512,
+        num_speculative_tokens=2,
+        speculative_method=method,
+    )
+    _, plan = planned(str(GUARD_MODEL), replace(llm.config, platform="cpu"), 512)
+    assert describe(plan) == describe(llm.plan)
+    assert any("mtp" in group.layer_names[-1] for group in plan.config.groups) == bool(method)
+
+
+def test_a_head_that_is_not_there_is_not_planned(
+    capsys: pytest.CaptureFixture[str], config: str
+) -> None:
+    flags = ["--speculative-method", "mtp", "--num-speculative-tokens", "3"]
+    assert "the file names no draft head" in refused(capsys, "plan", config, *flags)
+    Path(config, "config.json").write_text(json.dumps(CONFIGS["ibm-ai-platform/Bamba-9B"]))
+    assert "bamba checkpoints have no draft head" in refused(capsys, "plan", config, *flags)
 
 
 @pytest.mark.parametrize("limit", ["2097", "2098"])

@@ -45,6 +45,13 @@ QWEN3_5 = {
     "linear_conv_kernel_dim": 4,
     "full_attention_interval": 4,
 }
+QWEN3_5_27B = QWEN3_5 | {
+    "num_hidden_layers": 64,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 4,
+    "linear_num_value_heads": 48,
+    "mtp_num_hidden_layers": 1,
+}
 QWEN3_5_0_8B = QWEN3_5 | {
     "num_hidden_layers": 24,
     "num_attention_heads": 8,
@@ -100,3 +107,20 @@ def test_block_sizes_and_padding_are_those_of_vllm(
 ) -> None:
     plan = plan_of(config, flags, tmp_path, capsys)
     assert (plan["block_size"], plan["mamba_padding_percent"]) == (block_size, padding)
+
+
+def test_the_layer_of_a_draft_head_joins_the_attention_of_qwen3_5(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """164 blocks of 1,600 tokens, and in each of three groups two states and one for each draft."""
+    flags = "--mamba-cache-mode align --kv-cache-dtype fp8 --tensor-parallel-size 2"
+    flags += " --num-speculative-tokens 3 --speculative-method mtp"
+    plan = plan_of(QWEN3_5_27B, flags, tmp_path, capsys)
+    assert plan["cached_layers"] == {"gdn_attention": 48, "attention": 17}
+    groups = [(group["kind"], group["num_layers"]) for group in plan["groups"]]
+    assert sorted(groups) == [("attention", 17), *[("gdn_attention", 16)] * 3]
+    assert (plan["block_size"], plan["max_model_len"]) == (1600, 262144)
+    assert plan["blocks_per_request"] == 164 + 3 * (2 + 3) == 179
+    staged = plan_of(QWEN3_5_27B, f"{flags} --pipeline-parallel-size 2", tmp_path, capsys)
+    has_head = ["mtp.layers.0" in stage["layers"] for stage in staged["stages"]]
+    assert has_head == [False, True]
