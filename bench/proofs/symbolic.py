@@ -27,6 +27,8 @@ from typing import Any
 
 import z3
 
+from hybrid_kv.kernels.common.functions import softplus
+
 Formula = Any  # z3 has no types
 
 
@@ -362,6 +364,12 @@ def parts_of(*formulas: Formula) -> Iterator[Formula]:
             yield one
 
 
+def _under(run: Run, function: Callable[..., Any], **called: Any) -> Callable[..., Any]:
+    """Return a kernel, or a function that one calls, with a run as its `tl`."""
+    names = {**function.__globals__, "tl": run, "range": run.range, **called}
+    return FunctionType(function.__code__, names, function.__name__)
+
+
 def paths(
     kernel: Callable[..., None],
     arguments: dict[str, Any],
@@ -384,12 +392,7 @@ def paths(
         run = Run(choices, sums, [*facts])
         _runs.append(run)
         try:
-            own = FunctionType(
-                kernel.__code__,
-                {**kernel.__globals__, "tl": run, "range": run.range},
-                kernel.__name__,
-            )
-            own(**given)
+            _under(run, kernel, softplus=_under(run, softplus))(**given)
         finally:
             _runs.pop()
         yield run

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from hybrid_kv.config import ConfigError, Kernels
+from hybrid_kv.kernels.common import functions
 from hybrid_kv.kernels.common.interpreter import is_interpreter
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -56,6 +57,8 @@ def jit(kernel: Callable[..., None], do_not_specialize: tuple[str, ...] = ()) ->
 
     # Of its module, not of a closure: the interpreter looks nowhere else.
     kernel.__globals__["tl"] = tl
+    for name in set(kernel.__code__.co_names) & set(functions.__all__):
+        kernel.__globals__[name] = jit(getattr(functions, name))
     return triton.jit(kernel, do_not_specialize=list(do_not_specialize))
 
 

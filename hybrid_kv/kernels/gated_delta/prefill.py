@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hybrid_kv.kernels.common.functions import softplus
 from hybrid_kv.kernels.common.integers import cdiv, next_power_of_2
 from hybrid_kv.kernels.common.launch import FLOATS, check, jit, strides, warp_size
 from hybrid_kv.kernels.common.spans import Spans, check_scan
@@ -135,11 +136,7 @@ def _inside(
         w = tl.load(dt + t * dt_stride, mask=in_t, other=0.0).to(tl.float32) + tl.load(
             dt_bias + gate
         ).to(tl.float32)
-        # softplus as in `ssd.slots`: exact where 1 + e is not, and above 20 as torch has it.
-        e = tl.exp(tl.minimum(w, 20.0))
-        u = 1.0 + e
-        step = tl.where(u == 1.0, e, tl.log(u) * (e / (u - 1.0)))
-        step = tl.where(in_t, tl.where(w > 20.0, w, step), 0.0)
+        step = tl.where(in_t, softplus(w), 0.0)
         # Sums in base 2, integers and rest apart, for the reasons given in `ssd.prefill`.
         decay = tl.maximum(step * a * 1.4426950408889634, -1000.0)
         whole = tl.floor(decay + 0.5)

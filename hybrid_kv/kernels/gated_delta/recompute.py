@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hybrid_kv.kernels.common.functions import softplus
 from hybrid_kv.kernels.common.integers import cdiv, next_power_of_2
 from hybrid_kv.kernels.common.interpreter import is_interpreter
 from hybrid_kv.kernels.common.launch import INTS, check, jit, register_limit, strides, warp_size
@@ -135,11 +136,7 @@ def _delta_recompute(
             tl.float32
         )
         w += tl.load(dt_bias + head * GATES + gate, mask=in_gate, other=0.0).to(tl.float32)
-        # softplus as in `ssd.slots`: exact where 1 + e is not, and above 20 as torch has it.
-        e = tl.exp(tl.minimum(w, 20.0))
-        s = 1.0 + e
-        step = tl.where(s == 1.0, e, tl.log(s) * (e / (s - 1.0)))
-        g = tl.where(in_t[:, None], tl.where(w > 20.0, w, step) * a, 0.0)
+        g = tl.where(in_t[:, None], softplus(w) * a, 0.0)
         learned = tl.load(beta + t * beta_stride, mask=in_t, other=0.0).to(tl.float32)
         learned = BETA_SCALE / (1.0 + tl.exp(-learned))
         cells = in_t[:, None] & in_n[None, :]

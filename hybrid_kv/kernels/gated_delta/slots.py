@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hybrid_kv.kernels.common.functions import softplus
 from hybrid_kv.kernels.common.integers import cdiv, next_power_of_2
 from hybrid_kv.kernels.common.launch import (
     FLOATS,
@@ -106,11 +107,7 @@ def _delta_update(
     for j in range(length):
         token = first + j
         w = tl.load(dt + token * dt_stride + gate, mask=in_gate, other=0.0).to(tl.float32) + bias
-        # softplus as in `ssd.slots`: exact where 1 + e is not, and above 20 as torch has it.
-        e = tl.exp(tl.minimum(w, 20.0))
-        u = 1.0 + e
-        step = tl.where(u == 1.0, e, tl.log(u) * (e / (u - 1.0)))
-        step = tl.where(w > 20.0, w, step)
+        step = softplus(w)
         learned = BETA_SCALE / (
             1.0 + tl.exp(-tl.load(beta + token * beta_stride + head).to(tl.float32))
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hybrid_kv.kernels.common.functions import softplus
+
 if TYPE_CHECKING:
     import triton.language as tl
 
@@ -196,13 +198,7 @@ def recompute_kernel(
             later_dt = tl.load(dt_ring + i * RING + next_place, mask=j < held - 1, other=0.0)
             v = tl.load(dt + s * dt_stride + i, mask=in_s, other=0.0).to(tl.float32)
             v += tl.load(dt_bias + head + i).to(tl.float32)
-            # softplus = log1p(exp(v)). log(1 + e) alone errs by 6e-5 of dt at v = -7, where time
-            # steps are: dividing by the rounded (1 + e) - 1 cancels the error of the sum. Above 20
-            # it is v, as in torch.
-            e = tl.exp(tl.minimum(v, 20.0))
-            u = 1.0 + e
-            new_dt = tl.where(u == 1.0, e, tl.log(u) * (e / (u - 1.0)))
-            new_dt = tl.where(in_s, tl.where(v > 20.0, v, new_dt), 0.0)
+            new_dt = tl.where(in_s, softplus(v), 0.0)
 
             # Every exponent is a sum of what lies between two tokens. It cannot be positive, and no
             # difference of sums loses the digits of neighbours.

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hybrid_kv.kernels.common.functions import softplus
 from hybrid_kv.kernels.common.integers import cdiv, next_power_of_2
 from hybrid_kv.kernels.common.launch import FLOATS, check, jit, register_limit, strides, warp_size
 from hybrid_kv.kernels.common.spans import Spans, check_scan
@@ -120,11 +121,7 @@ def _states(
                 )
                 + bias
             )
-            # softplus as in `state_update`: exact where 1 + e is not, and above 20 as torch has it.
-            e = tl.exp(tl.minimum(v, 20.0))
-            u = 1.0 + e
-            step = tl.where(u == 1.0, e, tl.log(u) * (e / (u - 1.0)))
-            step = tl.where(inside, tl.where(v > 20.0, v, step), 0.0)
+            step = tl.where(inside, softplus(v), 0.0)
             # Strong decay followed by weak: at a sum of 2000 one unit in the last place is 1e-4,
             # and so would be the error of each product between the tokens after. Sums of integers
             # are exact up to 2^24, the rest stays small. 2^-1000 is zero.
