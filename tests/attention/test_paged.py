@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -417,14 +417,21 @@ def test_flashinfer_is_called_as_it_requires_and_planned_once(
 
 @pytest.mark.usefixtures("fakes")
 def test_flashinfer_plans_again_for_layers_of_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    compute, part = compute_of("flashinfer"), SimpleNamespace(plans={})
-    monkeypatch.setattr(
-        compute, "_plan", lambda query, cache, *_: SimpleNamespace(run=lambda *_: cache.shape[2])
-    )
-    for heads, queries in ((1, 4), (2, 4), (1, 4), (1, 2)):
-        cache = torch.zeros(5, 16, heads, 8)
-        assert compute.attend(torch.zeros(3, queries, 8), (cache, cache), part, 0.5) == heads
-    assert len(part.plans) == 3
+    monkeypatch.setattr(BatchPrefillWithPagedKVCacheWrapper, "plans", 0)
+    part, query, (key_cache, value_cache) = problem(STEPS["drafts"])
+    part = replace(part, compute=compute_of("flashinfer"), plans={})
+    heads = key_cache.shape[2]
+    for kv_heads, copies in ((heads, 1), (2 * heads, 2), (heads, 1), (heads, 2)):
+        caches = tuple(
+            cache[:, :, :1].repeat(1, 1, kv_heads, 1) for cache in (key_cache, value_cache)
+        )
+        queries = query.repeat(1, copies, 1)
+        by_torch = replace(part, compute=paged.TORCH, plans={})
+        torch.testing.assert_close(
+            part.compute.attend(queries, caches, part, 0.5),
+            paged.TORCH.attend(queries, caches, by_torch, 0.5),
+        )
+    assert BatchPrefillWithPagedKVCacheWrapper.plans == 3
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,14 @@ def test_a_checkpoint_is_written_once(capsys: pytest.CaptureFixture[str], tmp_pa
 
 
 def test_families_that_run_come_first(capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(printed(capsys, "families", "--json"))
-    assert found[0]["runs"] and not found[-1]["runs"]
-    out = printed(capsys, "families")
-    assert "planned only" in out and "nemotron_h" in out
+    families = json.loads(printed(capsys, "families", "--json"))
+    runs = [family["runs"] for family in families]
+    assert runs == sorted(runs, reverse=True) and {*runs} == {True, False}
+    _, _, *lines = printed(capsys, "families").splitlines()
+    rows = [line.split() for line in lines if line.strip() and "\u2500" not in line]
+    assert [(row[0], row[1:3] == ["planned", "only"]) for row in rows] == [
+        (family["model_type"], not family["runs"]) for family in families
+    ]
 
 
 def test_a_seed_of_more_than_64_bits_is_rejected(

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
@@ -343,25 +343,29 @@ def test_the_working_tree_is_copied_with_its_edits(toy: Path) -> None:
 
 
 def test_a_seed_decides_everything_random(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class StartedError(Exception):
-        pass
+    popen = processes.subprocess.Popen
 
-    def options(seed: int) -> tuple[Any, ...]:
-        def popen(command: list[str], env: dict[str, str], **rest: object) -> NoReturn:
-            task = json.loads(command[2])
-            raise StartedError([side["seed"] for side in task["sides"]], env["PYTHONHASHSEED"])
+    def drawn(seed: int) -> list[tuple[list[int], str]]:
+        """Compare for real, and return the seeds of the sides and of hashes of each worker."""
+        seeds = []
 
-        with monkeypatch.context() as patch, pytest.raises(StartedError) as started:
-            patch.setattr(processes.subprocess, "Popen", popen)
-            patch.setattr(driver, "place", lambda *a: None)
-            patch.setattr(driver, "find_revision", lambda root, name: Revision(name, "0"))
-            compare("base", "base", root=toy, design=SMALL, seed=seed)
-        return started.value.args
+        def started(command: list[str], **options: Any) -> subprocess.Popen[str]:
+            if "pass_fds" in options:
+                sides = json.loads(command[2])["sides"]
+                seeds.append(([side["seed"] for side in sides], options["env"]["PYTHONHASHSEED"]))
+            return popen(command, **options)
 
-    assert options(5) == options(5)
-    assert all(one != other for one, other in zip(options(5), options(6), strict=True))
-    ours, theirs = options(5)[0]
-    assert ours != theirs
+        with monkeypatch.context() as patch:
+            patch.setattr(processes.subprocess, "Popen", started)
+            chosen = Selection(names=["toy/step"])
+            compare("base", "base", chosen, root=toy, design=SMALL, seed=seed)
+        return seeds
+
+    first, again, other = drawn(5), drawn(5), drawn(6)
+    assert first == again and len(first) == len(other)
+    for (sides, hashes), (other_sides, other_hashes) in zip(first, other, strict=True):
+        assert len({*sides}) == len(sides) > 1
+        assert not {*sides} & {*other_sides} and hashes != other_hashes
 
 
 def test_order_is_random_and_even() -> None:
