@@ -53,6 +53,7 @@ peers-sglang: $(STAMP) $(SGLANG)/.installed
 bench-peers: peers
 	$(BIN)/python -m bench.families
 	$(BIN)/python -m bench.families --dtype bfloat16 --all-experts $(DELTA_NETS:%=--family %)
+	$(BIN)/python -m bench.peers.hits vllm
 
 report: $(STAMP)
 	$(BIN)/hybrid-kv report --results "$$RESULTS" --out site --repository "$${REPOSITORY_URL:-}"

@@ -40,7 +40,12 @@ CHANGES: dict[tuple[str, str], dict[str, Any]] = {
     ("async", "on"): {"async_scheduling": True},
     ("sanitize", "on"): {},  # see `exact_arguments`
 }
-NUMBERS = {"chunk": "max_num_batched_tokens", "block": "block_size", "match": "prefix_match_unit"}
+NUMBERS = {
+    "chunk": "max_num_batched_tokens",
+    "block": "block_size",
+    "match": "prefix_match_unit",
+    "retain": "prefix_cache_retention_interval",
+}
 CAN = [
     "cached",
     "logprobs",
@@ -101,7 +106,7 @@ def changes_of(factor: str, level: str) -> dict[str, Any]:
             drafts = {"method": method, "num_speculative_tokens": int(number)}
             lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 3} if method == "ngram" else {}
             return {"speculative_config": drafts | lookup}
-        case "chunk" | "block" | "match", "", number:
+        case "chunk" | "block" | "match" | "retain", "", number:
             return {NUMBERS[factor]: int(number)}
         case "dtype", _, _:
             return {"dtype": level}
