@@ -37,6 +37,7 @@ def longest_hit(
     """
     limit = len(token_ids) - 1
     chains = [hashes.chain(group.block_size, token_ids, limit) for group in groups]
+    lookup = pool.lookup
 
     def longest(index: int, tokens: int) -> int:
         """Return the longest prefix of at most `tokens` tokens that a group can restore."""
@@ -45,7 +46,7 @@ def longest_hit(
 
         def has(block_idx: int) -> bool:
             key = index, chain[block_idx]
-            return pool.lookup(key) is not None or (offload is not None and offload.contains(key))
+            return lookup(key) is not None or (offload is not None and offload.contains(key))
 
         return group.longest(tokens // group.block_size, has) * group.block_size
 
@@ -56,10 +57,11 @@ def longest_hit(
     of_attention = (ends[index] for index in indices if index not in unsure)
     junction = min(of_attention, default=0) // unit * unit
     tokens = min(ends) // unit * unit
-    agreed = False
-    while not agreed:
-        shorter = min((longest(index, tokens) for index in unsure), default=tokens)
-        agreed = shorter == tokens
+    while tokens:
+        beyond = [index for index in unsure if ends[index] > tokens]
+        shorter = min((longest(index, tokens) for index in beyond), default=tokens)
+        if shorter == tokens:
+            break
         tokens = shorter // unit * unit
     longer = tokens + unit
     vetoed_by = None
@@ -120,7 +122,10 @@ class LocatedHit:
 
     def num_needed(self, pool: BlockPool) -> int:
         """Return how many free blocks of the pool it takes."""
-        return len(self.absent) + int(np.count_nonzero(pool.is_idle(self.pooled)))
+        num_needed = len(self.absent)
+        if self.pooled.size:  # or numpy takes microseconds for nothing, as for most prompts
+            num_needed += int(np.count_nonzero(pool.is_idle(self.pooled)))
+        return num_needed
 
     def fetch(self, offload: KVOffload | None) -> list[Page] | None:
         """Return the offload tier's pages of the absent blocks; None if it lacks any."""
@@ -137,7 +142,8 @@ class LocatedHit:
         Returns:
             The blocks that are to be loaded, in the order of `absent`, and `num_more` others.
         """
-        pool.touch(self.pooled)
+        if self.pooled.size:
+            pool.touch(self.pooled)
         ids = pool.allocate(len(self.absent) + num_more)
         assert ids is not None
         loaded = ids[: len(self.absent)]

@@ -137,13 +137,14 @@ class LogicalBlockRules:
         """
         if self.num_tail_blocks is None:
             return next((i for i in range(num_blocks) if not has(i)), num_blocks)
-        # A prefix that would need a lost block ends before it instead.
-        while True:
-            tail = reversed(self.restored(num_blocks))
-            lost = next((block_idx for block_idx in tail if not has(block_idx)), None)
-            if lost is None:
-                return num_blocks
-            num_blocks = lost
+        end = num_blocks
+        for block_idx in reversed(range(num_blocks if self.num_tail_blocks else 0)):
+            # A prefix that would need a lost block ends before it instead.
+            if not has(block_idx):
+                end = block_idx
+            elif end - block_idx == self.num_tail_blocks:
+                break
+        return end
 
     def num_complete(self, progress: StateProgress) -> int:
         """Return how many logical blocks hold all that they stand for."""

@@ -260,15 +260,12 @@ class Scheduler:
             if item.is_decode:
                 continue
             shared = self.manager.shared_tokens(
-                request.block_hashes,
-                request.token_ids,
-                other.block_hashes,
-                other.token_ids,
-                end,
-                other.resume_points,
+                request.block_hashes, request.token_ids, other.block_hashes, other.token_ids, end
             )
-            if shared > num_cached and (self.manager.keeps_inside or shared == end):
-                return True
+            if shared > num_cached:
+                kept = self.manager.longest_kept(shared, other.resume_points)
+                if kept > num_cached and (self.manager.keeps_inside or kept == end):
+                    return True
         return False
 
     def _allocate(self, item: ScheduledRequest, hit: PrefixHit = NO_HIT) -> NewBlocks | None:
@@ -313,8 +310,10 @@ class Scheduler:
                 )
         if request.num_tokens - start > 1 or start == 0:
             return self._chunk(request, start, budget)
-        room = max(0, min(draft_budget, self._room(request) - 1))
-        known_drafts = tuple(request.draft_token_ids[:room])
+        known_drafts: tuple[int, ...] = ()
+        if request.draft_token_ids:
+            room = max(0, min(draft_budget, self._room(request) - 1))
+            known_drafts = tuple(request.draft_token_ids[:room])
         return ScheduledRequest(
             request=request,
             num_tokens=1 + len(known_drafts),
