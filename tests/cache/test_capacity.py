@@ -20,6 +20,7 @@ from hybrid_kv.cache.spec import (
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
+    SlidingWindowSpec,
     SlotsSpec,
     StatePart,
 )
@@ -125,6 +126,23 @@ def test_blocks_of_all_steps_are_those_that_a_manager_gives(
         assert max(steps) <= bound
         # In mode `align` only a decode across a boundary meets it, in the others the last one.
         assert mode == "align" or len(steps) == 1 or steps[-1] == bound
+
+
+@given(
+    k=st.integers(0, 3),
+    size=st.sampled_from([4, 8]),
+    window=st.integers(1, 30),
+    lengths=st.tuples(st.integers(1, 60), st.integers(1, 40)),
+)
+def test_blocks_before_a_window_are_counted_as_given_back(
+    k: int, size: int, window: int, lengths: tuple[int, int]
+) -> None:
+    spec = SlidingWindowSpec(size, 1, 4, torch.float32, window, None)
+    config = config_of(attention(4), spec)
+    request = Served(KVCacheManager(config, enable_prefix_caching=False), "a", *lengths, k)
+    assert request.run()
+    prompt, output = lengths
+    assert block_steps(config, ints(prompt), ints(output), k).tolist() == [sum(request.held)]
 
 
 @pytest.mark.parametrize("mode", ["none", "all"])

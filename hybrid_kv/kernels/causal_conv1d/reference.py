@@ -41,7 +41,7 @@ def causal_conv1d(
     kernel = weight.shape[1]
     inputs = torch.cat([window, x], dim=1)
     # Rounded once, at the end: in 16 bits one token and several would be summed differently.
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     seen = inputs.to(dtype)
     weight = weight.to(dtype)
     bias = None if bias is None else bias.to(dtype)
