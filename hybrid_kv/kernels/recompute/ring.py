@@ -58,8 +58,8 @@ def write_states(ssm_state: torch.Tensor, blocks: torch.Tensor, states: torch.Te
     Each block but the null block occurs at most once.
     """
     # On a GPU the host would wait to choose: there the null block is written.
-    kept = blocks != 0
-    if not blocks.is_cuda and not bool(kept.all()):
+    if not blocks.is_cuda and not bool(blocks.all()):
+        kept = blocks != 0
         blocks = blocks[kept]
         states = states[kept]
     values = (
