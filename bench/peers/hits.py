@@ -209,6 +209,8 @@ def main() -> int:
     parser.add_argument("--setting", action="append", help="may be repeated; default: all")
     parser.add_argument("--out", type=Path, metavar="FILE.csv", help="append rows to it")
     options = parser.parse_args()
+    if options.prompts < 1:
+        raise ConfigError(f"--prompts {options.prompts}: give at least 1")
     num_different = 0
     with model_folder("exact:mixed") as folder:
         kind = for_model(kind_of(options.engine, options.python), folder)

@@ -52,6 +52,7 @@ NOTHING = {
 MODULES = {
     "bench": ["-k nothing", "--suite nothing", "--tier gpu -k nothing"],
     "bench.families": ["--family nothing", "--family guard --rival nothing"],
+    "bench.peers.hits": ["nothing", "vllm --prompts 0", "vllm --setting nothing"],
 }
 # They take no choice of what they judge, or measure and judge nothing.
 WHOLE = {"bench.device", "bench.generate", "bench.proofs", "bench.harness.history", "bench.predict"}
