@@ -48,13 +48,6 @@ OPTIONS: dict[tuple[str, str], dict[str, Any]] = {
     ("retain", "last"): {"prefix_cache_retention_interval": 0},
     ("retain", "all"): {},
     ("chunk", "whole"): {"max_num_batched_tokens": 2048},
-    ("spec", "none"): {},
-    ("spec", "ngram3"): {
-        "speculative_method": "ngram",
-        "num_speculative_tokens": 3,
-        "prompt_lookup_min": 1,
-        "prompt_lookup_max": 3,
-    },
 }
 
 

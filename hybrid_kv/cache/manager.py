@@ -441,7 +441,7 @@ class KVCacheManager:
         """Return whether `cache_blocks` has anything to do."""
         if not self.enable_prefix_caching:
             return False
-        # A loop, since every step asks this of every request: `any` takes twice as long.
+        # Each step checks this for each request: a loop needs no generator.
         for group, row in zip(self._groups, self._held[request_id], strict=True):
             if row.published < group.num_complete(progress):
                 return True

@@ -24,7 +24,7 @@ from hybrid_kv.check.targets.target import Answer, Ask
 from hybrid_kv.config import ConfigError, HybridKVError
 from hybrid_kv.engine.llm import LLM
 
-PLAIN = {"retain": "last", "chunk": "40", "spec": "ngram3"}
+PLAIN = {"retain": "last", "chunk": "40"}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_equal_engines_hit_the_same(folder: str) -> None:
     assert not differences and num_cached > 500
 
 
-def test_an_engine_that_keeps_other_states_is_told(folder: str) -> None:
+def test_an_engine_that_keeps_other_states_is_reported(folder: str) -> None:
     differences, _ = compare_hits(
         engine(folder, retain="last"),
         engine(folder, retain="all"),
@@ -96,7 +96,7 @@ def test_settings_are_factors_with_levels_that_this_engine_has() -> None:
         options_of({"spec": "mtp9"})
 
 
-@pytest.mark.parametrize("setting", ["retain=last chunk=40 spec=ngram3", "retain=48 chunk=whole"])
+@pytest.mark.parametrize("setting", ["retain=last chunk=40", "retain=48 chunk=whole"])
 def test_vllm_hits_the_same(folder: str, setting: str) -> None:
     try:
         python_of("vllm", "vllm")
