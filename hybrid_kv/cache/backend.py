@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec
-from hybrid_kv.config import ConfigError
+from hybrid_kv.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybrid_kv.cache.spec import KVCacheConfig, KVCacheSpec, MambaSpec, SlidingWindowSpec
-from hybrid_kv.config import ConfigError
+from hybrid_kv.errors import ConfigError
 from hybrid_kv.kernels.common.integers import cdiv
 
 Ints = npt.NDArray[np.int64]

@@ -22,7 +22,7 @@ import torch
 
 from hybrid_kv.cache.block_hash import DIGEST_SIZE
 from hybrid_kv.cache.block_pool import BlockKey
-from hybrid_kv.config import ConfigError
+from hybrid_kv.errors import ConfigError
 
 LOGGER = logging.getLogger(__name__)
 

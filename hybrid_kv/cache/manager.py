@@ -58,7 +58,7 @@ from hybrid_kv.cache.spec import (
     SlotsSpec,
     StateProgress,
 )
-from hybrid_kv.config import ConfigError
+from hybrid_kv.errors import ConfigError
 from hybrid_kv.kernels.common.integers import cdiv
 
 

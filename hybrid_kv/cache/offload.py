@@ -27,7 +27,7 @@ from hybrid_kv.cache.block_hash import DIGEST_SIZE
 from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockKey
 from hybrid_kv.cache.folder_tier import FORMAT_VERSION, FolderTier, OffloadStats
 from hybrid_kv.cache.spec import KVCacheConfig, MambaSpec
-from hybrid_kv.config import ConfigError
+from hybrid_kv.errors import ConfigError
 from hybrid_kv.kernels.common.upload import upload
 
 

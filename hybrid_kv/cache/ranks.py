@@ -29,7 +29,7 @@ from hybrid_kv.cache.spec import (
     UniformTypeKVCacheSpecs,
     with_block_size,
 )
-from hybrid_kv.config import ConfigError
+from hybrid_kv.errors import ConfigError
 
 
 @dataclass(frozen=True)

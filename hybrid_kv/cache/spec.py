@@ -14,7 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from hybrid_kv.cache.modes import MODES, Mode
-from hybrid_kv.config import ConfigError
+from hybrid_kv.errors import ConfigError
 from hybrid_kv.kernels.common.integers import cdiv
 
 if TYPE_CHECKING:

@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from hybrid_kv.config import ConfigError, Kernels
+from hybrid_kv.errors import ConfigError
 from hybrid_kv.kernels.common import functions
 from hybrid_kv.kernels.common.interpreter import is_interpreter
+
+if TYPE_CHECKING:
+    from hybrid_kv.config import Kernels
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTS = (torch.int32, torch.int64)
