@@ -108,7 +108,7 @@ class Mode(ABC):
         num_tokens: int,
         block_size: int,
         hit_granularity: int,
-        junction: int = 0,
+        junction: int,
     ) -> int:
         """Return where a chunk from `start` should end if it can reach `end`.
 
@@ -191,7 +191,7 @@ class NoStates(Mode):
         num_tokens: int,
         block_size: int,
         hit_granularity: int,
-        junction: int = 0,
+        junction: int,
     ) -> int:
         return end
 
@@ -264,7 +264,7 @@ class Align(States):
         num_tokens: int,
         block_size: int,
         hit_granularity: int,
-        junction: int = 0,
+        junction: int,
     ) -> int:
         # The state that a repeated prompt can use: its last token is always computed.
         last_boundary = (num_tokens - 1) // hit_granularity * hit_granularity
@@ -324,7 +324,7 @@ class All(States):
         num_tokens: int,
         block_size: int,
         hit_granularity: int,
-        junction: int = 0,
+        junction: int,
     ) -> int:
         return end
 

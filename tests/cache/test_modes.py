@@ -38,7 +38,7 @@ def test_each_mode_has_its_own_logical_blocks(name: str, expected: Expected) -> 
         held=mode.held_at_most(expected.logical_blocks, 1),
         first_needed=mode.first_needed(9, 4),
         first_published=mode.first_published(1, 2, 10, 4, is_decode=False),
-        chunk_end=mode.chunk_end(1, 14, 20, 4, 8),
+        chunk_end=mode.chunk_end(1, 14, 20, 4, 8, junction=0),
         blocks=mode.num_blocks(3, is_decode=False),
     )
     assert [mode.may_replace(8, chosen) for chosen in (4, 8, 16)] == [

@@ -198,6 +198,16 @@ def test_no_state_is_lost_at_the_end_of_a_request(end: str, is_async: bool) -> N
     llm.scheduler.check_integrity()
 
 
+@pytest.mark.parametrize("mode", ["align", "all"])
+def test_a_boundary_among_the_last_drafts_is_not_lost(mode: str) -> None:
+    """The last step, from token 29 to 33, verifies drafts across it; no later step writes it."""
+    prompt = TEXT[:21]
+    again = [*prompt, *answer(prompt, 11), 1, 2]
+    llm = engine(mode, 3, "right", prompts=[prompt, again], sanitize=True)
+    llm.generate([prompt], SamplingParams(max_tokens=13), progress=False)
+    assert generate(llm, [again], 2)[0].cached_tokens == 32
+
+
 def test_a_chunk_that_is_in_flight_has_left_the_states_before_it() -> None:
     llm = engine("align", async_scheduling=True, recompute_ring_len=15, max_num_batched_tokens=16)
     held = []
