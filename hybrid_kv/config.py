@@ -8,6 +8,7 @@ derived from name, type, default and help (`hybrid_kv.cli.options`). Block sizes
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable
@@ -30,6 +31,7 @@ else:  # The command line reads this module before torch, which takes seconds to
 
 DraftMethod = Literal["ngram", "mtp"]
 Kernels = Literal["auto", "torch", "triton"]
+DraftRanges = tuple[tuple[int, int, int], ...]
 # By name, the attribute of torch.
 DTYPES = {name: name for name in ("float64", "float32", "float16", "bfloat16")} | {
     "fp8": "float8_e4m3fn"
@@ -278,10 +280,19 @@ class SpeculativeConfig:
 
     `ngram` looks the last `prompt_lookup_min` to `prompt_lookup_max` tokens up in the request
     itself; `mtp` is the checkpoint's own multi-token-prediction head.
+
+    `num_speculative_tokens_per_batch_size` has ranges `(first, last, K)` of requests in a step,
+    both included, from 1 on: the step proposes at most K drafts for each, and none if K is 0. As in
+    vLLM (vllm#32374), a gap and all after the last range have the K before them, and no K is larger
+    than `num_speculative_tokens`, for which the cache is built.
     """
 
     speculative_method: Annotated[DraftMethod | None, "Source of drafts."] = None
     num_speculative_tokens: Annotated[int, "Draft tokens verified per step (K)."] = 0
+    num_speculative_tokens_per_batch_size: Annotated[
+        DraftRanges,
+        "K by requests in a step, as vLLM has it, such as [[1, 4, 3], [5, 64, 0]].",
+    ] = ()
     prompt_lookup_min: Annotated[int, "Shortest n-gram to look up."] = 2
     prompt_lookup_max: Annotated[int, "Longest n-gram to look up."] = 4
 
@@ -305,6 +316,52 @@ class SpeculativeConfig:
                 f"prompt_lookup_min={self.prompt_lookup_min} is above "
                 f"prompt_lookup_max={self.prompt_lookup_max}"
             )
+        ranges = _draft_ranges(self.num_speculative_tokens_per_batch_size)
+        if ranges and not self.num_speculative_tokens:
+            raise ConfigError(
+                "num_speculative_tokens_per_batch_size needs num_speculative_tokens, the largest K"
+            )
+        object.__setattr__(self, "num_speculative_tokens_per_batch_size", ranges)
+
+    def drafts_after(self, num_requests: int) -> int:
+        """Return K of the drafts that a step of so many requests proposes."""
+        most = self.num_speculative_tokens
+        allowed = most
+        for first, _, count in self.num_speculative_tokens_per_batch_size:
+            if first > num_requests:
+                break
+            allowed = count
+        return min(most, allowed)
+
+
+def _draft_ranges(value: Any) -> DraftRanges:
+    """Return ranges of requests and their K, of lists or of JSON.
+
+    Raises:
+        ConfigError: they are no triples of integers, overlap, or do not begin at 1.
+    """
+    try:
+        given = json.loads(value) if isinstance(value, str) else value
+        ranges = tuple((first, last, count) for first, last, count in given)
+    except (TypeError, ValueError):
+        ranges = None
+    if ranges is None or not _rise_from_one(ranges):
+        raise ConfigError(
+            f"num_speculative_tokens_per_batch_size={value!r}; give [first, last, K] for requests "
+            "in a step, from 1 on and rising, such as [[1, 4, 3], [5, 64, 0]]"
+        )
+    return ranges
+
+
+def _rise_from_one(ranges: DraftRanges) -> bool:
+    if not all(is_int(number) for triple in ranges for number in triple):
+        return False
+    ends = [last for _, last, _ in ranges]
+    begins_at_one = not ranges or ranges[0][0] == 1
+    return begins_at_one and all(
+        end < first <= last and count >= 0
+        for end, (first, last, count) in zip([0, *ends], ranges, strict=False)
+    )
 
 
 @dataclass(frozen=True)

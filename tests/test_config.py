@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,21 @@ LIMITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         r"num_speculative_tokens=-1 must be in [0, 16]",
     ),
     (
+        {**DRAFTS, "num_speculative_tokens_per_batch_size": ((1, 4, 2), (9, 9, 0))},
+        {**DRAFTS, "num_speculative_tokens_per_batch_size": [[1, 4, 2], [4, 9, 0]]},
+        "num_speculative_tokens_per_batch_size=[[1, 4, 2], [4, 9, 0]]; give [first, last, K]",
+    ),
+    (
+        {**DRAFTS, "num_speculative_tokens_per_batch_size": ((1, 1, 0),)},
+        {**DRAFTS, "num_speculative_tokens_per_batch_size": "[[2, 4, 1]]"},
+        "num_speculative_tokens_per_batch_size='[[2, 4, 1]]'; give [first, last, K]",
+    ),
+    (
+        {"num_speculative_tokens_per_batch_size": ()},
+        {"num_speculative_tokens_per_batch_size": "[[1, 1, 0]]"},
+        "needs num_speculative_tokens, the largest K",
+    ),
+    (
         {"prompt_lookup_min": 3, "prompt_lookup_max": 3},
         {"prompt_lookup_min": 4, "prompt_lookup_max": 3},
         "prompt_lookup_min=4 is above prompt_lookup_max=3",
@@ -165,6 +181,29 @@ def test_what_is_allowed_is_kept_and_what_is_not_is_rejected(
     with pytest.raises(ConfigError) as caught:
         engine_config(room | outside)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    ["x", "1", "{}x", "[1]", [[1, 2]], [[1, 2, -1]], [[1, 2, 0.5]], [[1, True, 0]], {"1-2": 0}],
+)
+def test_what_is_no_range_of_requests_is_rejected(ranges: object) -> None:
+    with pytest.raises(ConfigError, match=r"give .first, last, K"):
+        engine_config({**DRAFTS, "num_speculative_tokens_per_batch_size": ranges})
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"),
+    [(3, {1: 3, 16: 3, 17: 3, 63: 3, 64: 2, 200: 2, 256: 0, 9999: 0}), (2, {1: 2, 64: 2, 256: 0})],
+)
+def test_drafts_follow_from_the_number_of_requests(most: int, expected: dict[int, int]) -> None:
+    """A gap has the K before it, and no K is above the largest (vllm#32374)."""
+    ranges = [[1, 16, 3], [64, 128, 2], [256, 4096, 0]]
+    for given in (ranges, json.dumps(ranges)):
+        options = {"num_speculative_tokens_per_batch_size": given}
+        config = engine_config({**DRAFTS, "num_speculative_tokens": most, **options}).speculative
+        assert {number: config.drafts_after(number) for number in expected} == expected
+    assert engine_config({"num_speculative_tokens": most}).speculative.drafts_after(99) == most
 
 
 @pytest.mark.parametrize("mode", [None, *MODES])

@@ -296,7 +296,9 @@ def _derived(config: Any) -> dict[str, inspect.Parameter]:
     for field in fields(config):
         if get_origin(hints[field.name]) is Annotated:
             kind, text = get_args(hints[field.name])
-            if field.default is not None:
+            if get_origin(kind) is tuple:
+                kind = str  # JSON
+            if field.default not in (None, ()):
                 text = f"{text[:-1]}; default: {field.default}."
             option = typer.Option(help=text, rich_help_panel=config.__name__)
             options[field.name] = inspect.Parameter(

@@ -113,8 +113,14 @@ def build(
         manager.offload = _offload(model, plan, runner, backend, config.cache)
     if config.sanitize:
         observers.append(_sanitizer(manager, runner, drafts, config))
-    num_speculative_tokens = config.speculative.num_speculative_tokens
-    scheduler = Scheduler(config.scheduler, manager, num_speculative_tokens, runner.flush)
+    speculative = config.speculative
+    scheduler = Scheduler(
+        config.scheduler,
+        manager,
+        speculative.num_speculative_tokens,
+        runner.flush,
+        speculative.drafts_after if speculative.num_speculative_tokens_per_batch_size else None,
+    )
     return Parts(target, tokenizer, eos_token_ids, plan, manager, runner, scheduler)
 
 

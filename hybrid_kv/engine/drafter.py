@@ -3,7 +3,8 @@
 The first pass runs over all tokens that the step computed, since the head needs its own K and V of
 them; it also replaces what earlier passes wrote for drafts, with the target's hidden states in
 place of the head's. Only the last token that a request keeps attends and is drafted from. Each
-further pass takes the head's output and its draft one position on.
+further pass takes the head's output and its draft one position on. A step that proposes nothing
+still runs the first pass: later ones read what it writes.
 
 The host does not know what was accepted when it starts the passes: all shapes follow from what was
 scheduled, and what is computed after a rejected draft is replaced before it is read.
@@ -45,6 +46,8 @@ class Drafting(NamedTuple):
         longest: tokens of the longest reader after the first pass, if all of its drafts are
             accepted.
         fits: no token can lie beyond its row's room.
+        num_drafts: that the step proposes for each reader; with K = 0 the first pass runs all the
+            same.
         next_ids, positions: [T], of the pairs; ids that the step samples are not known yet.
         token_rows: [T + (K - 1) * n], of the engine.
         ends: [n], of the first token that each reader samples; the drafts that are accepted follow.
@@ -55,6 +58,7 @@ class Drafting(NamedTuple):
     queried: Ints
     longest: int
     fits: bool
+    num_drafts: int
     next_ids: torch.Tensor
     positions: torch.Tensor
     token_rows: torch.Tensor
@@ -65,7 +69,7 @@ class Drafting(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MTPDrafter:
-    """Proposes `num_passes` drafts for every request that samples.
+    """Proposes drafts for every request that samples.
 
     Attributes:
         group: the attention group that the head's layer joined.
@@ -74,7 +78,6 @@ class MTPDrafter:
     """
 
     head: DraftHead
-    num_passes: int
     group: AttentionGroup
     views: dict[str, tuple[torch.Tensor, ...]]
     block_tables: BlockTables
@@ -83,19 +86,24 @@ class MTPDrafter:
     compute: Compute
 
     def stage(
-        self, batch: Sequence[ScheduledRequest], token_rows: Ints, positions: Ints
+        self,
+        batch: Sequence[ScheduledRequest],
+        token_rows: Ints,
+        positions: Ints,
+        num_drafts: int,
     ) -> Staged[Drafting]:
         """Stage the inputs of drafting that the host knows before the step.
 
         Args:
             token_rows, positions: [num_tokens], of the batch.
+            num_drafts: K of this step.
         """
         lengths = np.array([item.num_tokens for item in batch])
         # If nobody samples, K and V are written with any reader.
         readers = np.array([i for i, item in enumerate(batch) if item.samples] or [0])
         lasts = np.cumsum(lengths)[readers] - 1
         ends = lasts - np.array([item.num_drafts for item in batch])[readers]
-        passes = self.num_passes - 1
+        passes = max(0, num_drafts - 1)  # after the first
         queried = np.concatenate(
             [np.repeat(np.arange(len(batch)), lengths), np.tile(readers, passes)]
         )
@@ -103,7 +111,8 @@ class MTPDrafter:
         known = (
             queried,
             int(positions[lasts].max()) + 2,
-            bool(positions.max() + self.num_passes < self.max_model_len),
+            bool(positions.max() + 1 + passes < self.max_model_len),
+            num_drafts,
         )
         pairs = self.token_ids[token_rows, positions + 1], positions + 1
         arrays = *pairs, all_rows, ends, readers, np.arange(1, 1 + passes)[:, None]
@@ -120,7 +129,7 @@ class MTPDrafter:
     ) -> torch.Tensor | None:
         """Return drafts [num_requests, K] int64 of those that sample, on their device.
 
-        None if there are none.
+        None if there are none, of a prefill or with K = 0.
 
         Args:
             hidden: [num_tokens or more, hidden_size], the target's.
@@ -140,7 +149,7 @@ class MTPDrafter:
         for observer in observers:
             observer.on_draft(self.group.group_id, step.queried, positions, all_slots)
         num_readers = len(wanted)
-        counts = [len(next_ids)] + [num_readers] * (self.num_passes - 1)
+        counts = [len(next_ids)] + [num_readers] * len(step.further)
         places = all_places.split(counts)
         slots = all_slots.split(counts)
         queries = Ragged(torch.ones(num_readers, dtype=torch.int64), hidden.device)
@@ -149,7 +158,7 @@ class MTPDrafter:
         window = window_of(self.group.spec)
         out = self.head.normed(hidden[: len(next_ids)])
         drafts = list[torch.Tensor]()
-        for i in range(self.num_passes):
+        for i in range(len(counts)):
             place = places[i] if i else places[0][wanted]
             num_keys = min(step.longest + i, self.max_model_len)
             segment = AttentionPart(
@@ -169,7 +178,7 @@ class MTPDrafter:
                 if i
                 else self.head(out, next_ids, context, wanted)
             )
-            if sampled is None:
+            if sampled is None or not step.num_drafts:
                 return None
             drafts.append(self.head.compute_logits(out).argmax(-1))
         return torch.stack(drafts, dim=1)

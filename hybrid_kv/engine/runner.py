@@ -150,7 +150,7 @@ class ModelRunner:
         self.batch: list[ScheduledRequest] = []  # of the last step, in batch order
         limits = config.scheduler
         self._max_model_len = limits.max_model_len
-        self._num_speculative_tokens = config.speculative.num_speculative_tokens
+        self._speculative = config.speculative
         # What tokens leave behind for later steps. These three stay, and are empty while there is
         # no memory.
         self.raw_buffers: list[torch.Tensor] = []
@@ -204,7 +204,6 @@ class ModelRunner:
         group = next(group for group in self.groups if name in group.layer_names)
         return MTPDrafter(
             head,
-            self._num_speculative_tokens,
             group,
             self.views,
             self.block_tables,
@@ -480,7 +479,8 @@ class ModelRunner:
                 request.request_id: drafts
                 for request, drafts in zip(requests, proposed, strict=True)
             }
-        if self.proposer is None or not requests:
+        num_drafts = self._speculative.drafts_after(len(batch))
+        if self.proposer is None or not requests or not num_drafts:
             return {}
         rows = [request.row for request in requests]
         known = [self.token_ids[row] for row in rows]
@@ -489,14 +489,14 @@ class ModelRunner:
         for observer in self.observers:
             observer.on_propose(requests, known, num_known, proposals)
         return {
-            request.request_id: self._usable(drafts)
+            request.request_id: self._usable(drafts[:num_drafts])
             for request, drafts in zip(requests, proposals, strict=True)
         }
 
     def _usable(self, drafts: Sequence[int]) -> list[int]:
-        """Return the first K drafts, as far as they are tokens of the vocabulary."""
+        """Return drafts as far as they are tokens of the vocabulary."""
         usable: list[int] = []
-        for token in drafts[: self._num_speculative_tokens]:
+        for token in drafts:
             if not 0 <= token < self.model.vocab_size:
                 break
             usable.append(token)
@@ -530,7 +530,10 @@ class ModelRunner:
         moved_copies = upload.add(stage_copies(copies)) if len(copies.rows) else None
         drafting = None
         if self._drafter is not None:
-            drafting = upload.add(self._drafter.stage(batch, inputs.token_rows, inputs.positions))
+            num_drafts = self._speculative.drafts_after(len(batch))
+            drafting = upload.add(
+                self._drafter.stage(batch, inputs.token_rows, inputs.positions, num_drafts)
+            )
         token_ids = self.token_ids[inputs.token_rows, inputs.positions]
         upload.add(
             fill(

@@ -35,9 +35,11 @@ class Scheduler:
     """Owns the queues, the rows and, through the manager, the blocks.
 
     Args:
-        num_speculative_tokens: drafts to leave room for when the step before is still in flight.
+        num_speculative_tokens: the most drafts that a step proposes for a request.
         flush: writes the state of a running request at the last block boundary of its tokens, if
             the rollback scheme has not written it yet.
+        drafts_after: K of the drafts that a step of so many requests proposes; None: always the
+            most.
     """
 
     def __init__(
@@ -46,12 +48,14 @@ class Scheduler:
         manager: KVCacheManager,
         num_speculative_tokens: int,
         flush: Callable[[Request], None] | None = None,
+        drafts_after: Callable[[int], int] | None = None,
     ) -> None:
         self.config = config
         self.flush = flush
         self.rollback = manager.rollback
         self._states_block_size = manager.states_block_size
-        self.num_speculative_tokens = num_speculative_tokens
+        self._num_drafts = num_speculative_tokens  # that the last step proposes for a request
+        self._drafts_after = drafts_after
         self.manager = manager
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -105,6 +109,8 @@ class Scheduler:
         # A preempted request would only take its blocks again.
         if not is_full:
             self._schedule_waiting(scheduled, budget)
+        if scheduled and self._drafts_after is not None:
+            self._num_drafts = self._drafts_after(len(scheduled))
         return scheduled
 
     def _schedule_running(self, scheduled: list[ScheduledRequest], budget: int) -> tuple[int, bool]:
@@ -299,7 +305,7 @@ class Scheduler:
                 room = self._room(request) - 1
                 if room <= 0:
                     return None
-                drafts = max(0, min(self.num_speculative_tokens, draft_budget, room - 1))
+                drafts = max(0, min(self._num_drafts, draft_budget, room - 1))
                 return ScheduledRequest(
                     request=request,
                     num_tokens=1 + drafts,

@@ -85,6 +85,34 @@ def test_a_request_gets_the_drafts_that_it_gets_alone(mode: str) -> None:
     assert len(shared) > sum(map(len, expected)) / 2
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_fewer_drafts_are_the_first_of_those_that_a_request_gets_alone(
+    async_scheduling: bool,
+) -> None:
+    """A step of three proposes none, and later drafts read what the head wrote in it."""
+    prompts = PROMPTS[1:4]
+    counts = 9, 20, 12
+    alone = [
+        drafts_of([prompt], [count])[0][0] for prompt, count in zip(prompts, counts, strict=True)
+    ]
+    proposals, _ = drafts_of(
+        prompts,
+        counts,
+        num_speculative_tokens_per_batch_size=[[1, 1, 3], [2, 2, 1], [3, 3, 0]],
+        max_num_batched_tokens=64,
+        async_scheduling=async_scheduling,
+        sanitize=True,
+    )
+    shared = [
+        (drafts, alone[i][known])
+        for i, mine in enumerate(proposals)
+        for known, drafts in mine.items()
+        if known in alone[i]
+    ]
+    assert {len(drafts) for drafts, _ in shared} == {1, 3}
+    assert all(drafts == first[: len(drafts)] for drafts, first in shared)
+
+
 def swapped(place: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Two computed tokens of one request, at the same place of two of its blocks."""
     i = next(

@@ -17,22 +17,25 @@ class DraftRules:
     """The rules of one engine's drafts.
 
     A verify step has all drafts of a request that were proposed, up to the first that is no token,
-    but no more than the engine is built for, than the request has room for before its last token,
-    and than its share: of the step's budget one token is left for each running request after it,
-    and of the rest each gets as much, rounded up.
+    but no more than K of the step that proposed them, than the request has room for before its last
+    token, and than its share: of the step's budget one token is left for each running request after
+    it, and of the rest each gets as much, rounded up. K follows from the number of requests in a
+    step.
 
     Attributes:
         num_strange: proposals that are too long, or that have something else than tokens.
+        num_begun: steps that may propose drafts, after one that may not.
     """
 
     def __init__(self, llm: LLM, track_of: Callable[[Request], Track]) -> None:
         self._llm = llm
         self._track = track_of
-        self._most = llm.config.speculative.num_speculative_tokens
+        self._most = llm.config.speculative.num_speculative_tokens  # of the step scheduled last
         self._proposed: dict[str, tuple[int, list[int]]] = {}  # behind how many tokens, and which
         # Of requests whose step before was in flight: drafts with room.
         self._reserved: dict[str, int] = {}
         self.num_strange = 0
+        self.num_begun = 0
 
     def on_propose(
         self,
@@ -58,11 +61,12 @@ class DraftRules:
         size = self._llm.model.vocab_size
         for request, count, drafts in zip(requests, num_tokens.tolist(), proposed, strict=True):
             end = next((i for i, token in enumerate(drafts) if not 0 <= token < size), len(drafts))
-            self.num_strange += end < len(drafts) or len(drafts) > self._most
+            most = self._llm.config.speculative.num_speculative_tokens
+            self.num_strange += end < len(drafts) or len(drafts) > most
             self._proposed[request.request_id] = count, list(drafts[: min(end, self._most)])
 
     def on_schedule(self, scheduled: Sequence[ScheduledRequest], has_preempted: bool) -> None:
-        """Check how many drafts a step is to verify.
+        """Check how many drafts a step is to verify, and note how many it may propose.
 
         Args:
             has_preempted: a request lost its blocks for the step; how many shared its budget before
@@ -107,6 +111,9 @@ class DraftRules:
                 )
         for name in starting:
             self._proposed.pop(name, None)
+        before = self._most
+        self._most = self._most_after(len(scheduled))
+        self.num_begun += self._most > before == 0
 
     def on_prepare(self, batch: Sequence[ScheduledRequest]) -> None:
         """Check the drafts that a step verifies.
@@ -127,6 +134,16 @@ class DraftRules:
                     f"request {request.request_id} verifies "
                     f"{item.drafts} after {known} tokens; {due} are due",
                 )
+
+    def _most_after(self, num_requests: int) -> int:
+        """Return K of a step of so many requests: that of the last range that has begun."""
+        config = self._llm.config.speculative
+        begun = [
+            count
+            for first, _, count in config.num_speculative_tokens_per_batch_size
+            if first <= num_requests
+        ]
+        return min([config.num_speculative_tokens, *begun[-1:]])
 
     def _room(self, request: Request, known: int) -> int:
         """Return how many tokens a request can get after so many."""

@@ -606,3 +606,24 @@ def _shared_base(d: Draw) -> Scenario:
     prompts = d.prompts(2 * BLOCK + 1)
     options: dict[str, Any] = {"num_drafts": d.number(0, 3), **RECOMPUTE}
     return d.scenario(prompts * 3, [2, 6, 6], waves=(1, 2), modes=STATES, **options)
+
+
+@forces("drafting_ends", "drafting_begins")
+def _drafting_ends(d: Draw) -> Scenario:
+    """Let one request draft alone, two more join it and end before it.
+
+    The first prompt fills a step: the others begin once it has drafts.
+    """
+    num_drafts = d.number(2, 8)
+    options: dict[str, Any] = {"num_drafts": num_drafts, "drafts": "right"}
+    options |= {"async_scheduling": d.coin(), "state_scheme": d.one_of("slots", "recompute")}
+    ranges = ((1, 1, num_drafts), (2, 2, 1), (3, 4, 0))
+    budget = 16
+    return d.scenario(
+        d.prompts(budget, 3, 3),
+        [60, 8, 12],
+        block_size=2 * BLOCK,
+        max_num_batched_tokens=budget,
+        num_speculative_tokens_per_batch_size=ranges,
+        **options,
+    )

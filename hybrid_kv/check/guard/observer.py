@@ -695,6 +695,7 @@ class Observer(EngineObserver):
                 )
         self._check_metrics(outputs)
         self.seen["strange_drafts"] += self._drafts.num_strange
+        self.seen["drafting_begins"] += self._drafts.num_begun
         self.patterns.count_end()
         self.patterns.count_outputs(outputs)
         cell = self.scenario.cell

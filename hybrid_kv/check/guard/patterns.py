@@ -86,6 +86,8 @@ REQUIRED = {
     "whole_batch_rejected": "two or more rows with drafts and nothing accepted",
     "undrafted_after_accepts": "a step without drafts after two accepted ones",
     "number_of_drafts_varies": "drafts of another number than in the step before",
+    "drafting_ends": "accepted drafts in a step of so many requests that it proposes none",
+    "drafting_begins": "a step of few enough requests that proposes drafts again",
     "accepted_to_boundary": "accepted drafts that end exactly on a block boundary",
     "rejected_at_boundary": "… and rejected ones behind it",
     "rejected_behind_boundary": "a rejection right after a boundary was crossed",
@@ -269,6 +271,8 @@ class Patterns:
         is_uneven = len(prefills) > 1 and prefills[0].item.num_tokens % SCAN_CHUNK > 0
         seen["uneven_prefills"] += is_uneven
         gained = [len(ran.tokens) for ran in step if ran.item.num_drafts]
+        proposes = self._llm.config.speculative.drafts_after(len(step)) > 0
+        seen["drafting_ends"] += max(gained, default=0) > 1 and not proposes
         seen["whole_batch_rejected"] += len(gained) > 1 and set(gained) == {1}
         is_lone = len(step) == 1 and _is_chunk(step[0])
         seen["lone_chunks"] += is_lone and step[0].item.num_computed_tokens > 0

@@ -172,8 +172,12 @@ def _event(what: Any, first: int, every: int = 0) -> Disturbance:
 
 
 def tuples(parts: dict[str, Any]) -> dict[str, Any]:
-    """Replace lists by tuples: JSON has lists only."""
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in parts.items()}
+    """Replace lists by tuples, those inside of lists, too: JSON has lists only."""
+    return {key: _tuple(value) for key, value in parts.items()}
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(map(_tuple, value)) if isinstance(value, list) else value
 
 
 def _changed(params: SamplingParams) -> dict[str, Any]:

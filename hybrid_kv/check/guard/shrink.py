@@ -249,6 +249,7 @@ class _Shrinker(Shrinker[Scenario]):
                 continue
             if drafts == "none":
                 options["num_speculative_tokens"] = 0
+                options.pop("num_speculative_tokens_per_batch_size", None)
             if self.fails(replace(self.case, drafts=drafts, options=options)):
                 break
 

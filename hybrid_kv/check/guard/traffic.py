@@ -96,6 +96,7 @@ CHANCES |= {
     "lose": 0.2,
     "third turn": 0.25,
     "retain": 0.25,
+    "K by requests": 0.25,
 }  # in a scenario, drawn last
 _BLOCK_SIZES = {
     (SmallBlocksFirst.name, "one"): (4,),
@@ -393,6 +394,13 @@ def _random_scenario(
         _repeat_in_turn(requests)
     if not _is_stateless(cell["mode"]) and rng.random() < chances["retain"]:
         options["prefix_cache_retention_interval"] = int(rng.choice([0, 0, 16, 40]))
+    if cell["K"] and rng.random() < chances["K by requests"]:
+        first, middle, last = rng.integers(0, cell["K"] + 1, size=3).tolist()
+        options["num_speculative_tokens_per_batch_size"] = (
+            (1, 1, first),
+            (2, 3, middle),
+            (4, 4, last),
+        )
     return Scenario(
         seed,
         cell["layers"],
