@@ -9,32 +9,14 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from tests.cli import run as cli
 from tests.support.options import check_options
+from tests.support.pages import BLOCKS, PAGES, ROOT, Block, commands
 
-ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# tests/measure/dashboard holds these
-GENERATED = re.compile(r"<!-- figures:[\w-]+ -->.*?<!-- /figures -->", re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
-
-
-class Block(NamedTuple):
-    page: str
-    language: str
-    text: str
-
-
-BLOCKS = [
-    Block(str(page.relative_to(ROOT)), language, text)
-    for page in PAGES
-    for language, text in FENCE.findall(GENERATED.sub("", page.read_text(encoding="utf-8")))
-]
 
 
 def of(*languages: str) -> list[object]:
@@ -49,12 +31,6 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=300, encoding="utf-8"
     )
-
-
-def commands(text: str) -> list[str]:
-    """The command lines of a block, comments and continuations taken out."""
-    lines = text.replace("\\\n", " ").splitlines()
-    return [line.removeprefix("$ ").split("  #")[0].strip() for line in lines if line.strip()]
 
 
 @pytest.mark.parametrize("block", of("console"))

@@ -141,3 +141,16 @@ def test_a_server_that_ignores_ctrl_c_is_killed(
     plan = smoke.Plan("trap '' INT; mkfifo held; read < held", seconds=0.1)
     code, _ = smoke.run(smoke.Command("page", 0, ""), plan, tmp_path / "log")
     assert code == 124
+
+
+def test_the_commands_are_found_with_a_parser_of_yaml_alone() -> None:
+    """`make smoke` runs the script in an environment that has nothing else."""
+    absent = ("hybrid_kv", "numpy", "pytest", "torch", "typer")
+    code = (
+        f"import runpy, sys; sys.modules.update(dict.fromkeys({absent})); "
+        "sys.argv = ['smoke', '--list']; runpy.run_path('.ci/smoke', run_name='__main__')"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "README.md: make guard" in done.stdout
