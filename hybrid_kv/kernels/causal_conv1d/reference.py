@@ -37,23 +37,29 @@ def causal_conv1d(
         [num_rows, kernel - 1 + len, channels]: the window after the first n tokens begins at row n
         of them, see `windows_at`.
     """
-    length = x.shape[1]
-    kernel = weight.shape[1]
     inputs = torch.cat([window, x], dim=1)
+    if x.dtype.itemsize >= 4:
+        return _convolve(inputs, weight, bias, silu), inputs
     # Rounded once, at the end: in 16 bits one token and several would be summed differently.
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    seen = inputs.to(dtype)
-    weight = weight.to(dtype)
-    bias = None if bias is None else bias.to(dtype)
+    wide = None if bias is None else bias.float()
+    return _convolve(inputs.float(), weight.float(), wide, silu).to(x.dtype), inputs
+
+
+def _convolve(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool
+) -> torch.Tensor:
+    """Return y of all inputs after the first `kernel - 1`."""
+    kernel = weight.shape[1]
+    length = inputs.shape[1] - kernel + 1
     if length == 1:
-        y = (seen * weight.T).sum(1, keepdim=True)
+        y = (inputs * weight.T).sum(1, keepdim=True)
         y = y if bias is None else y.add_(bias)
     else:
-        first = seen[:, :length], weight[:, 0]
+        first = inputs[:, :length], weight[:, 0]
         y = torch.mul(*first) if bias is None else torch.addcmul(bias, *first)
         for j in range(1, kernel):
-            y.addcmul_(seen[:, j : j + length], weight[:, j])
-    return (F.silu(y, inplace=True) if silu else y).to(x.dtype), inputs
+            y.addcmul_(inputs[:, j : j + length], weight[:, j])
+    return F.silu(y, inplace=True) if silu else y
 
 
 def windows_at(
