@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.harness.arguments import ArgumentParser
@@ -78,9 +78,13 @@ def by_verify(folder: str) -> Iterator[Finding]:
 def by_probes(
     target: str, python: Path | None, folder: str, settings: list[str], name: str, dtype: str
 ) -> Iterator[Finding]:
-    """Send the probes of an exact model to an engine, in each setting."""
+    """Send the probes of an exact model to an engine, in each setting; what it refuses comes last.
+
+    It says its version where it starts.
+    """
     kind = kind_of(target, python)
     guarded = Guarded(kind, folder, thorough=False)
+    refused = list[Finding]()
     for cell in matrix_of(kind, settings):
         outcomes = list[Outcome]()
         ask(guarded, cell, (), outcomes.append)
@@ -94,7 +98,12 @@ def by_probes(
         setting = text_of({factor: level for factor, level in cell.items() if factor != "dtype"})
         count = sum(each.num_judged for each in served)
         version = guarded.version
-        yield Finding(name or kind.name, version, chosen, setting, problem, count, is_served)
+        finding = Finding(name or kind.name, version, chosen, setting, problem, count, is_served)
+        if is_served:
+            yield finding
+        else:
+            refused.append(finding)
+    yield from (replace(finding, version=guarded.version) for finding in refused)
 
 
 def main() -> None:

@@ -55,7 +55,13 @@ LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
         "split": ("-np", str(NUM_SLOTS), "-c", str(NUM_SLOTS * LONGEST), "--no-kv-unified"),
     },
     "chunk": {"whole": (), "17": ("-b", "17", "-ub", "17")},
+    # Of weights and KV; the draft model's stay float32.
+    "dtype": {
+        "float32": ("-ctk", "f32", "-ctv", "f32"),
+        "bfloat16": ("-ctk", "bf16", "-ctv", "bf16"),
+    },
 }
+GGUF_DTYPES = {"float32": "f32", "bfloat16": "bf16"}
 # sequences: no server, a program that keeps sequences: `workers.llamacpp`. There prefix is on where
 # it goes on in one, slots where it copies one, files where it saves one; draft is a draft that is
 # undone by `seq_rm`.
@@ -93,10 +99,9 @@ KNOWN = (
     ),
     Known(RELEASE, "llamacpp_stale_checkpoint", ("api=server", "prefix"), probe="again after many"),
 )
-# Numbers are float32 throughout: what is off by more is no rounding of a cache in half precision.
 ALWAYS = (
     *("--host", "127.0.0.1", "--port", "0", "-t", "1", "-tb", "1", "--no-warmup", "--metrics"),
-    *("-fa", "off", "-ctk", "f32", "-ctv", "f32"),
+    *("-fa", "off"),
 )
 
 
@@ -146,11 +151,12 @@ class Build:
             )
         return cls.at(Path(known))
 
-    def gguf(self, folder: str, noise: float = 0.0) -> Path:
+    def gguf(self, folder: str, noise: float = 0.0, dtype: str = "float32") -> Path:
         """Return a checkpoint in llama.cpp's format, converted unless it is there.
 
         Args:
             noise: standard deviation of what is added to each weight, in means of its matrix.
+            dtype: of its matrices.
 
         Raises:
             ConfigError: the converter does not know the model, or there is no converter.
@@ -170,12 +176,11 @@ class Build:
             *sorted((self.tree / "conversion").glob("*.py")),
         ]
         stamps = repr([(str(one), one.stat().st_mtime_ns) for one in sources])
-        made = hashlib.sha256(stamps.encode()).hexdigest()[:8] + (
-            f"-noise-{noise:g}" if noise else ""
-        )
-        file = Path(folder) / f"hybrid-kv-{made}.gguf"
+        stamp = hashlib.sha256(stamps.encode()).hexdigest()[:8]
+        suffix = f"-noise-{noise:g}" if noise else ""
+        file = Path(folder) / f"hybrid-kv-{stamp}-{GGUF_DTYPES[dtype]}{suffix}.gguf"
         if not file.exists():
-            self._convert(folder, noise, file)
+            self._convert(folder, noise, GGUF_DTYPES[dtype], file)
         return file
 
     def compile(self, source: Path, library: Path) -> None:
@@ -226,7 +231,7 @@ class Build:
         """Return the variables of a process that uses its libraries."""
         return child_environment(None, LD_LIBRARY_PATH=str(self.server.parent))
 
-    def _convert(self, folder: str, noise: float, file: Path) -> None:
+    def _convert(self, folder: str, noise: float, dtype: str, file: Path) -> None:
         half = file.with_suffix(f".{os.getpid()}")  # another process may convert it, too
         command = [
             sys.executable,
@@ -235,6 +240,7 @@ class Build:
             folder,
             str(half),
             str(noise),
+            dtype,
         ]
         ran = subprocess.run(
             command,
@@ -279,7 +285,8 @@ class LlamaServer(ServerTarget):
             }
             given = [one for factor, level in chosen.items() for one in LEVELS[factor][level]]
             arguments = [names[one]() if one in names else one for one in given]
-            self._command = [str(build.server), "-m", str(build.gguf(folder)), *ALWAYS, *arguments]
+            model = str(build.gguf(folder, dtype=chosen["dtype"]))
+            self._command = [str(build.server), "-m", model, *ALWAYS, *arguments]
             self._environment = build.environment()
             self._start()
             super().__init__(self.url, settings)
@@ -332,6 +339,8 @@ class Sequences(Remote):
                 raise ConfigError(
                     "api=sequences spec=mtp3: a draft head needs llama-server; use spec=draft"
                 )
+            if settings.get("dtype", "float32") != "float32":
+                raise ConfigError("api=sequences dtype=bfloat16: use dtype=float32")
             (Path(self._scratch.name) / "model.gguf").symlink_to(build.gguf(folder).absolute())
             build.compile(
                 WORKERS / "llamacpp_sequences.c", Path(self._scratch.name) / "sequences.so"

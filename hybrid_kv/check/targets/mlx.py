@@ -37,4 +37,6 @@ _KNOWN = (
     # With states, a cache serves what goes on with all of it.
     Known("0.32.2", "prefix=kept", ("prefix",), words="cached stayed 0"),
 )
-KIND = remote_kind("mlx", "mlx_lm", _FACTORS, inside=_INSIDE, known=_KNOWN)
+# The exact model has none.
+_DTYPES = {"dtype": ("float32", "bfloat16")}
+KIND = remote_kind("mlx", "mlx_lm", {**_FACTORS, **_DTYPES}, inside=_INSIDE, known=_KNOWN)

@@ -1,6 +1,6 @@
 """A checkpoint as GGUF, by llama.cpp's own converter.
 
-It is run as `python llamacpp_convert.py TREE FOLDER FILE NOISE`.
+It is run as `python llamacpp_convert.py TREE FOLDER FILE NOISE DTYPE`.
 
 The vocabulary is not converted: token 7 is `w7`. Of such a file a server takes and gives token ids
 alone, and no token ends a text: what ends one, `ignore_eos` would forbid, which changes the
@@ -17,11 +17,12 @@ from typing import Any
 NAMES = {"granitemoehybrid": {"linear_attention": "mamba", "full_attention": "attention"}}
 
 
-def main(tree: str, folder: str, file: str, noise: str) -> None:
+def main(tree: str, folder: str, file: str, noise: str, dtype: str) -> None:
     """Write the file; what the converter refuses it says itself.
 
     Args:
         noise: standard deviation of what is added to each weight, in means of its matrix.
+        dtype: of matrices, `f32` or `bf16`.
     """
     sys.path.insert(0, tree)
     sys.argv = ["convert_hf_to_gguf.py"]  # it takes arguments while it is imported
@@ -43,7 +44,7 @@ def main(tree: str, folder: str, file: str, noise: str) -> None:
                 add_noise(path, Path(copy) / path.name, float(noise))
             else:
                 (Path(copy) / path.name).symlink_to(path.absolute())
-        sys.argv += [copy, "--outtype", "f32", "--outfile", file]
+        sys.argv += [copy, "--outtype", dtype, "--outfile", file]
         converter.main()
 
 

@@ -104,14 +104,15 @@ class MlxEngine:
         self._num_drafts = 0 if spec == "none" else int(spec.removeprefix("draft"))
         # With a draft model the server takes one request after another, too.
         self._together = settings.get("batch", "one") == "together" and not self._num_drafts
-        self._model = load(Path(folder))
+        dtype = settings.get("dtype", "float32")
+        self._model = load(Path(folder), dtype)
         if self._num_drafts:
             if not can_trim_prompt_cache(cache := make_prompt_cache(self._model)):
                 kinds = ", ".join(sorted({type(one).__name__ for one in cache}))
                 raise ValueError(
                     f"spec={spec}: it drafts only with caches that can be trimmed, not with {kinds}"
                 )
-            self._draft = noisy(load(Path(folder)))
+            self._draft = noisy(load(Path(folder), dtype))
         self._counts: Counter[str] = Counter()
         self.reset()
         is_exact = hasattr(self._model, "echo")
@@ -266,14 +267,15 @@ class MlxEngine:
                 del running[one.uid]
 
 
-def load(folder: Path) -> Any:
-    """Return the model in the dtype of its weights.
+def load(folder: Path, dtype: str) -> Any:
+    """Return the model in a dtype.
 
     Raises:
         ValueError: mlx-lm does not know it.
     """
     import json
 
+    import mlx.core as mx
     from mlx_lm.utils import load_model
 
     config = json.loads((folder / "config.json").read_text())
@@ -283,6 +285,7 @@ def load(folder: Path) -> Any:
         model, _ = load_model(folder, model_config=as_on_the_hub(config))
     except (ValueError, TypeError, KeyError, AttributeError, FileNotFoundError) as error:
         raise ValueError(f"{config['model_type']} is not loaded: {said(error)}") from error
+    model.set_dtype(getattr(mx, dtype))
     return model
 
 
@@ -358,11 +361,12 @@ def note(ask: dict[str, Any], answer: dict[str, Any], token: int, logprobs: Any)
 
     Its log-probability and those of the likeliest are kept with it where they were requested.
     """
+    import mlx.core as mx
     import numpy as np
 
     answer["token_ids"].append(token)
     if ask["logprobs"]:
-        row = np.array(logprobs, dtype=np.float32)
+        row = np.array(logprobs.astype(mx.float32))
         best = np.argsort(row)[-NUM_LIKELIEST:]
         answer["logprobs"].append({int(one): float(row[one]) for one in (*best, token)})
 
