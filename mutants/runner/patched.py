@@ -2,9 +2,10 @@
 
 A patch begins with `# ID: what goes wrong` and `# settings: CELL; CELL`, the cells of the guard's
 matrix that should show it, the cheapest first; `plain` is the plainest one, and `model=linear` in a
-cell chooses another exact model. `# why not: …` may follow where it is not found. `healthy.patch`
-mends what is known of this release and is part of each run, where there is one; alone, it must be
-right in all its cells.
+cell chooses another exact model. `# why not: …` may follow where it is not found, and `# family: …`
+where the checkpoint is another family's. `layer_*.patch` change layers and kernels, which the exact
+model replaces: only other weights are run with them. `healthy.patch` mends what is known of this
+release and is part of each run, where there is one; alone, it must be right in all its cells.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from hybrid_kv.check.targets.target import Kind
 from mutants.runner.mutant import inject
 
 HEALTHY = "healthy"
+LAYER = "layer_"
 TITLES = {"random": "random", "designed": "exact"}  # of weights, in tables
-Checkpoint = tuple[str, Mapping[str, str]]  # a model, and levels that it needs
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class PatchedEngine:
         title: as its authors write it.
         model: the exact model of a cell that names none.
         levels: of each cell that does not name others.
-        checkpoints: other models than the exact ones, by the kind of their weights.
+        checkpoints: sizes of other checkpoints than the exact models, by the kind of their weights.
+        families: of these, each with levels that it needs; the first one's patches name none.
         without: part of the cells in which these are not run, and why.
         wrong_read: what a sanitizer saw first of a wrong outcome.
     """
@@ -55,7 +57,8 @@ class PatchedEngine:
     title: str
     model: str = "mixed"
     levels: Mapping[str, str] = field(default_factory=dict)
-    checkpoints: Mapping[str, Checkpoint] = field(default_factory=dict)
+    checkpoints: Mapping[str, str] = field(default_factory=dict)
+    families: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     without: tuple[str, str] = ("", "")
     wrong_read: Callable[[Guarded, Outcome], str] | None = None
 
@@ -72,6 +75,11 @@ class PatchedEngine:
     def files_of(self, patch: Path) -> set[str]:
         """Return the files that a patch changes, by their paths in the package."""
         return set(re.findall(rf"(?m)^\+\+\+ b/{self.name}/(\S+)", patch.read_text()))
+
+    def family_of(self, name: str) -> str:
+        """Return the family of the checkpoints that a patch is run with."""
+        text = self.patches_of(name)[-1].read_text()
+        return "".join(re.findall(r"(?m)^# family: (\S+)", text)) or next(iter(self.families))
 
     def cell_of(self, text: str) -> tuple[str, str]:
         """Return the exact model of a cell, and its settings."""
@@ -158,7 +166,7 @@ class Search:
                     found.detail = found.detail or engine.without[1]
                     continue
                 found.setting, found.detail = setting, ""
-                guarded, cell = self._cell(setting)
+                guarded, cell = self._cell(name, setting)
                 # Other weights than the exact model's have one checkpoint, and fewer factors.
                 if cell in ran:
                     continue
@@ -172,12 +180,15 @@ class Search:
             remote.end_loaders()
         return found
 
-    def _cell(self, setting: str) -> tuple[Guarded, Settings]:
+    def _cell(self, name: str, setting: str) -> tuple[Guarded, Settings]:
         """Return a cell's model in the engine, with the probes of a default run, and levels."""
         engine = self._engine
         model, text = engine.cell_of(setting)
-        checkpoint, more = engine.checkpoints.get(self._weights, (f"exact:{model}", {}))
-        known = self._models(checkpoint)
+        if size := engine.checkpoints.get(self._weights):
+            family = engine.family_of(name)
+            known, more = self._models(f"{family}:{size}"), engine.families[family]
+        else:
+            known, more = self._models(f"exact:{model}"), {}
         guarded = Guarded(kind_of(engine.name, self._python), known.folder, thorough=False)
         guarded.judges = known.judges
         for judge in guarded.judges.values():
@@ -248,7 +259,34 @@ def tables(engine: PatchedEngine, rows: Sequence[Mapping[str, str]]) -> str:
         why = "".join(re.findall(r"(?m)^# why not: (.*)", patch.read_text()))
         more = [other.get(name, "") for other in others]
         lines.append(_line([name, id, what, "; ".join(settings), *more, why]))
+    lines += _layers(engine, rows)
     return "\n".join(lines) + "\n"
+
+
+def _layers(engine: PatchedEngine, rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return what other weights than the exact model's find of layers and kernels, as a table."""
+    patches = sorted(engine.folder.glob(f"{LAYER}*.patch"))
+    if not patches:
+        return []
+    titles = ["patch", "id", "what goes wrong", "family"]
+    for weights in engine.checkpoints:
+        titles += [f"{TITLES[weights]} weights", "s"]
+    marks = ["--:" if title == "s" else "---" for title in titles]
+    lines = ["\n## Layers and kernels\n", _line(titles), f"|{'|'.join(marks)}|"]
+    last = {(row["name"], row["weights"]): row for row in rows}
+    for patch in patches:
+        id, what, _ = head(patch)
+        cells = [patch.stem, id, what, engine.family_of(patch.stem)]
+        for weights in engine.checkpoints:
+            row = last.get((patch.stem, weights), {})
+            cells += [_verdict(row), row.get("seconds", "")]
+        lines.append(_line(cells))
+    return lines
+
+
+def _verdict(row: Mapping[str, str]) -> str:
+    """Return the probe that found a patch, or why none did; nothing where it was not run."""
+    return (row["probe"] or row["detail"].partition(":")[0] or "no") if row else ""
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -257,11 +295,7 @@ def _line(cells: Sequence[str]) -> str:
 
 def _by_checkpoint(rows: Sequence[Mapping[str, str]], weights: str) -> dict[str, str]:
     """Return what found each patch with a checkpoint of these weights."""
-    return {
-        row["name"]: row["probe"] or row["detail"].partition(":")[0] or "no"
-        for row in rows
-        if row["weights"] == weights
-    }
+    return {row["name"]: _verdict(row) for row in rows if row["weights"] == weights}
 
 
 def _rewrite(engine: PatchedEngine) -> None:
@@ -305,6 +339,8 @@ def main(engine: PatchedEngine) -> None:
         if not opened or not opened.tell():
             csv.writer(file).writerow(column.name for column in fields(Found))
         names = sorted({patch.stem for patch in engine.folder.glob("*.patch")} - {HEALTHY})
+        if chosen.weights == "exact":
+            names = [name for name in names if not name.startswith(LAYER)]
         healthy = [HEALTHY] if (engine.folder / f"{HEALTHY}.patch").is_file() else []
         search = Search(engine, chosen.python, chosen.weights, models)
         for name in chosen.names or [*healthy, *names]:

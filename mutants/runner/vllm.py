@@ -33,11 +33,9 @@ VLLM = PatchedEngine(
     "vllm",
     "vLLM",
     levels={"runner": "cpu"},  # patches of the runners of GPUs name theirs
+    checkpoints={"random": "small", "designed": "exact"},
     # A delta net on a CPU takes no other dtype.
-    checkpoints={
-        "random": ("qwen3_5_text:small", {"dtype": "bfloat16"}),
-        "designed": ("granitemoehybrid:exact", {}),
-    },
+    families={"qwen3_5_text": {"dtype": "bfloat16"}, "granitemoehybrid": {}},
     # n-grams change these models' answers as it is: `examples/found/vllm_no_drafts.py`.
     without=("spec=", "not run: with drafts it is wrong without the patch, too"),
     wrong_read=_wrong_read,
