@@ -22,6 +22,7 @@ from hybrid_kv.errors import run_command
 from hybrid_kv.measure.results import Row, append_rows
 from hybrid_kv.models.exact_weights.design import Choices
 from hybrid_kv.models.random_checkpoint import quiet
+from hybrid_kv.models.transformers_cache import cache_argument, cache_of
 
 SHORTEST, LONGEST = 40, 224  # tokens of a text; each layer of attention reads the last 224
 PAGE = 16  # tokens
@@ -80,8 +81,9 @@ class Model:
 
     def read(self, tokens: torch.Tensor, cache: Any = None) -> tuple[Any, torch.Tensor]:
         """Return the cache after [batch, n] tokens, and the [batch] likeliest next ones."""
-        output = self._model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        return output.past_key_values, output.logits[:, -1].argmax(-1)
+        given = {cache_argument(self._model.forward): cache}
+        output = self._model(tokens, use_cache=True, logits_to_keep=1, **given)
+        return cache_of(output), output.logits[:, -1].argmax(-1)
 
     def texts(self, draw: Choices, count: int) -> Texts:
         """Return drawn texts of one drawn length."""

@@ -3,6 +3,7 @@
 python transformers_chunk_forgets.py FOLDER
 """
 
+import inspect
 import itertools
 import sys
 
@@ -10,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
-name = "cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"
+names = ("cache", "cache_params", "past_key_values")  # since 5.24; before, of Mamba; of others
+name = next(name for name in names if name in inspect.signature(model.forward).parameters)
 ids = torch.randint(1, 101, (1, 30), generator=torch.Generator().manual_seed(0))
 
 

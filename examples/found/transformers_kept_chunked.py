@@ -33,9 +33,11 @@ for name, how in {
     "kept, chunks": {"prefill_chunk_size": 16},
     "kept, lookup": {"prompt_lookup_num_tokens": 3},
 }.items():
-    cache = generate(first).past_key_values
+    output = generate(first)
+    word = "cache" if "cache" in output else "past_key_values"  # since 5.24; before
+    cache = output[word]
     held = cache.get_seq_length()
-    done = generate(turn, past_key_values=cache, **how)
+    done = generate(turn, **{word: cache}, **how)
     results[name] = done.sequences[0, turn.shape[1] :].tolist()
     print(
         name,

@@ -28,7 +28,9 @@ options = {
     "output_logits": True,
 }
 first = model.generate(ids[:, :30], **options)
-second = model.generate(ids, cache_params=first["past_key_values"], **options)
+# 5.24 has one name for every model's cache; before, a Mamba took it by another one than it gave.
+takes, gives = ("cache", "cache") if "cache" in first else ("cache_params", "past_key_values")
+second = model.generate(ids, **{takes: first[gives]}, **options)
 computed = lengths[-1]
 with torch.no_grad():
     whole = model(input_ids=ids, use_cache=False).logits[0, -1].log_softmax(-1)

@@ -15,6 +15,7 @@ from hybrid_kv.cache.spec import MambaSpec, MLAAttentionSpec
 from hybrid_kv.config import ConfigError, EngineConfig
 from hybrid_kv.models.loader import load_model
 from hybrid_kv.models.shapes import model_shape
+from hybrid_kv.models.transformers_cache import cache_argument, cache_of
 from tests.models.paged_head import CPU
 from tests.models.parity import TOLERANCE, check_parity, check_refused, checkpoint, load
 
@@ -57,8 +58,8 @@ def test_transformers_forgets_jambas_state_between_chunks(
     ids = torch.arange(20)[None]
     with torch.inference_mode():
         whole = model(ids, use_cache=False).logits[0, 10:]
-        past = model(ids[:, :10], use_cache=True).past_key_values
-        behind = model(ids[:, 10:], past_key_values=past).logits[0]
+        past = {cache_argument(model.forward): cache_of(model(ids[:, :10], use_cache=True))}
+        behind = model(ids[:, 10:], **past).logits[0]
     assert float((whole - behind).abs().max()) > 100 * TOLERANCE * float(whole.abs().max())
 
 

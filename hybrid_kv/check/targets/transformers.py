@@ -18,6 +18,7 @@ from hybrid_kv.check.targets.target import NUM_LIKELIEST, Answer, Ask, Inside, K
 from hybrid_kv.config import ConfigError
 from hybrid_kv.models.config_file import first_line
 from hybrid_kv.models.random_checkpoint import quiet
+from hybrid_kv.models.transformers_cache import cache_argument, cache_of
 from hybrid_kv.sampling import token_logprobs
 
 FACTORS = {
@@ -45,10 +46,11 @@ INSIDE = Inside(
         "attention": ("batch=continuous chunk=17",),
     },
 )
+RELEASES = ("5.23.0", "5.24.0")
 KNOWN = (
-    Known("5.23.0", "transformers_kept_chunked", ("prefix", "spec")),
+    *(Known(release, "transformers_kept_chunked", ("prefix", "spec")) for release in RELEASES),
     # A kept cache serves what goes on with all of it, and only once.
-    Known("5.23.0", "prefix=kept", ("prefix",), words="cached stayed 0"),
+    *(Known(release, "prefix=kept", ("prefix",), words="cached stayed 0") for release in RELEASES),
 )
 MAX_MODEL_LEN, EXACT_LONGEST = 2048, 640
 NOISE = 0.05  # of a weight's own size: a draft model that is right often, not always
@@ -140,11 +142,11 @@ class Transformers:
         prompts = torch.tensor([ask.prompt])
         with self._counted_drafts():
             done = self._generate(
-                prompts, torch.ones_like(prompts), ask, past_key_values=cache, **self._drafting
+                prompts, torch.ones_like(prompts), ask, cache=cache, **self._drafting
             )
         rows = [tuple(row) for row in done.sequences[:, len(ask.prompt) :].tolist()]
         if self._level["prefix"] == "kept" and ask.n == 1:
-            self._kept[(*ask.prompt, *rows[0][:-1])] = done.past_key_values
+            self._kept[(*ask.prompt, *rows[0][:-1])] = cache_of(done)
         self._counts["hits"] += num_cached
         if self._beams > 1:
             # At each step the row of the beam that the answer then went on from.
@@ -199,7 +201,7 @@ class Transformers:
             "num_return_sequences": ask.n,
             "top_k": 0,
         }
-        own = self._level["cache"] == "dynamic" or extra.get("past_key_values") is not None
+        own = self._level["cache"] == "dynamic" or extra.get("cache") is not None
         config = GenerationConfig(  # type: ignore[no-untyped-call]
             max_new_tokens=ask.max_tokens,
             pad_token_id=0,
@@ -210,13 +212,8 @@ class Transformers:
             **(SEARCH if self._beams > 1 else {}),
             **(sampled if ask.temperature else {"do_sample": False}),
         )
-        if (cache := extra.pop("past_key_values", None)) is not None:
-            # The name of it is by the class's, as `generate` itself has it.
-            extra[
-                "cache_params"
-                if "mamba" in type(self._model).__name__.lower()
-                else "past_key_values"
-            ] = cache
+        if (cache := extra.pop("cache", None)) is not None:
+            extra[cache_argument(self._model.forward)] = cache
         return self._model.generate(prompts, attention_mask=mask, generation_config=config, **extra)
 
     def _take(self, prompt: tuple[int, ...]) -> tuple[Any, int]:

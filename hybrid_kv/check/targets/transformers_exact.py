@@ -20,6 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hybrid_kv.check.targets.exact import CYCLE, ECHO, model_of
 from hybrid_kv.models.exact import PRIME, ExactAttention, ExactMamba, Residues, affine_scan
+from hybrid_kv.models.transformers_cache import cache_argument
 
 
 class ExactForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
@@ -68,7 +69,9 @@ class ExactForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         """Return logits [batch, len, vocabulary], one-hot, of input_ids [batch, len].
 
         Args:
-            cache: of continuous batching, with what its `update` needs in `paged`.
+            past_key_values: the cache; its name up to 5.23.
+            cache: the same since 5.24; of continuous batching before, with what its `update` needs
+                in `paged`.
         """
         cache = cache or past_key_values or DynamicCache(config=self.config)
         if position_ids is None:
@@ -80,7 +83,10 @@ class ExactForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
             }
             attention_mask = {
                 "full_attention": create_causal_mask(
-                    config=self.config, past_key_values=cache, position_ids=position_ids, **shape
+                    config=self.config,
+                    position_ids=position_ids,
+                    **{cache_argument(create_causal_mask): cache},
+                    **shape,
                 ),
                 "linear_attention": create_recurrent_attention_mask(config=self.config, **shape),
             }
@@ -100,7 +106,8 @@ class ExactForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
             np.where(residues[..., 0] % self.echo == 0, residues.argmax(-1), follower)
         )
         logits = torch.nn.functional.one_hot(chosen, exact.vocab_size).float() * 100
-        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+        given = {cache_argument(CausalLMOutputWithPast): cache}
+        return CausalLMOutputWithPast(logits=logits, **given)
 
 
 def _mamba(

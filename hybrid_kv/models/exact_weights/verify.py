@@ -24,6 +24,7 @@ from hybrid_kv.config import ConfigError
 from hybrid_kv.models.config_file import first_line
 from hybrid_kv.models.exact_weights.design import Choices
 from hybrid_kv.models.random_checkpoint import quiet
+from hybrid_kv.models.transformers_cache import cache_argument, cache_of
 
 DTYPES = ("float64", "float32", "bfloat16")
 # What only scores are computed of. They are rounded, and may be: softmax makes 0 and 1 of them.
@@ -204,9 +205,10 @@ def _in_chunks(
     outputs = list[Outputs]()
     for length, group in groupby(texts, len):
         tokens = torch.tensor(list(group))
-        past = None
+        cache = None
         for piece in tokens.split(sizes_of(length), dim=1):
-            past = model(piece, past_key_values=past, use_cache=True).past_key_values
+            given = {cache_argument(model.forward): cache}
+            cache = cache_of(model(piece, use_cache=True, **given))
         joined = {name: torch.cat(steps, dim=1) for name, steps in recorder.take().items()}
         outputs += [
             {name: output[row] for name, output in joined.items()} for row in range(len(tokens))
