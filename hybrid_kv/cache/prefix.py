@@ -52,11 +52,13 @@ def longest_hit(
 
     indices = range(len(groups))
     ends = [longest(index, limit) for index in indices]
+    tokens = min(ends) // unit * unit
+    if tokens == max(ends):  # as for most prompts: no group has more than any other
+        return PrefixHit(tokens, tuple(ends), None, 0, tuple(chains))
     # Of attention all shorter prefixes can be restored, too.
     unsure = [index for index in indices if groups[index].num_tail_blocks is not None]
     of_attention = (ends[index] for index in indices if index not in unsure)
     junction = min(of_attention, default=0) // unit * unit
-    tokens = min(ends) // unit * unit
     while tokens:
         beyond = [index for index in unsure if ends[index] > tokens]
         shorter = min((longest(index, tokens) for index in beyond), default=tokens)
