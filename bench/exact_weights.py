@@ -78,9 +78,9 @@ def by_verify(folder: str) -> Iterator[Finding]:
 def by_probes(
     target: str, python: Path | None, folder: str, settings: list[str], name: str, dtype: str
 ) -> Iterator[Finding]:
-    """Send the probes of an exact model to an engine, in each setting; what it refuses comes last.
+    """Send the probes of an exact model to an engine, in each setting.
 
-    It says its version where it starts.
+    Settings that it refuses come last: an engine's version is known once it has started.
     """
     kind = kind_of(target, python)
     guarded = Guarded(kind, folder, thorough=False)

@@ -1,4 +1,4 @@
-"""What transformers calls the cache of a model: one name since 5.24, two before."""
+"""Names that transformers gives the cache of a model: one since 5.24, two before."""
 
 from __future__ import annotations
 
