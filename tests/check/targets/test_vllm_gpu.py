@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
@@ -73,6 +74,16 @@ def test_what_an_upload_reads_may_change_once_it_was_waited_for() -> None:
     streams.wait_for_all()
     ((place, count),) = copies.changed_uploads.items()
     assert count == 1 and place.startswith("check/targets/test_vllm_gpu.py:")
+
+
+def test_short_ways_through_the_interpreter_give_what_the_long_ones_do() -> None:
+    script = Path(__file__).with_name("short_ways.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-W", "ignore", str(script)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    num_operations, num_short = map(int, run.stdout.split())
+    assert num_operations > 10_000 and num_short > 500
 
 
 @pytest.mark.parametrize("waits", [True, False])

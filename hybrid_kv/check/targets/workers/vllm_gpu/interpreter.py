@@ -16,7 +16,7 @@ import numpy as np
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime import interpreter
 
-from . import graphs, uva
+from . import graphs, shortcuts, uva
 
 launches = 0  # so far
 _patch_language = interpreter._patch_lang
@@ -32,13 +32,14 @@ class _Never:
 
 @cache
 def _patch_once(function: Any) -> _Never:
-    languages = (interpreter.tl, interpreter.tl.core)
-    seen = frozenset(
-        id(one) for one in function.__globals__.values() if any(one is each for each in languages)
-    )
-    if seen not in _patched:
+    known = (interpreter.tl, interpreter.tl.core)
+    seen = [each for each in known if any(one is each for one in function.__globals__.values())]
+    if (languages := frozenset(map(id, seen))) not in _patched:
         _patch_language(function)
-        _patched.add(seen)
+        _patched.add(languages)
+        shortcuts.install_operators()
+        for language in seen:
+            shortcuts.install_memory(language)
     return _Never()
 
 
@@ -114,6 +115,7 @@ def install() -> None:
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
     interpreter._get_np_dtype = _type_once
+    shortcuts.install_types()
     interpreter._patch_lang = _patch_once
     interpreter.GridExecutor.__call__ = _launch
     _with_bool_masks("create_masked_load", 1)
