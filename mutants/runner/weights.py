@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mutants.runner.guard import Catch, LoopError, time_limit
 
@@ -21,18 +21,44 @@ if TYPE_CHECKING:
 WEIGHTS = "weights"
 LIMIT = 60.0  # CPU seconds of all probes
 RECORD_LIMIT = 2400.0  # the same, where transformers judges each answer
-# A family and a setting each, those first in which most bugs act: drafts of the model's own head,
-# a history of inputs instead of states, states at boundaries inside a chunk, a pool that evicts and
-# loads, steps in flight, no drafts, windows alone.
-CELLS: tuple[tuple[str, dict[str, str]], ...] = (
-    ("granitemoehybrid", {"prefix": "align", "spec": "ngram3", "chunk": "100"}),
-    ("qwen3_5_text", {"prefix": "all", "spec": "mtp3", "chunk": "17"}),
-    ("granitemoehybrid", {"prefix": "align", "spec": "ngram3", "scheme": "recompute"}),
-    ("lfm2", {"prefix": "align", "chunk": "100", "blocks": "tight", "offload": "host"}),
-    ("qwen3_5_text", {"spec": "mtp3", "async": "on"}),
-    ("granitemoehybrid", {"prefix": "all"}),
+
+
+class Cell(NamedTuple):
+    """A checkpoint, a setting and the probes that are asked of it."""
+
+    family: str
+    settings: Mapping[str, str]
+    probes: Sequence[str]
+
+
+# Those first in which most bugs act for least: windows alone, in blocks of 16 tokens, with drafts
+# across their boundaries; a history of inputs instead of states, in blocks that attention takes in
+# parts; one row, with drafts of the model's own head; states at each boundary; a pool that evicts
+# and loads; steps in flight.
+CELLS = (
+    Cell(
+        "lfm2",
+        {"prefix": "align", "spec": "ngram3", "chunk": "17"},
+        ("one token behind a hit", "one token beside others", "tiles", "rejected at a boundary"),
+    ),
+    Cell(
+        "granitemoehybrid",
+        {"prefix": "align", "spec": "ngram3", "scheme": "recompute", "layout": "flashinfer"},
+        ("one token behind a hit",),
+    ),
+    Cell("qwen3_5_text", {"spec": "mtp1", "rows": "1"}, ("alone",)),
+    Cell(
+        "granitemoehybrid",
+        {"prefix": "all", "spec": "ngram3"},
+        ("one token behind a hit", "tiles", "rejected at a boundary"),
+    ),
+    Cell(
+        "lfm2",
+        {"prefix": "align", "chunk": "100", "blocks": "tight", "offload": "host", "async": "on"},
+        ("one token beside others", "block boundaries"),
+    ),
+    Cell("qwen3_5_text", {"spec": "mtp3", "async": "on"}, ("one token beside others",)),
 )
-TRAFFIC = "traffic"  # alone takes longer than the limit: preempted again and again
 ANSWERS = "answers.json"
 
 Answers = dict[tuple[int, ...], tuple[int, ...]]  # the longest right one by its prompt
@@ -42,7 +68,7 @@ def write_checkpoints(folder: Path) -> None:
     """Write the checkpoints of all cells."""
     from hybrid_kv.models.exact_weights.checkpoint import write_exact_weights
 
-    for family in {family for family, _ in CELLS}:
+    for family in {cell.family for cell in CELLS}:
         write_exact_weights(family, folder / family)
 
 
@@ -85,12 +111,10 @@ def _first(folder: Path, known: dict[str, Answers]) -> Catch:
     import torch
 
     from hybrid_kv.check.probes.guarded import Guarded, ask
-    from hybrid_kv.check.probes.registry import load_probes
     from hybrid_kv.check.targets.ours import KIND
 
     torch.set_num_threads(1)
     num_answers = 0
-    names = [probe.name for probe in load_probes() if probe.name != TRAFFIC]
 
     def report(outcome: Outcome) -> None:
         nonlocal num_answers
@@ -99,16 +123,16 @@ def _first(folder: Path, known: dict[str, Answers]) -> Catch:
         if outcome.verdict == "wrong" or is_dead:
             raise _WrongError(outcome)
 
-    for family, settings in CELLS:
+    for family, settings, probes in CELLS:
         guarded = Guarded(KIND, str(folder / family), thorough=False)
         judge = judge_of(folder / family, known.setdefault(family, {}))
         guarded.judges["float32"] = judge
         try:
-            ask(guarded, dict(settings), names, report)
+            ask(guarded, dict(settings), probes, report)
         except _WrongError as wrong:
             (outcome,) = wrong.args
-            cell = " ".join([family, *(f"{name}={level}" for name, level in settings.items())])
-            return Catch("probes", outcome.probe, outcome.detail, num_answers, cell)
+            setting = " ".join([family, *(f"{name}={level}" for name, level in settings.items())])
+            return Catch("probes", outcome.probe, outcome.detail, num_answers, setting)
     return Catch(requests=num_answers)
 
 

@@ -17,8 +17,10 @@ PROMPT = (5, 6, 7)
 
 
 def test_each_cell_is_one_of_our_target() -> None:
-    for _, settings in weights.CELLS:
-        assert all(level in LEVELS[factor] for factor, level in settings.items())
+    names = {probe.name for probe in load_probes()}
+    for cell in weights.CELLS:
+        assert all(level in LEVELS[factor] for factor, level in cell.settings.items())
+        assert names >= {*cell.probes}
 
 
 @pytest.mark.parametrize(
@@ -44,7 +46,7 @@ def alone() -> list[Probe]:
 def test_a_recorded_answer_that_differs_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "CELLS", (("lfm2", {}),))
+    monkeypatch.setattr(weights, "CELLS", (weights.Cell("lfm2", {}, ("alone",)),))
     monkeypatch.setattr(guarded, "load_probes", alone)
     weights.write_checkpoints(tmp_path)
     task = {"folder": str(tmp_path)}

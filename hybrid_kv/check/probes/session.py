@@ -264,12 +264,12 @@ class Session:
         longest = self.target.longest
         traffic = Traffic(rng, vocab_size, DEFAULT_UNIT, longest, longest, num_new=1)
         seen = list[int]()
-        for share in (0.11, 0.23, 0.41, 0.73, 0.95):
+        for share in (0.05, 0.11, 0.23, 0.41, 0.73, 0.95):
             prompt = traffic.prompt(int(share * self.target.longest))
             for _ in range(2):
                 ((answer,), _) = self.play(Round((Ask(prompt, max_tokens=1),)))
                 seen += [answer.cached_tokens or 0]
-            if sum(map(bool, seen)) == 3 and math.gcd(*seen) <= 4 * DEFAULT_UNIT:
+            if sum(map(bool, seen)) == 3 and math.gcd(*seen) <= 8 * DEFAULT_UNIT:
                 break  # longer prompts would find no other unit, only take longer
         unit = math.gcd(*seen)
         return (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import hybrid_kv
@@ -14,6 +14,7 @@ from hybrid_kv.check.targets.target import (
     Answer,
     Ask,
     Kind,
+    TargetError,
     by_token,
 )
 from hybrid_kv.config import ConfigError
@@ -40,6 +41,9 @@ LEVELS: dict[str, dict[str, dict[str, Any]]] = {
     "chunk": {"whole": {}}
     | {size: {"max_num_batched_tokens": int(size)} for size in ("17", "100")},
     "blocks": {"ample": {}, "tight": {"tight": True}},
+    "rows": {"8": {}, "1": {"max_num_seqs": 1}},  # requests that run at a time, at most
+    # FlashInfer's: attention takes a block in parts of 16, 32 or 64 tokens
+    "layout": {"torch": {}, "flashinfer": {"attention_backend": "FLASHINFER"}},
     "scheme": {"slots": {}, "recompute": {"state_scheme": "recompute"}},
     "async": {"off": {}, "on": {"async_scheduling": True}},
     "dtype": {"float32": {"dtype": "float32"}, "bfloat16": {"dtype": "bfloat16"}},
@@ -47,6 +51,7 @@ LEVELS: dict[str, dict[str, dict[str, Any]]] = {
 }
 MAX_MODEL_LEN = 2048
 ROOM = 640  # tokens that a tight pool holds: two of the longest requests, where six run
+MOST_IDLE_STEPS = 64  # in a row in which no request gets a token further: an engine that hangs
 
 
 def options_of(folder: str, settings: Mapping[str, str]) -> dict[str, Any]:
@@ -69,6 +74,28 @@ def options_of(folder: str, settings: Mapping[str, str]) -> dict[str, Any]:
     return options
 
 
+class _Progress:
+    """The tokens that all requests have, looked at after each step."""
+
+    def __init__(self) -> None:
+        self._tokens = (0, 0)
+        self._idle_steps = 0
+
+    def check(self, groups: Iterable[Sequence[Request]]) -> None:
+        """Look at the tokens that are computed and drawn by now.
+
+        Raises:
+            TargetError: they are the same after MOST_IDLE_STEPS steps.
+        """
+        requests = [request for group in groups for request in group]
+        computed = sum(request.num_computed_tokens for request in requests)
+        tokens = computed, sum(len(request.output_token_ids) for request in requests)
+        self._idle_steps = self._idle_steps + 1 if tokens == self._tokens else 0
+        self._tokens = tokens
+        if self._idle_steps == MOST_IDLE_STEPS:
+            raise TargetError(f"no request is a token further after {MOST_IDLE_STEPS} steps")
+
+
 class Ours:
     """See `targets.target.Target`.
 
@@ -85,11 +112,16 @@ class Ours:
         self._counts: Counter[str] = Counter()
 
     def ask(self, requests: Sequence[Ask], preempt_every: int = 0) -> list[Answer]:
-        """See `Target.ask`."""
+        """See `Target.ask`.
+
+        Raises:
+            TargetError: the engine hangs.
+        """
         llm = self.llm
         groups: dict[int, list[Request]] = {}
         errors: dict[int, str] = {}
         waiting, undisturbed = list(range(len(requests))), 0
+        progress = _Progress()
         while True:
             complete = len(errors) + sum(
                 all(one.is_finished for one in group) for group in groups.values()
@@ -117,6 +149,7 @@ class Ours:
                 if limit is not None and len(request.output_token_ids) >= limit:
                     llm.abort(request.request_id)
             llm.step()
+            progress.check(groups.values())
         return [
             self._answer(groups[i]) if i in groups else Answer((), error=errors[i])
             for i in range(len(requests))

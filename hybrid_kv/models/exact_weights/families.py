@@ -102,7 +102,9 @@ def _lfm2(layer: int, draw: design.Choices) -> Tensors:
 
 # Twice as many channels as the hidden state: llama.cpp takes no other Granite.
 _MAMBA_SHAPE = mamba2.Mamba2Shape(num_heads=16, head_dim=64, state=32, taps=TAPS)
-_GRANITE_SHAPE = attention.AttentionShape(16, 2, 32, 32, BASE**2)
+# As many heads of keys as of queries: a block that holds a layer's state has 48 tokens. With two,
+# as the other families have, it has 320, and wrong hits show in long texts alone.
+_GRANITE_SHAPE = attention.AttentionShape(16, 16, 32, 32, BASE**2)
 
 
 def _granitemoehybrid(layer: int, draw: design.Choices) -> Tensors:
@@ -190,7 +192,8 @@ _KINDS = [
 FAMILIES: dict[str, ExactFamily] = {
     "granitemoehybrid": ExactFamily(
         keys={
-            **_HEADS,
+            "num_attention_heads": _GRANITE_SHAPE.num_heads,
+            "num_key_value_heads": _GRANITE_SHAPE.num_kv_heads,
             "layer_types": _KINDS,
             "shared_intermediate_size": design.NUM_UNITS,
             "num_local_experts": 0,

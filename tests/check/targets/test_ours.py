@@ -3,11 +3,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from hybrid_kv import LLM, SamplingParams
 from hybrid_kv.check.targets.ours import ROOM, Ours
-from hybrid_kv.check.targets.target import CAPABILITIES, COUNTERS, Ask
+from hybrid_kv.check.targets.target import CAPABILITIES, COUNTERS, Ask, TargetError
 from hybrid_kv.engine.record import record_logits
 
 PROMPT = tuple((i * 7) % 90 + 1 for i in range(120))
@@ -55,6 +56,15 @@ def test_a_tight_pool_preempts(folder: str) -> None:
     target = Ours(folder, {"blocks": "tight"})
     target.ask([Ask(PROMPT * 2, max_tokens=40) for _ in range(6)])
     assert target.counters()["preemptions"] > 0
+
+
+def test_an_engine_that_gets_no_further_is_said_to_hang(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = Ours(folder, {})
+    monkeypatch.setattr(target.llm, "step", lambda: None)
+    with pytest.raises(TargetError, match="no request is a token further after 64 steps"):
+        target.ask([Ask(PROMPT)])
 
 
 def test_what_a_tight_pool_drops_comes_back_from_host_memory(folder: str) -> None:
