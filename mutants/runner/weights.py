@@ -32,14 +32,28 @@ class Cell(NamedTuple):
 
 
 # Those first in which most bugs act for least: windows alone, in blocks of 16 tokens, with drafts
-# across their boundaries; a history of inputs instead of states, in blocks that attention takes in
-# parts; one row, with drafts of the model's own head; states at each boundary; a pool that evicts
-# and loads; steps in flight.
+# across their boundaries, and more rows than a step has tokens; states at each boundary; a history
+# of inputs instead of states, in blocks that attention takes in parts; one row, with drafts of the
+# model's own head; a pool that evicts and loads; steps in flight, if there is time left.
 CELLS = (
     Cell(
         "lfm2",
-        {"prefix": "align", "spec": "ngram3", "chunk": "17"},
-        ("one token behind a hit", "one token beside others", "tiles", "rejected at a boundary"),
+        {"prefix": "align", "spec": "ngram3", "chunk": "17", "rows": "16"},
+        (
+            "one token behind a hit",
+            "one token beside others",
+            "tiles",
+            "as long as a verify step",
+            "one token is left",
+            "answers across a boundary",
+            "rejected at a boundary",
+            "asleep",
+        ),
+    ),
+    Cell(
+        "granitemoehybrid",
+        {"prefix": "all", "spec": "ngram3"},
+        ("one token behind a hit",),
     ),
     Cell(
         "granitemoehybrid",
@@ -48,14 +62,9 @@ CELLS = (
     ),
     Cell("qwen3_5_text", {"spec": "mtp1", "rows": "1"}, ("alone",)),
     Cell(
-        "granitemoehybrid",
-        {"prefix": "all", "spec": "ngram3"},
-        ("one token behind a hit", "tiles", "rejected at a boundary"),
-    ),
-    Cell(
         "lfm2",
         {"prefix": "align", "chunk": "100", "blocks": "tight", "offload": "host", "async": "on"},
-        ("one token beside others", "block boundaries"),
+        ("preempted",),
     ),
     Cell("qwen3_5_text", {"spec": "mtp3", "async": "on"}, ("one token beside others",)),
 )
@@ -124,7 +133,7 @@ def _first(folder: Path, known: dict[str, Answers]) -> Catch:
             raise _WrongError(outcome)
 
     for family, settings, probes in CELLS:
-        guarded = Guarded(KIND, str(folder / family), thorough=False)
+        guarded = Guarded(KIND, str(folder / family))
         judge = judge_of(folder / family, known.setdefault(family, {}))
         guarded.judges["float32"] = judge
         try:

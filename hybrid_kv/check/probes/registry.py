@@ -10,10 +10,10 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from hybrid_kv.check.probes import checks
-from hybrid_kv.check.targets.target import Answer, Ask
+from hybrid_kv.check.targets.target import Answer, Ask, Sleeper, Target
 
 # "as before": the engine's old build says the same. "known": a reported failure of its release.
 Verdict = Literal["right", "wrong", "inconclusive", "void", "not supported", "as before", "known"]
@@ -21,10 +21,27 @@ Verdict = Literal["right", "wrong", "inconclusive", "void", "not supported", "as
 
 @dataclass(frozen=True)
 class Round:
-    """Requests that are sent together; `preempt_every`: see `Target.ask`."""
+    """Requests that are sent together.
+
+    Attributes:
+        preempt_every: see `Target.ask`.
+        after_sleep: the target sleeps before they are sent, and wakes up.
+    """
 
     requests: tuple[Ask, ...]
     preempt_every: int = 0
+    after_sleep: bool = False
+
+
+def send(target: Target, sent: Round) -> list[Answer]:
+    """Send a round, and return its answers.
+
+    Raises:
+        TargetError: the engine died.
+    """
+    if sent.after_sleep:
+        cast(Sleeper, target).sleep()
+    return target.ask(sent.requests, sent.preempt_every)
 
 
 @dataclass(frozen=True)

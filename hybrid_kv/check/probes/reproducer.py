@@ -13,7 +13,7 @@ from typing import cast
 
 from hybrid_kv.check.guard.replay import check_size
 from hybrid_kv.check.probes.guarded import Guarded
-from hybrid_kv.check.probes.registry import Round
+from hybrid_kv.check.probes.registry import Round, send
 from hybrid_kv.check.probes.session import Failure
 from hybrid_kv.check.probes.shrink import as_json
 from hybrid_kv.check.targets.remote import Remote
@@ -95,7 +95,7 @@ def replay(case: ProbeCase, target: Target) -> Answer:
     """
     answers: list[Answer] = []
     for sent in case.rounds:
-        answers = target.ask(sent.requests, sent.preempt_every)
+        answers = send(target, sent)
     return answers[case.index]
 
 

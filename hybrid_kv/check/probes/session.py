@@ -15,7 +15,7 @@ from typing import Any
 from hybrid_kv.check.guard.step import common_prefix
 from hybrid_kv.check.probes.judge import AnswerJudgement, Judge
 from hybrid_kv.check.probes.known import name_known
-from hybrid_kv.check.probes.registry import Probe, Round, Rounds, Traffic, Verdict
+from hybrid_kv.check.probes.registry import Probe, Round, Rounds, Traffic, Verdict, send
 from hybrid_kv.check.targets.target import Answer, Ask, Kind, Target, TargetError, is_plain
 from hybrid_kv.config import ConfigError
 
@@ -418,7 +418,7 @@ class Session:
     def play(self, sent: Round) -> tuple[list[Answer], list[AnswerJudgement]]:
         """Send a round; return its answers, and whether they are right."""
         self.sent.append(sent)
-        raw = self.target.ask(sent.requests, sent.preempt_every)
+        raw = send(self.target, sent)
         answers = [self.judge.possible(answer) for answer in raw]
         judgements = [
             self._judge(sent, i, ask, answer)

@@ -130,13 +130,24 @@ class ShrunkRounds(Shrinker[Rounds]):
     def _fields(self) -> None:
         """Try the default of every field, and answers as short as can be."""
         plain = Ask(())
-        for name in ("logprobs", "salt", "after", "step", "abort_after", "temperature", "n"):
+        for name in (
+            "logprobs",
+            "salt",
+            "after",
+            "step",
+            "abort_after",
+            "temperature",
+            "top_k",
+            "top_p",
+            "n",
+        ):
 
             def with_default(ask: Ask, name: str = name) -> Ask:
                 return replace(ask, **{name: getattr(plain, name)})
 
             self._each(with_default)
         self.fails(_startable([replace(each, preempt_every=0) for each in self.case]))
+        self.fails(_startable([replace(each, after_sleep=False) for each in self.case]))
         for most in (1, 2, 3, 4, 6, 8):
 
             def shorter(ask: Ask, most: int = most) -> Ask:
@@ -234,5 +245,6 @@ def as_json(rounds: Sequence[Round], whole: bool = False) -> list[dict[str, Any]
         documents.append(
             {"requests": requests}
             | ({"preempt_every": each.preempt_every} if each.preempt_every else {})
+            | ({"after_sleep": True} if each.after_sleep else {})
         )
     return documents

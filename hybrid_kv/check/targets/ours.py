@@ -41,7 +41,8 @@ LEVELS: dict[str, dict[str, dict[str, Any]]] = {
     "chunk": {"whole": {}}
     | {size: {"max_num_batched_tokens": int(size)} for size in ("17", "100")},
     "blocks": {"ample": {}, "tight": {"tight": True}},
-    "rows": {"8": {}, "1": {"max_num_seqs": 1}},  # requests that run at a time, at most
+    # Requests that run at a time, at most
+    "rows": {"8": {}} | {number: {"max_num_seqs": int(number)} for number in ("1", "16")},
     # FlashInfer's: attention takes a block in parts of 16, 32 or 64 tokens
     "layout": {"torch": {}, "flashinfer": {"attention_backend": "FLASHINFER"}},
     "scheme": {"slots": {}, "recompute": {"state_scheme": "recompute"}},
@@ -161,6 +162,8 @@ class Ours:
             params = SamplingParams(
                 ask.max_tokens,
                 ask.temperature,
+                top_k=ask.top_k,
+                top_p=ask.top_p,
                 seed=None if ask.seed is None else ask.seed + i,
                 stop=ask.stop,
                 cache_salt=ask.salt,
@@ -196,6 +199,11 @@ class Ours:
     def reset(self) -> None:
         """See `Target.reset`."""
         self.llm.reset_prefix_cache()
+
+    def sleep(self) -> None:
+        """See `Sleeper.sleep`."""
+        self.llm.sleep()
+        self.llm.wake_up()
 
     def close(self) -> None:
         """See `Target.close`."""

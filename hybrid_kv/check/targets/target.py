@@ -32,6 +32,8 @@ CAPABILITIES = {
     "abort": "ends a request early on request",
     "batch": "runs several requests at once",
     "steps": "takes a request before a certain step",
+    "top": "draws from the likeliest tokens alone: top-k and top-p",
+    "sleep": "gives up the memory of its cache on request, and takes it again: see `Sleeper`",
 }
 # What `counters` may hold, summed since the start. A check that saw none of what it is about is
 # void.
@@ -46,6 +48,8 @@ class Ask:
         prompt: token ids.
         max_tokens: of the answer.
         temperature: 0 is greedy.
+        top_k, top_p: draw from so many of the likeliest tokens, and of those from the fewest that
+            have this share; 0 and 1: from all.
         n: answers wanted.
         logprobs: give them too.
         score: give those of the prompt's tokens too, computed without the prefix cache.
@@ -62,6 +66,8 @@ class Ask:
     max_tokens: int = 12
     temperature: float = 0.0
     seed: int | None = None
+    top_k: int = 0
+    top_p: float = 1.0
     n: int = 1
     logprobs: bool = False
     score: bool = False
@@ -121,6 +127,13 @@ class TargetError(HybridKVError):
     """
 
     version = ""
+
+
+class Sleeper(Protocol):
+    """A target that can sleep."""
+
+    def sleep(self) -> None:
+        """Give up the memory of the cache, and take it again: its content is gone."""
 
 
 class Target(Protocol):

@@ -15,7 +15,9 @@ _FACTORS = {
     "prefix": ("off", "all", "on"),
     "chunk": ("whole", "17", "100"),
     "blocks": ("ample", "tight"),
-    "retain": ("last", "all"),  # prefix_cache_retention_interval: which Mamba states stay
+    "rows": ("8", "1"),  # requests that run at a time, at most
+    # prefix_cache_retention_interval: which Mamba states stay; a number: each at so many tokens
+    "retain": ("last", "all", "32"),
     "block": ("own", "32"),  # tokens; a hybrid's grow until a Mamba state fits
     "match": ("block", "32"),  # prefix_match_unit: hits may end inside a block
     "dtype": ("float32", "bfloat16"),
@@ -33,7 +35,8 @@ _INSIDE = Inside(
         "prefix": ("off", "on", "align", "all"),
         "chunk": ("whole", "24", "40"),
         "blocks": ("ample", "tight"),
-        "retain": ("last", "all"),
+        "rows": ("8", "1"),
+        "retain": ("last", "all", "32"),
         "block": ("own", "32"),
         "kernel": ("own", "4"),  # tokens of a block as attention takes it
         "match": ("block", "8", "4"),

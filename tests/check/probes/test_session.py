@@ -23,6 +23,7 @@ FINDS = {
     "abort": "abort, then the same prompt",
     "others": "batch",
     "preempted": "preempted",
+    "asleep": "asleep",
     "n": "several answers",
     "other answers": "several answers",
     "logprobs": "alone",

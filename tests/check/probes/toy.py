@@ -79,6 +79,12 @@ class Toy:
         self.cached, self.batched, self.aborted = set(), set(), set()
         self.counts = Counter(hits=0, drafts=0, accepted=0, preemptions=0)
         self.num_asked = self.num_aborted = 0
+        self.slept = False
+
+    def sleep(self) -> None:
+        self.slept = True
+        if self.bug != "asleep":
+            self.cached.clear()
 
     def ask(self, requests: Sequence[Ask], preempt_every: int = 0) -> list[Answer]:
         if self.bug == "dies" and len(requests) > 6:
@@ -109,6 +115,7 @@ class Toy:
             "ends with the hit": hit > 0 and len(ask.prompt) == hit + 1,
             "others": others > 5 and len(ask.prompt) == 1,
             "preempted": preempted,
+            "asleep": hit > 0 and self.slept,
             "abort": ask.prompt in self.aborted,
             "churn": self.num_asked > 20 and len(ask.prompt) > 30,
             "n": ask.n > 1,

@@ -207,6 +207,15 @@ def pressure(traffic: Traffic) -> Rounds:
             )
 
 
+@probe("asleep", place=42, needs="sleep", moves="cached", when="prefix")
+def asleep(traffic: Traffic) -> Rounds:
+    """Send prompts again after the target has slept: what was cached is gone."""
+    asks = tuple(traffic.ask(prompt) for prompt in traffic.mixed(6))
+    yield Round(asks)
+    yield Round(asks)
+    yield Round(asks, after_sleep=True)
+
+
 @probe(
     "seeds", place=50, needs="seed batch", when="chunk spec async", elsewhere=False, not_in="exact"
 )

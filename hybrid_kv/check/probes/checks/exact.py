@@ -8,6 +8,31 @@ from hybrid_kv.check.probes.registry import Round, Rounds, Traffic, probe
 from hybrid_kv.check.targets.target import Ask
 
 
+@probe("as long as a verify step", place=2, needs="batch", exact=True)
+def verify_lengths(traffic: Traffic) -> Rounds:
+    """Send short prompts of one length, alone and in pairs: a step with drafts has this shape."""
+    for length in range(2, 7):
+        asks = [traffic.ask(traffic.prompt(length), logprobs=False) for _ in range(3)]
+        yield Round((asks[0],))
+        yield Round((*asks[1:],))
+
+
+# Logits of exact weights are multiples of it, so that the likeliest of two tokens has 73 % or more.
+MARGIN = 256.0
+
+
+@probe("one token is left", place=2, needs="top", exact=True)
+def one_token_left(traffic: Traffic) -> Rounds:
+    """Draw from two tokens of which top-p leaves one: each draw is the likeliest."""
+    prompts = traffic.mixed(6)
+    yield Round(
+        tuple(
+            traffic.ask(prompt, temperature=MARGIN, top_k=2, top_p=0.7, seed=i, logprobs=False)
+            for i, prompt in enumerate(prompts)
+        )
+    )
+
+
 @probe("traffic", place=1, exact=True)
 def traffic(traffic: Traffic) -> Rounds:
     """Send prompts with shared beginnings a few steps apart.

@@ -22,6 +22,7 @@ PLAIN = {
     "spec": "none",
     "chunk": "whole",
     "blocks": "ample",
+    "rows": "8",
     "block": "own",
     "match": "block",
     "retain": "last",
@@ -45,6 +46,7 @@ NUMBERS = {
     "block": "block_size",
     "match": "prefix_match_unit",
     "retain": "prefix_cache_retention_interval",
+    "rows": "max_num_seqs",
 }
 CAN = [
     "cached",
@@ -106,7 +108,7 @@ def changes_of(factor: str, level: str) -> dict[str, Any]:
             drafts = {"method": method, "num_speculative_tokens": int(number)}
             lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 3} if method == "ngram" else {}
             return {"speculative_config": drafts | lookup}
-        case "chunk" | "block" | "match" | "retain", "", number:
+        case "chunk" | "block" | "match" | "retain" | "rows", "", number:
             return {NUMBERS[factor]: int(number)}
         case "dtype", _, _:
             return {"dtype": level}
