@@ -31,6 +31,14 @@ class Cell(NamedTuple):
     probes: Sequence[str]
 
 
+_CROWDED = {
+    "prefix": "align",
+    "spec": "ngram3",
+    "rows": "16",
+    "blocks": "tight",
+    "offload": "host",
+    "async": "on",
+}
 # Those first in which most bugs act for least: windows alone, in blocks of 16 tokens, with drafts
 # across their boundaries, and more rows than a step has tokens; states at each boundary; a history
 # of inputs instead of states, in blocks that attention takes in parts; one row, with drafts of the
@@ -46,7 +54,7 @@ CELLS = (
             "as long as a verify step",
             "one token is left",
             "answers across a boundary",
-            "rejected at a boundary",
+            "short answers with drafts",
             "asleep",
         ),
     ),
@@ -61,11 +69,7 @@ CELLS = (
         ("one token behind a hit",),
     ),
     Cell("qwen3_5_text", {"spec": "mtp1", "rows": "1"}, ("alone",)),
-    Cell(
-        "lfm2",
-        {"prefix": "align", "chunk": "100", "blocks": "tight", "offload": "host", "async": "on"},
-        ("preempted",),
-    ),
+    Cell("lfm2", _CROWDED, ("many at once, all with drafts",)),
     Cell("qwen3_5_text", {"spec": "mtp3", "async": "on"}, ("one token beside others",)),
 )
 ANSWERS = "answers.json"

@@ -98,10 +98,13 @@ def boundaries(traffic: Traffic) -> Rounds:
 
 @probe("answers across a boundary", place=14, moves="cached", when="prefix", not_in=BOTH)
 def answers_across(traffic: Traffic) -> Rounds:
-    """Let the answer fill a block; then go on from what it left."""
-    for off in range(1, 5):
-        prompt = traffic.prompt(traffic.unit - off)
-        (answer,) = yield Round((traffic.ask(prompt, max_tokens=2 * traffic.num_new),))
+    """Let the answer fill a block, last with its last token; then go on from what it left."""
+    unit = traffic.unit
+    new = traffic.num_new
+    across = [(unit - off, 2 * new) for off in range(1, 5)]
+    for length, max_tokens in (*across, (2 * unit - min(new, unit), min(new, unit))):
+        prompt = traffic.prompt(length)
+        (answer,) = yield Round((traffic.ask(prompt, max_tokens=max_tokens),))
         text = (*prompt, *answer.token_ids)
         for cut in (0, 1, 2):
             yield Round((traffic.ask((*text[: len(text) - cut], *traffic.prompt(2))),))

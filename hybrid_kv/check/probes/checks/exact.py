@@ -17,6 +17,25 @@ def verify_lengths(traffic: Traffic) -> Rounds:
         yield Round((*asks[1:],))
 
 
+@probe(
+    "many at once, all with drafts",
+    place=2,
+    needs="batch",
+    moves="drafts",
+    when="spec",
+    elsewhere=False,
+    exact=True,
+)
+def all_drafting(traffic: Traffic) -> Rounds:
+    """Send texts that repeat themselves, of many lengths, together.
+
+    Where the pool has no room for all of their drafts, some requests sit a step out.
+    """
+    prompts = [traffic.repetitive(9 + 14 * i) for i in range(16)]
+    new = 5 * traffic.num_new
+    yield Round(tuple(traffic.ask(prompt, max_tokens=new, logprobs=False) for prompt in prompts))
+
+
 # Logits of exact weights are multiples of it, so that the likeliest of two tokens has 73 % or more.
 MARGIN = 256.0
 
