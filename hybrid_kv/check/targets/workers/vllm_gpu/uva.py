@@ -29,7 +29,7 @@ def note_readers(arguments: Any) -> None:
 
 
 def hand_out(slot: torch.Tensor) -> None:
-    """Raise `TooEarlyError` unless the host may write a slot; called before it does."""
+    """Raise `TooEarlyError` unless the host may write a slot: its readers were waited for."""
     begin = address(slot)
     _slots.add(begin)
     if (reader := _readers.pop(begin, None)) is not None and not HOST.has_waited(*reader):
@@ -40,11 +40,15 @@ def hand_out(slot: torch.Tensor) -> None:
 
 
 def install(buffers: Any) -> None:
-    """Let `vllm.v1.worker.gpu.buffer_utils` ask before it writes a slot."""
+    """Let `vllm.v1.worker.gpu.buffer_utils` ask about each slot that it has written.
+
+    Which one that is, only the pool knows: a pool with a bug writes another than the next.
+    """
     write = buffers.UvaBufferPool.copy_to_uva
 
-    def ask_and_write(pool: Any, values: Any) -> Any:
-        hand_out(pool._uva_bufs[(pool._curr + 1) % pool.max_concurrency].cpu)
-        return write(pool, values)
+    def write_and_ask(pool: Any, values: Any) -> Any:
+        written = write(pool, values)
+        hand_out(pool._uva_bufs[pool._curr].cpu)
+        return written
 
-    buffers.UvaBufferPool.copy_to_uva = ask_and_write
+    buffers.UvaBufferPool.copy_to_uva = write_and_ask
