@@ -274,7 +274,8 @@ def exact_damage_table(results: Results) -> str | None:
     rows = with_params(results.of(EXACT, "damage"), family=str, cache=str, scope=str, kind=str)
     if rows.empty:
         return None
-    rows = rows[rows["commit"] == rows["commit"].iloc[-1]]
+    # A family's checkpoint may have changed since another one's rows.
+    rows = rows[rows["commit"] == rows.groupby("family")["commit"].transform("last")]
     rows = rows.assign(shown=rows["value"] * rows["n"])
     sums = rows.groupby(["cache", "kind", "scope", "family"])[["shown", "n"]].sum()
     families = sorted({*rows["family"]})

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from bench import figures
 from hybrid_kv.measure.dashboard.data import load
@@ -111,6 +112,17 @@ def test_families_by_the_cells_that_ran(tmp_path: Path) -> None:
         "| `bamba` | 3.0e-06 | 2.0e-14 | 3 | MTP |",
         "| `lfm2` | 2.0e-14 | 2.0e-14 | 2 | |",
     ]
+
+
+def test_damage_is_that_of_each_familys_newest_checkpoint(tmp_path: Path) -> None:
+    def shown(run: int, family: str, value: float) -> dict[str, Any]:
+        kind = {"cache": "kv", "kind": "zeroed", "scope": "one layer", "family": family}
+        same = {"suite": "exact_weights", "benchmark": "damage", "metric": "shown", "n": 40}
+        return row(run, params=kind, value=value, **same)
+
+    made = [shown(0, "a", 0.5), shown(0, "b", 0.25), shown(1, "b", 1.0)]
+    text = figures.exact_damage_table(results(tmp_path, *made)) or ""
+    assert text.splitlines()[-1] == "| kv, zeroed | 50.0% | 100.0% |"
 
 
 def test_known_bugs_by_what_caught_each_first(tmp_path: Path) -> None:
