@@ -134,6 +134,30 @@ def test_a_command_ends_with_the_run_that_is_terminated(smoke: ModuleType, tmp_p
         os.killpg(child, 0)
 
 
+def test_a_command_ends_with_the_run_that_is_terminated_as_it_starts(
+    smoke: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run doesn't know the command's id yet."""
+    children: list[int] = []
+
+    class Popen(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            children.append(self.pid)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(smoke.subprocess, "Popen", Popen)
+    before = signal.signal(signal.SIGTERM, smoke.leave)
+    try:
+        plan = smoke.Plan("mkfifo held; read < held")
+        with pytest.raises(SystemExit):
+            smoke.run(smoke.Command("page", 0, ""), plan, tmp_path / "log")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    with pytest.raises(ProcessLookupError):
+        os.killpg(children[0], 0)
+
+
 def test_a_server_that_ignores_ctrl_c_is_killed(
     smoke: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
