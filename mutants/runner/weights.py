@@ -31,18 +31,11 @@ class Cell(NamedTuple):
     probes: Sequence[str]
 
 
-_CROWDED = {
-    "prefix": "align",
-    "spec": "ngram3",
-    "rows": "16",
-    "blocks": "tight",
-    "offload": "host",
-    "async": "on",
-}
+_CROWDED = {"prefix": "align", "spec": "ngram3", "rows": "16", "blocks": "tight", "async": "on"}
 # Those first in which most bugs act for least: windows alone, in blocks of 16 tokens, with drafts
-# across their boundaries, and more rows than a step has tokens; states at each boundary; a history
-# of inputs instead of states, in blocks that attention takes in parts; one row, with drafts of the
-# model's own head; a pool that evicts and loads; steps in flight, if there is time left.
+# across their boundaries, and more rows than a step has tokens; states at each boundary; one row,
+# with drafts of the model's own head; a pool that evicts, loads and lets requests sit steps out;
+# the same with a history of inputs instead of states, in blocks that attention takes in parts.
 CELLS = (
     Cell(
         "lfm2",
@@ -50,11 +43,9 @@ CELLS = (
         (
             "one token behind a hit",
             "one token beside others",
-            "tiles",
             "as long as a verify step",
             "one token is left",
             "answers across a boundary",
-            "short answers with drafts",
             "asleep",
         ),
     ),
@@ -63,14 +54,13 @@ CELLS = (
         {"prefix": "all", "spec": "ngram3"},
         ("one token behind a hit",),
     ),
+    Cell("qwen3_5_text", {"spec": "mtp1", "rows": "1"}, ("alone",)),
+    Cell("lfm2", {**_CROWDED, "offload": "host"}, ("many at once, all with drafts",)),
     Cell(
         "granitemoehybrid",
-        {"prefix": "align", "spec": "ngram3", "scheme": "recompute", "layout": "flashinfer"},
-        ("one token behind a hit",),
+        {**_CROWDED, "scheme": "recompute", "layout": "flashinfer"},
+        ("many at once, all with drafts",),
     ),
-    Cell("qwen3_5_text", {"spec": "mtp1", "rows": "1"}, ("alone",)),
-    Cell("lfm2", _CROWDED, ("many at once, all with drafts",)),
-    Cell("qwen3_5_text", {"spec": "mtp3", "async": "on"}, ("one token beside others",)),
 )
 ANSWERS = "answers.json"
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from hybrid_kv.check.probes.registry import Round, Rounds, Traffic, probe
 from hybrid_kv.check.targets.target import Ask
@@ -27,13 +30,34 @@ def verify_lengths(traffic: Traffic) -> Rounds:
     exact=True,
 )
 def all_drafting(traffic: Traffic) -> Rounds:
-    """Send texts that repeat themselves, of many lengths, together.
+    """Send texts that foretell some of their answers, together; the answers end one by one.
 
-    Where the pool has no room for all of their drafts, some requests sit a step out.
+    A lookup of n-grams finds in them what has always followed a token so far. Where the pool has
+    no room for all drafts, requests sit a step out, some right after accepted drafts.
     """
-    prompts = [traffic.repetitive(9 + 14 * i) for i in range(16)]
-    new = 5 * traffic.num_new
-    yield Round(tuple(traffic.ask(prompt, max_tokens=new, logprobs=False) for prompt in prompts))
+    new = traffic.num_new
+    asks = [traffic.ask(traffic.prompt(9 + i), max_tokens=3 * new) for i in range(12)]
+    answers = yield Round(tuple(replace(ask, logprobs=False) for ask in asks))
+    pairs = _always_followed([answer.token_ids for answer in answers])
+    asks = [
+        traffic.ask((*pairs, *traffic.prompt(1 + i)), max_tokens=2 * new + 5 * (7 * i % 11))
+        for i in range(12)
+    ]
+    yield Round(tuple(replace(ask, logprobs=False) for ask in asks))
+
+
+def _always_followed(texts: Sequence[tuple[int, ...]]) -> list[int]:
+    """Return pairs, one behind the other: a token that was seen again, and what followed it."""
+    followed: dict[int, list[int]] = defaultdict(list)
+    for text in texts:
+        for token, follower in pairwise(text):
+            followed[token].append(follower)
+    return [
+        token
+        for first, followers in followed.items()
+        if len(followers) > 1 and len(set(followers)) == 1
+        for token in (first, followers[0])
+    ]
 
 
 # Logits of exact weights are multiples of it, so that the likeliest of two tokens has 73 % or more.
