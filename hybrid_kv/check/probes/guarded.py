@@ -137,8 +137,10 @@ def runs_in(
     is_sparing = weights == "exact" and not thorough and kind.is_slow(settings)
     if is_sparing and not probe.exact and probe.name != "alone":
         return False
-    is_met = not is_plain(kind, settings, probe.when.split())
-    return probe.elsewhere or is_met or is_plain(kind, settings, {*settings} - {"dtype"})
+    if probe.elsewhere or not is_plain(kind, settings, probe.when.split()):
+        return True
+    # The plainest setting is asked everything, where there is time.
+    return not is_sparing and is_plain(kind, settings, {*settings} - {"dtype"})
 
 
 def ask(

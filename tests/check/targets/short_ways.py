@@ -19,7 +19,7 @@ from triton.runtime import interpreter
 from hybrid_kv.check.targets.workers.vllm_gpu import shortcuts
 
 SHAPES: list[tuple[int, ...]] = [(), (4,), (8,), (2, 4)]
-TYPES = [tl.int1, tl.int8, tl.int32, tl.int64, tl.uint32, tl.float16, tl.float32]
+TYPES = [tl.int1, tl.int8, tl.int32, tl.int64, tl.uint32, tl.uint64, tl.float16, tl.float32]
 OPERATORS = [
     *shortcuts.ARITHMETIC,
     *shortcuts.DIVISIONS,

@@ -11,7 +11,7 @@ from hybrid_kv.check.probes.registry import Round, Rounds, Traffic, probe
 from hybrid_kv.check.targets.target import Ask
 
 
-@probe("as long as a verify step", place=2, needs="batch", exact=True)
+@probe("as long as a verify step", place=2, needs="batch", when="spec", elsewhere=False, exact=True)
 def verify_lengths(traffic: Traffic) -> Rounds:
     """Send short prompts of one length, alone and in pairs: a step with drafts has this shape."""
     for length in range(2, 7):
@@ -36,12 +36,13 @@ def all_drafting(traffic: Traffic) -> Rounds:
     no room for all drafts, requests sit a step out, some right after accepted drafts.
     """
     new = traffic.num_new
-    asks = [traffic.ask(traffic.prompt(9 + i), max_tokens=3 * new) for i in range(12)]
+    num_requests = traffic.batch // 2
+    asks = [traffic.ask(traffic.prompt(9 + i), max_tokens=3 * new) for i in range(num_requests)]
     answers = yield Round(tuple(replace(ask, logprobs=False) for ask in asks))
     pairs = _always_followed([answer.token_ids for answer in answers])
     asks = [
         traffic.ask((*pairs, *traffic.prompt(1 + i)), max_tokens=2 * new + 5 * (7 * i % 11))
-        for i in range(12)
+        for i in range(num_requests)
     ]
     yield Round(tuple(replace(ask, logprobs=False) for ask in asks))
 

@@ -24,6 +24,7 @@ Slow = Callable[..., Any]
 NUMPY: dict[str, Any] = {
     "int32": np.dtype(np.int32),
     "int64": np.dtype(np.int64),
+    "uint64": np.dtype(np.uint64),
     "fp32": np.dtype(np.float32),
     "int1": np.dtype(np.bool_),
 }
@@ -53,7 +54,8 @@ COMPARISONS = {
 }
 INTEGERS = (core.int32, core.int64)
 NUMBERS = (*INTEGERS, core.float32)
-BYTES = {"int8": 1, "int32": 4, "int64": 8, "fp32": 4}  # of what a pointer points to
+STORED = (*NUMBERS, core.uint64)  # addresses, too
+BYTES = {"int8": 1, "int32": 4, "int64": 8, "uint64": 8, "fp32": 4}  # of what a pointer points to
 _blocks: dict[tuple[Any, ...], Any] = {}
 _shapes: dict[tuple[Any, ...], Any] = {}
 
@@ -189,8 +191,8 @@ def _load(slow: Slow) -> Slow:
             return slow(pointer, mask, other, **named)
         element = pointer.dtype.element_ty
         places = pointer.handle.data
-        data = np.full(places.shape, other or 0, NUMPY[element.name])
-        data = interpreter._interpreter.load(places, chosen, data, data.dtype)
+        rest = _filled(places.shape, other or 0, element.name)
+        data = interpreter._interpreter.load(places, chosen, rest, rest.dtype)
         return made(data, element, _with_element(pointer.type, element))
 
     return of
@@ -209,15 +211,21 @@ def _store(slow: Slow) -> Slow:
 
 def _chosen(pointer: Any, mask: Any) -> Any:
     """Return the bits of a mask, one for each pointer; None: another way is needed."""
-    if not pointer.dtype.is_ptr() or pointer.dtype.element_ty not in NUMBERS:
+    if not pointer.dtype.is_ptr() or pointer.dtype.element_ty not in STORED:
         return None
     shape = pointer.handle.data.shape
     if mask is None:
-        return np.ones(shape, bool)
+        return _filled(shape, 1, "int1")
     if type(mask) is not Tensor or mask.dtype is not core.int1:
         return None
     bits = mask.handle.data
     return bits if bits.dtype == np.bool_ and bits.shape == shape else None
+
+
+@cache
+def _filled(shape: tuple[int, ...], value: int, name: str) -> Any:
+    """Return an array that nobody writes to."""
+    return np.full(shape, value).astype(NUMPY[name])
 
 
 def _where(slow: Slow) -> Slow:
