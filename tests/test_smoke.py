@@ -149,9 +149,9 @@ def test_a_command_ends_with_the_run_that_is_terminated_as_it_starts(
     monkeypatch.setattr(smoke.subprocess, "Popen", Popen)
     before = signal.signal(signal.SIGTERM, smoke.leave)
     try:
-        plan = smoke.Plan("mkfifo held; read < held")
+        os.mkfifo(smoke.TREE / "held")  # a process that makes it would be killed, too, unwaited for
         with pytest.raises(SystemExit):
-            smoke.run(smoke.Command("page", 0, ""), plan, tmp_path / "log")
+            smoke.run(smoke.Command("page", 0, ""), smoke.Plan("read < held"), tmp_path / "log")
     finally:
         signal.signal(signal.SIGTERM, before)
     with pytest.raises(ProcessLookupError):
