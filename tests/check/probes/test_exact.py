@@ -244,3 +244,13 @@ def test_traffic_keeps_within_the_limit_of_the_target(unit: int) -> None:
             asked = rounds.send(answers)
         except StopIteration:
             asked = None
+
+
+def test_a_crowd_begins_with_what_always_followed() -> None:
+    """A token that was seen once, or with two followers, foretells nothing."""
+    rounds = exact.all_drafting(Traffic(random.Random(0), 256, UNIT, 640, 640))
+    first = next(rounds)
+    texts = [(1, 2, 1, 2, 3), (4, 5, 4, 6, 4)]
+    answers = [Answer(texts[i % 2]) for i in range(len(first.requests))]
+    second = rounds.send(answers)
+    assert {ask.prompt[:4] for ask in second.requests} == {(1, 2, 5, 4)}
