@@ -139,7 +139,7 @@ def runs_in(
         return False
     if probe.elsewhere or not is_plain(kind, settings, probe.when.split()):
         return True
-    # The plainest setting is asked everything, where there is time.
+    # Where steps are fast, the plainest setting runs every probe.
     return not is_sparing and is_plain(kind, settings, {*settings} - {"dtype"})
 
 

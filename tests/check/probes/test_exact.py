@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from hybrid_kv.check.probes.checks import exact
-from hybrid_kv.check.probes.guarded import Guarded
+from hybrid_kv.check.probes.guarded import Guarded, runs_in
 from hybrid_kv.check.probes.judge import ExactJudge
 from hybrid_kv.check.probes.known import name_known
-from hybrid_kv.check.probes.registry import Round, Traffic
+from hybrid_kv.check.probes.registry import Round, Traffic, load_probes
 from hybrid_kv.check.probes.reproducer import ProbeCase, write_files
 from hybrid_kv.check.probes.run import compare_with, default_matrix
 from hybrid_kv.check.probes.script import script_of
@@ -250,7 +250,28 @@ def test_a_crowd_begins_with_what_always_followed() -> None:
     """A token that was seen once, or with two followers, foretells nothing."""
     rounds = exact.all_drafting(Traffic(random.Random(0), 256, UNIT, 640, 640))
     first = next(rounds)
-    texts = [(1, 2, 1, 2, 3), (4, 5, 4, 6, 4)]
-    answers = [Answer(texts[i % 2]) for i in range(len(first.requests))]
-    second = rounds.send(answers)
-    assert {ask.prompt[:4] for ask in second.requests} == {(1, 2, 5, 4)}
+    texts = [(1, 2, 1, 2, 3), (4, 5, 4, 6, 4), *[(7,)] * (len(first.requests) - 2)]
+    second = rounds.send([Answer(text) for text in texts])
+    assert [ask.prompt[:2] for ask in second.requests] == [(1, 2)] * len(texts)
+    assert [len(ask.prompt) for ask in second.requests] == [3 + i for i in range(len(texts))]
+
+
+@pytest.mark.parametrize(
+    ("settings", "thorough", "runs"),
+    [
+        ({}, False, False),
+        ({"spec": "mtp3"}, False, True),
+        ({"prefix": "on"}, True, False),
+        ({}, True, True),
+        ({"runner": "cpu"}, False, False),
+    ],
+)
+def test_a_probe_of_drafts_runs_with_drafts_and_where_there_is_time(
+    settings: dict[str, str], thorough: bool, runs: bool
+) -> None:
+    inside = vllm.KIND.inside
+    assert inside is not None
+    kind = replace(vllm.KIND, factors=inside.factors)
+    for name in ("as long as a verify step", "many at once, all with drafts"):
+        (probe,) = [probe for probe in load_probes() if probe.name == name]
+        assert runs_in(probe, kind, settings, "exact", thorough) is runs

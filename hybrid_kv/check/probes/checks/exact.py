@@ -30,10 +30,11 @@ def verify_lengths(traffic: Traffic) -> Rounds:
     exact=True,
 )
 def all_drafting(traffic: Traffic) -> Rounds:
-    """Send texts that foretell some of their answers, together; the answers end one by one.
+    """Send prompts that hold what has always followed a token in earlier answers, together.
 
-    A lookup of n-grams finds in them what has always followed a token so far. Where the pool has
-    no room for all drafts, requests sit a step out, some right after accepted drafts.
+    A lookup of n-grams proposes it, and is often right. Where the pool has no room for all drafts,
+    requests sit a step out, some of them right after accepted drafts. The answers end one by one:
+    each time blocks become free.
     """
     new = traffic.num_new
     num_requests = traffic.batch // 2
@@ -48,7 +49,7 @@ def all_drafting(traffic: Traffic) -> Rounds:
 
 
 def _always_followed(texts: Sequence[tuple[int, ...]]) -> list[int]:
-    """Return pairs, one behind the other: a token that was seen again, and what followed it."""
+    """Return pairs in a row: a token that occurs twice or more, and its only follower."""
     followed: dict[int, list[int]] = defaultdict(list)
     for text in texts:
         for token, follower in pairwise(text):

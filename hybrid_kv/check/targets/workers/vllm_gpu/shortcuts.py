@@ -224,8 +224,10 @@ def _chosen(pointer: Any, mask: Any) -> Any:
 
 @cache
 def _filled(shape: tuple[int, ...], value: int, name: str) -> Any:
-    """Return an array that nobody writes to."""
-    return np.full(shape, value).astype(NUMPY[name])
+    """Return a read-only array, the same one for equal arguments."""
+    filled = np.full(shape, value).astype(NUMPY[name])
+    filled.flags.writeable = False
+    return filled
 
 
 def _where(slow: Slow) -> Slow:
