@@ -43,6 +43,9 @@ ALPHA = 0.01
 # A hit may cut a prompt's chunks elsewhere, which is no error; errors are 7 to 300 times the noise
 MAX_RATIO = 2.0
 ROUNDING = 1e-12  # nats: what float64 leaves of a log-probability
+# KL per token that float32 leaves at most: healthy engines 1e-12, where chunks end elsewhere more
+# than that; what a broken cache adds begins at 1e-4
+FLOAT32_NOISE = 1e-10
 # Nats below the likeliest token; greedy decoding writes no such token, whatever the rounding
 UNLIKELY = 1.0
 MAX_UNLIKELY = 0.001
@@ -155,7 +158,7 @@ class Divergence:
             )
         if self.max_kl is not None and self.kl > self.max_kl:
             return Verdict(name, "failed", f"{figures}; the limit is {self.max_kl:g}")
-        if self.p <= ALPHA and self.kl > MAX_RATIO * self.noise:
+        if self.p <= ALPHA and self.kl > MAX_RATIO * max(self.noise, FLOAT32_NOISE):
             return Verdict(name, "failed", f"{figures}: the cache changes what the model says")
         return Verdict(name, "ok", figures)
 

@@ -102,6 +102,9 @@ def test_the_rule() -> None:
     # a little more, whatever p says
     assert made((noise * 1.5).tolist(), noise.tolist()).verdicts[0].word == "ok"
     assert made((noise * 3).tolist(), noise.tolist()).verdicts[0].word == "failed"
+    # what float32 rounds is no error, however regular
+    assert made((noise * 3e-9).tolist(), (noise * 1e-9).tolist()).verdicts[0].word == "ok"
+    assert made((noise * 3e-6).tolist(), [0.0] * 32).verdicts[0].word == "failed"
     one_large = [*noise[:-1], 1.0]
     assert made(one_large, noise.tolist()).p > 0.01  # one prompt of 32 proves nothing …
     # … unless there is a limit
