@@ -178,8 +178,10 @@ class EngineCheck:
         amount = self._amount
         # Only random weights show how a model handles its cache, where that is left to models.
         is_random = not name.startswith("exact")
-        is_central = bool(self._kind.inside and self._kind.inside.is_central)
-        has_all = is_random and (is_alone or not is_central)
+        inside = self._kind.inside
+        is_central = inside is not None and inside.is_central
+        is_only = inside is not None and inside.is_only
+        has_all = is_only or (is_random and (is_alone or not is_central))
         thorough = size == "long" or bool(amount.select) or has_all
         guarded = Guarded(
             self._kind, folder, self._reference, amount.seed or 0, AMOUNTS[size], thorough

@@ -47,6 +47,8 @@ class PatchedEngine:
         title: as its authors write it.
         model: the exact model of a cell that names none.
         levels: of each cell that does not name others.
+        variants: levels of further runs with the exact models, by a name that stands where others
+            have the kind of weights.
         checkpoints: sizes of other checkpoints than the exact models, by the kind of their weights.
         families: of these, each with levels that it needs; the first one's patches name none.
         without: part of the cells in which these are not run, and why.
@@ -57,6 +59,7 @@ class PatchedEngine:
     title: str
     model: str = "mixed"
     levels: Mapping[str, str] = field(default_factory=dict)
+    variants: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     checkpoints: Mapping[str, str] = field(default_factory=dict)
     families: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     without: tuple[str, str] = ("", "")
@@ -189,11 +192,18 @@ class Search:
             known, more = self._models(f"{family}:{size}"), engine.families[family]
         else:
             known, more = self._models(f"exact:{model}"), {}
-        guarded = Guarded(kind_of(engine.name, self._python), known.folder, thorough=False)
+        kind = kind_of(engine.name, self._python)
+        # As in a default check: where no other weights run next to the exact model, it has all.
+        is_only = kind.inside is not None and kind.inside.is_only
+        guarded = Guarded(kind, known.folder, thorough=is_only)
         guarded.judges = known.judges
         for judge in guarded.judges.values():
             judge.trusted = True  # the patch before may have seemed to be the oracle's error
-        levels = {**engine.levels, **dict(level.split("=") for level in text.split())}
+        levels = {
+            **engine.levels,
+            **engine.variants.get(self._weights, {}),
+            **dict(level.split("=") for level in text.split()),
+        }
         return guarded, {**_possible(levels, guarded.kind), **more}
 
     def _report(self, guarded: Guarded, found: Found, outcome: Outcome) -> None:
@@ -229,8 +239,9 @@ def tables(engine: PatchedEngine, rows: Sequence[Mapping[str, str]]) -> str:
     exact = {
         row["name"]: row for row in rows if row["weights"] == "exact" and row["name"] != HEALTHY
     }
-    others = [_by_checkpoint(rows, weights) for weights in engine.checkpoints]
-    names = [f"{TITLES[weights]} weights" for weights in engine.checkpoints]
+    columns = [*engine.variants, *engine.checkpoints]
+    others = [_by_checkpoint(rows, column) for column in columns]
+    names = [f"{TITLES[name]} weights" if name in TITLES else name for name in columns]
     found = sorted(
         (row for row in exact.values() if row["probe"]),
         key=lambda row: (float(row["seconds"]), row["name"]),
@@ -314,7 +325,7 @@ def main(engine: PatchedEngine) -> None:
     parser = argparse.ArgumentParser(description=f"Known bugs as patches of {engine.title}.")
     parser.add_argument("--table", action="store_true", help="only rewrite the README's tables")
     parser.add_argument("--python", help=f"of an environment with {engine.title}")
-    weights = ("exact", *engine.checkpoints)
+    weights = ("exact", *engine.variants, *engine.checkpoints)
     parser.add_argument(
         "--weights", choices=weights, default="exact", help="default: the exact model"
     )
@@ -339,7 +350,7 @@ def main(engine: PatchedEngine) -> None:
         if not opened or not opened.tell():
             csv.writer(file).writerow(column.name for column in fields(Found))
         names = sorted({patch.stem for patch in engine.folder.glob("*.patch")} - {HEALTHY})
-        if chosen.weights == "exact":
+        if chosen.weights not in engine.checkpoints:
             names = [name for name in names if not name.startswith(LAYER)]
         healthy = [HEALTHY] if (engine.folder / f"{HEALTHY}.patch").is_file() else []
         search = Search(engine, chosen.python, chosen.weights, models)

@@ -11,8 +11,14 @@ from __future__ import annotations
 
 from mutants.runner.patched import PatchedEngine, main
 
-# A tree of the shipped Rust core would run none of the patched lines.
-SGLANG = PatchedEngine("sglang", "SGLang", model="gdn", levels={"tree": "python"})
+# A tree of the shipped Rust core runs none of the lines that are patched in the Python one.
+SGLANG = PatchedEngine(
+    "sglang",
+    "SGLang",
+    model="gdn",
+    levels={"tree": "python"},
+    variants={"Rust core": {"tree": "rust"}},
+)
 
 if __name__ == "__main__":
     main(SGLANG)

@@ -66,8 +66,12 @@ def for_model(kind: Kind, folder: str) -> Kind:
         return kind
     if (inside := kind.inside) is None:
         raise ConfigError(f"--exact: {kind.name} cannot run an exact model; leave it out")
+    name = name_of(folder)
     return replace(
-        kind, factors=inside.factors, matrix=inside.further.get(name_of(folder), inside.matrix)
+        kind,
+        factors=inside.factors,
+        matrix=inside.further.get(name, inside.matrix),
+        known=[known for known in kind.known if known.model in ("", name)],
     )
 
 

@@ -29,6 +29,7 @@ from hybrid_kv.environment import child_environment
 
 SERVER = Path(".venv-llamacpp/llama.cpp/build/bin/llama-server")  # of `make peers-llamacpp`
 LONGEST = 2048
+CONTEXT = LONGEST + 256  # with drafts an answer that fills the context ends a token early
 NUM_SLOTS = 4  # what llama-server has by default
 NOISE = 0.05  # of a weight's own size: a draft model that is right often, not always
 LISTENS = r"listening on (http\S+)"
@@ -50,9 +51,9 @@ LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
         "mtp3": ("--spec-type", "draft-mtp", "--spec-draft-n-max", "3"),
     },
     "slots": {
-        "one": ("-np", "1", "-c", str(LONGEST)),
-        "unified": ("-np", str(NUM_SLOTS), "-c", str(NUM_SLOTS * LONGEST), "--kv-unified"),
-        "split": ("-np", str(NUM_SLOTS), "-c", str(NUM_SLOTS * LONGEST), "--no-kv-unified"),
+        "one": ("-np", "1", "-c", str(CONTEXT)),
+        "unified": ("-np", str(NUM_SLOTS), "-c", str(NUM_SLOTS * CONTEXT), "--kv-unified"),
+        "split": ("-np", str(NUM_SLOTS), "-c", str(NUM_SLOTS * CONTEXT), "--no-kv-unified"),
     },
     "chunk": {"whole": (), "17": ("-b", "17", "-ub", "17")},
     # Of weights and KV; the draft model's stay float32.
@@ -87,9 +88,11 @@ MATRIX = (
 RELEASE = "b11434"
 KNOWN = (
     Known(RELEASE, "llamacpp_pending_rollback", ("api", "spec", "prefix=slots")),
+    Known(RELEASE, "llamacpp_moved_snapshots", ("api", "spec"), probe="preempted"),
     Known(RELEASE, "llamacpp_seq_keep", ("api", "prefix=on", "slots=split")),
     # A state cannot be cut: what does not go on with all of a text computes it anew.
     Known(RELEASE, "prefix=on", ("api", "prefix=on"), words="cached stayed 0"),
+    Known(RELEASE, "prefix=slots", ("api", "prefix=slots"), words="cached stayed 0"),
     Known(RELEASE, "prefix=files", ("prefix=files",), words="cached stayed 0"),
     Known(
         RELEASE,
@@ -98,6 +101,7 @@ KNOWN = (
         probe="another token near the end",
     ),
     Known(RELEASE, "llamacpp_stale_checkpoint", ("api=server", "prefix"), probe="again after many"),
+    Known(RELEASE, "llamacpp_stale_checkpoint", ("api=server", "prefix"), probe="many are cut off"),
 )
 ALWAYS = (
     *("--host", "127.0.0.1", "--port", "0", "-t", "1", "-tb", "1", "--no-warmup", "--metrics"),

@@ -10,17 +10,23 @@ FACTORS = {factor: tuple(levels) for factor, levels in LEVELS.items()}
 # A default check runs them in this order: the slowest first, so that no core waits at the end.
 MATRIX = (
     "prefix=on buffer=extra overlap=on blocks=tight host=through",
-    "prefix=on buffer=extra overlap=on spec=ngram4",
+    "prefix=on buffer=extra overlap=on spec=ngram4 graph=on",
     "prefix=on buffer=extra overlap=on mixed=on chunk=32",
     "prefix=on buffer=lazy overlap=on page=16 chunk=48",
     "prefix=on buffer=extra overlap=on blocks=tight retract=7",
     "prefix=on buffer=extra overlap=on tree=python",
-    "prefix=on buffer=extra overlap=on",
+    "prefix=on buffer=extra overlap=on graph=on",
     "prefix=on blocks=tight",
 )
+# Of layers whose states SGLang keeps by other code than those of a delta net.
+FURTHER = {
+    "mamba2": ("prefix=on buffer=extra overlap=on graph=on",),
+    "short_conv": ("prefix=on graph=on", "prefix=on spec=ngram4"),
+}
 RELEASE = "0.5.23"
 KNOWN = (
     Known(RELEASE, "sglang_ngram_breadth_1", ("spec=ngram1",), words="token"),
+    Known(RELEASE, "sglang_short_conv_tree", ("spec",), words="token", model="short_conv"),
     # Without extra buffers a state is kept at the end of a text alone, and serves what goes on with
     # all of it.
     Known(RELEASE, "buffer=none", ("prefix", "buffer=none"), words="cached stayed 0"),
@@ -31,6 +37,6 @@ KIND = remote_kind(
     "sglang",
     "sglang",
     FACTORS,
-    inside=Inside(FACTORS, MATRIX, is_central=True, model="gdn", is_only=True),
+    inside=Inside(FACTORS, MATRIX, FURTHER, is_central=True, model="gdn", is_only=True),
     known=KNOWN,
 )

@@ -27,7 +27,7 @@ OPTIONS: dict[str, Any] = {
     "mamba_track_interval": 16,
     "page_size": 1,
     "chunked_prefill_size": 1024,
-    "context_length": LONGEST,
+    "context_length": LONGEST + 8,  # SGLang ends an answer some tokens earlier
     "max_total_tokens": 4096,
     "max_running_requests": 8,
     "max_mamba_cache_size": 60,
@@ -76,6 +76,8 @@ LEVELS: dict[str, dict[str, dict[str, Any]]] = {
         "through": {**HOST, "hicache_write_policy": "write_through"},
         "back": {**HOST, "hicache_write_policy": "write_back"},
     },
+    # Batches of decodes are padded to one of these, and replayed.
+    "graph": {"off": {}, "on": {"cuda_graph_bs_decode": [2, 4, 8]}},
     # What SGLang does around the kernels of this attention backend.
     "branches": {"torch": {}, "triton": {"attention_backend": "triton"}},
     "tree": {"rust": {}, "python": {}},  # core of the radix tree, see `environment`

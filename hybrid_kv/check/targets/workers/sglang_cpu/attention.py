@@ -26,9 +26,18 @@ class SglangAttentionBackend(AttentionBackend):
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.page_size = runner.page_size
         self.kv_index_translator = runner.kv_index_translator
+        self._mask: torch.Tensor | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Do nothing: a batch says all that is needed."""
+        """Keep which keys drafts see: all else the batch says."""
+        self._mask = getattr(forward_batch.spec_info, "custom_mask", None)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Do nothing: there is no memory of its own."""
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Do the same before a replay, whose batch is that of the capture."""
+        self.init_forward_metadata(forward_batch)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Return the length of rows that are padding."""
@@ -57,8 +66,7 @@ class SglangAttentionBackend(AttentionBackend):
             return self._attend(q, layer, forward_batch, spans, None)
         drafts = forward_batch.spec_info.draft_token_num
         spans = [(row, length + drafts, drafts) for row, length in zip(rows, lengths, strict=True)]
-        mask = getattr(forward_batch.spec_info, "custom_mask", None)
-        return self._attend(q, layer, forward_batch, spans, mask)
+        return self._attend(q, layer, forward_batch, spans, self._mask)
 
     def _write(self, k: Any, v: Any, layer: Any, batch: Any) -> None:
         """Write keys and values [tokens, width] where the batch says, as bits of float32."""
@@ -99,7 +107,8 @@ class SglangAttentionBackend(AttentionBackend):
         """Return outputs [tokens, width] of queries q.
 
         Args:
-            mask: which keys each draft sees, row after row; None: all before it and itself.
+            mask: which keys each draft sees, row after row; None, and in rows that are padding: all
+                before it and itself.
         """
         pool = self.token_to_kv_pool
         layer_id = layer.layer_id
@@ -114,7 +123,7 @@ class SglangAttentionBackend(AttentionBackend):
             v = values[slots].long()
             queries = q[first : first + count]
             first = first + count
-            if mask is None:
+            if mask is None or seen >= len(mask):
                 outputs.append(kernels.causal(queries, k, v, layer.read_mark))
                 continue
             visible = mask[seen : seen + length * count].view(count, length).bool()

@@ -99,9 +99,11 @@ def parents_of(next_token: torch.Tensor, next_sibling: torch.Tensor) -> torch.Te
     parents = torch.full_like(next_token, -1)
     for row in range(len(next_token)):
         for i in range(next_token.shape[1]):
+            last = i
             child = int(next_token[row, i])
-            while child >= 0:
+            while child > last:  # a row that is padding may have nothing but zeros
                 parents[row, child] = i
+                last = child
                 child = int(next_sibling[row, child])
     return parents
 
@@ -193,33 +195,64 @@ def recurrent_rule(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: A
         NotImplementedError: rows of different lengths.
     """
     lengths = given["cu_seqlens"].diff()
-    parents = given.get("retrieve_parent_token")
-    rows = len(lengths)
+    rows = int((lengths > 0).sum())  # those after them are padding
     count = int(lengths[0]) if rows else 0
-    if bool((lengths != count).any()):
+    if bool((lengths[:rows] != count).any()):
         raise NotImplementedError("rows of drafts that differ in length")
-    slots = given["initial_state_indices"][:rows].long()
-    source = given["initial_state_source"]
+    y = torch.zeros_like(v)
+    if not rows * count:
+        return y
+    y[0, : rows * count, 0] = advance(
+        mix(q, k, v)[: rows * count].view(rows, count, -1),
+        (given["A_log"], given["dt_bias"]),
+        given["initial_state_source"],
+        given["initial_state_indices"][:rows].long(),
+        parents=given.get("retrieve_parent_token"),
+        scratch=given.get("intermediate_states_buffer"),
+        places=given.get("intermediate_state_indices"),
+        keeps_slots=bool(given.get("disable_state_update")),
+    ).flatten(0, 1)
+    return y
+
+
+def advance(
+    c: torch.Tensor,
+    weights: tuple[torch.Tensor, torch.Tensor],
+    source: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    parents: torch.Tensor | None,
+    scratch: torch.Tensor | None,
+    places: torch.Tensor | None,
+    keeps_slots: bool,
+) -> torch.Tensor:
+    """Return the outputs [rows, count, width] of tokens c in the same shape, zeros of padding.
+
+    Args:
+        weights: of maps and outputs, see `maps_of` and `read`.
+        source: states by slot.
+        slots: [rows] before the tokens; what is negative is padding.
+        parents: token of the row [rows, count] after which each one comes, -1 of the first; None:
+            the one before it.
+        scratch: memory [rows, count, …] for the states after all tokens, by `places` [rows].
+        keeps_slots: do not write the last state to the row's slot.
+    """
+    rows, count = c.shape[:2]
+    to_map, out = weights
     alive = slots >= 0
-    c = mix(q, k, v)[: rows * count].view(rows, count, -1)
-    a, b = maps_of(c, given["A_log"])
+    a, b = maps_of(c, to_map)
     start = source[slots.clamp(min=0)].long()
     states = list[torch.Tensor]()
     for i in range(count):
         parent = torch.full((rows,), i - 1) if parents is None else parents[:rows, i]
         states.append((a[:, i] * _before(states, start, parent) + b[:, i]) % PRIME)
-    y = torch.zeros_like(v)
-    if not states:
-        return y
     every = torch.stack(states, 1)
-    outputs = read(c, every, given["dt_bias"]) * alive[:, None, None]
-    y[0, : rows * count, 0] = outputs.flatten(0, 1)
-    if (scratch := given.get("intermediate_states_buffer")) is not None:
-        places = given["intermediate_state_indices"][:rows].long()[alive]
-        scratch[places, :count] = every[alive].to(scratch.dtype)
-    if not given.get("disable_state_update"):
+    if scratch is not None:
+        assert places is not None
+        scratch[places[:rows].long()[alive], :count] = every[alive].to(scratch.dtype)
+    if not keeps_slots:
         source[slots[alive]] = states[-1][alive].to(source.dtype)
-    return y
+    return read(c, every, out) * alive[:, None, None]
 
 
 def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mark: torch.Tensor) -> torch.Tensor:

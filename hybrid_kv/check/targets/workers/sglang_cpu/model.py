@@ -1,7 +1,8 @@
-"""The exact model as a model of SGLang: its configuration, its layers, and its registration."""
+"""The exact model as a model of SGLang: its configuration, and its registration."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,18 +13,43 @@ from sglang.srt.configs.linear_attn_model_registry import (
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.logits_processor import LogitsProcessor
-from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from sglang.srt.models.registry import ModelRegistry
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
+from . import layers
 from .attention import SglangAttentionBackend
 from .kernels import MODEL_TYPE, PRIME, logits_of, pack, unpack
 
 NAME = "ExactHybridForCausalLM"
-BACKENDS = {"GDN_ATTN": "sglang.srt.layers.attention.linear.gdn_backend.GDNAttnBackend"}
-NUM_PARTS = 3  # of what a delta net convolves: queries, keys, values
+ATTENTION = "sglang.srt.layers.attention"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What SGLang runs layers of a kind with.
+
+    Attributes:
+        name: class of the backend.
+        around: class of the one that has it and attention; None: the usual one.
+        has_tracking: whether it keeps states of prefixes in extra buffers.
+    """
+
+    name: str
+    around: str | None = None
+    has_tracking: bool = True
+
+
+HYBRID = f"{ATTENTION}.hybrid_linear_attn_backend"
+BACKENDS = {
+    "GDN_ATTN": Backend(f"{ATTENTION}.linear.gdn_backend.GDNAttnBackend"),
+    "MAMBA2": Backend(f"{HYBRID}.Mamba2AttnBackend"),
+    "SHORT_CONV": Backend(
+        f"{ATTENTION}.linear.short_conv_backend.ShortConvAttnBackend",
+        f"{HYBRID}.ShortConvHybridAttnBackend",
+        has_tracking=False,
+    ),
+}
 
 
 class SglangConfig(PretrainedConfig):  # type: ignore[no-untyped-call]  # transformers has no types
@@ -50,64 +76,24 @@ class SglangConfig(PretrainedConfig):  # type: ignore[no-untyped-call]  # transf
         """Return shapes and dtypes of a window and of a state."""
         weights = self.exact["layers"][self.linear_layer_ids[0]]["weights"]
         kernel, width = torch.tensor(weights["conv"]).shape[1:]
-        num_states, state_size = torch.tensor(weights["out"]).shape[:2]
-        dim = (NUM_PARTS - 1 + num_states) * width
+        num_states = len(weights["out"])
+        # As in LFM2, a layer without states has one without elements.
+        state_size = len(weights["out"][0]) if num_states else 0
+        num_heads = max(1, num_states)
+        num_parts = layers.NUM_PARTS - 1 + num_states if num_states else 1
         shape = Mamba2StateShape(
-            conv=[(dim, kernel - 1)],
-            temporal=(num_states, width, state_size),
+            conv=[(num_parts * width, kernel - 1)],
+            temporal=(num_heads, width, state_size),
             intermediate_size=width,
-            conv_dim=dim,
+            conv_dim=num_parts * width,
             ssm_state_size=state_size,
-            num_heads=num_states,
+            num_heads=num_heads,
             head_dim=width,
             state_size=state_size,
             conv_kernel=kernel,
         )
         dtype = Mamba2StateDType(conv=torch.int64, temporal=torch.int64)
         return Mamba2CacheParams(shape=shape, dtype=dtype, layers=self.linear_layer_ids)
-
-
-class SglangAttention(RadixAttention):
-    """An attention layer: SGLang's own, with the weights of the exact model."""
-
-    def __init__(self, weights: dict[str, Any], width: int, layer_id: int) -> None:
-        super().__init__(1, width, 1.0, 1, layer_id)
-        for name in ("qkv", "write_mark", "read_mark"):
-            setattr(self, name, torch.tensor(weights[name], dtype=torch.int64))
-
-    def run(self, x: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
-        """Return the output [num_tokens, width] for x."""
-        q, k, v = x * self.qkv[:, None] % PRIME
-        mark = (positions[: len(x), None] + 1) * self.write_mark % PRIME
-        return self(q, (k + mark * mark) % PRIME, v, batch).view(len(x), -1)
-
-
-class SglangDeltaNet(RadixLinearAttention):
-    """A layer with windows and states: SGLang's own.
-
-    Parts of the convolution that the exact model lacks have weights of zero, and so add nothing.
-    """
-
-    def __init__(self, weights: dict[str, Any], width: int, layer_id: int) -> None:
-        conv, to_map, out = (
-            torch.tensor(weights[name], dtype=torch.int64) for name in ("conv", "to_map", "out")
-        )
-        num_states = len(out)
-        padded = torch.zeros(NUM_PARTS - 1 + num_states, width, conv.shape[1], dtype=torch.int64)
-        padded[: len(conv)] = conv.transpose(1, 2)
-        super().__init__(
-            layer_id, 1, 1, num_states, width, width, width, padded.flatten(0, 1), None, "none"
-        )
-        self.A_log = to_map
-        self.dt_bias = out
-
-    def run(self, x: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
-        """Return the output [num_tokens, width] for x."""
-        num_parts = NUM_PARTS - 1 + self.num_v_heads
-        parts = [x, *((x * (i + 2) + i) % PRIME for i in range(num_parts - 1))]
-        nothing = torch.zeros(len(x), 1, dtype=torch.int64)
-        y = self(batch, torch.cat(parts, 1), nothing, nothing)
-        return y[0, :, 0]
 
 
 class SglangLogits(LogitsProcessor):
@@ -130,9 +116,7 @@ class SglangModel(nn.Module):
             torch.tensor(exact[name], dtype=torch.int64) for name in ("embedding", "logit_map")
         )
         self.layers = [
-            (SglangDeltaNet if layer["kind"] else SglangAttention)(
-                layer["weights"], config.head_dim, i
-            )
+            layers.LAYERS[layer["kind"]](layer["weights"], config.head_dim, i)
             for i, layer in enumerate(exact["layers"])
         ]
         self.unused = nn.Parameter(torch.zeros(1), requires_grad=False)  # for the model's dtype
@@ -166,15 +150,21 @@ def register(kind: str, attention: str) -> None:
         ValueError: layers of this kind are not known here.
     """
     if kind not in BACKENDS:
-        raise ValueError(f"layers of {kind}: not in SGLang; use exact:gdn or exact:kda")
+        raise ValueError(
+            f"layers of {kind}: not in SGLang; use exact:gdn, exact:kda, exact:mamba2 or "
+            "exact:short_conv"
+        )
+    backend = BACKENDS[kind]
     AutoConfig.register(MODEL_TYPE, SglangConfig, exist_ok=True)
     attention_registry.ATTENTION_BACKENDS[attention] = SglangAttentionBackend
     ModelRegistry.models[NAME] = SglangModel
+    layers.install_kernels()
     register_linear_attn_model(
         LinearAttnModelSpec(
             config_class=SglangConfig,
-            backend_class_name=BACKENDS[kind],
+            backend_class_name=backend.name,
+            hybrid_backend_class_name=backend.around,
             arch_names=[NAME],
-            support_mamba_cache_extra_buffer=True,
+            support_mamba_cache_extra_buffer=backend.has_tracking,
         )
     )

@@ -52,7 +52,7 @@ class SglangScheduler:
         from sglang.srt.runtime_context import SpawnRanks, publish
         from sglang.srt.server_args import PortArgs, ServerArgs
 
-        from . import model
+        from . import graphs, model
 
         kind = next(layer["kind"] for layer in config["exact"]["layers"] if layer["kind"])
         model.register(kind, options["attention_backend"])
@@ -75,6 +75,8 @@ class SglangScheduler:
         self._play: RequestPlay | None = None
         self._num_sent = 0
         self.scheduler = module.Scheduler(args, PortArgs.init_new(args))
+        if "cuda_graph_bs_decode" in options:
+            graphs.install(self.scheduler.tp_worker.model_runner)
         self.scheduler.request_receiver = self
         self.report: Callable[[Any], None] = lambda batch: None
         run_batch = self.scheduler.run_batch
