@@ -16,6 +16,7 @@ from hybrid_kv.cli import (
     accuracy,
     check,
     doctor,
+    export,
     families,
     fuzz,
     generate,
@@ -63,7 +64,7 @@ def _root(
 
 
 _PANELS: dict[str, tuple[Callable[..., object], ...]] = {
-    help.CHECK: (guard.guard, check.check, replay.replay, fuzz.fuzz),
+    help.CHECK: (guard.guard, check.check, replay.replay, fuzz.fuzz, export.export),
     help.MEASURE: (study.study, report.report, red.red, doctor.doctor),
     help.PLAN: (plan.plan, predict.predict, families.families),
     help.RUN: (generate.generate, serve.serve, families.checkpoint),

@@ -38,7 +38,7 @@ def test_help_groups_commands_by_what_one_wants(capsys: pytest.CaptureFixture[st
         title: re.findall(r"^│ (\w+) ", names, re.MULTILINE) for title, names in panels.items()
     }
     assert list(first) == ["Options", "Check", "Measure", "Plan", "Run"]
-    assert first["Check"] == ["guard", "check", "replay", "fuzz", "mutants"]
+    assert first["Check"] == ["guard", "check", "replay", "fuzz", "export", "mutants"]
     assert {*first["Plan"]} == {"plan", "predict", "families"}
     assert sum(map(len, first.values())) == len(commands())
 

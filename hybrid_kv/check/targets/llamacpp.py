@@ -92,7 +92,7 @@ KNOWN = (
     Known(RELEASE, "llamacpp_seq_keep", ("api", "prefix=on", "slots=split")),
     # A state cannot be cut: what does not go on with all of a text computes it anew.
     Known(RELEASE, "prefix=on", ("api", "prefix=on"), words="cached stayed 0"),
-    Known(RELEASE, "prefix=slots", ("api", "prefix=slots"), words="cached stayed 0"),
+    Known(RELEASE, "prefix=slots", ("prefix=slots",), words="cached stayed 0"),
     Known(RELEASE, "prefix=files", ("prefix=files",), words="cached stayed 0"),
     Known(
         RELEASE,

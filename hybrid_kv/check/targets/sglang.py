@@ -30,6 +30,8 @@ KNOWN = (
     # Without extra buffers a state is kept at the end of a text alone, and serves what goes on with
     # all of it.
     Known(RELEASE, "buffer=none", ("prefix", "buffer=none"), words="cached stayed 0"),
+    # It admits no more requests than the pool has room for.
+    Known(RELEASE, "blocks=tight", ("blocks=tight",), "a pool too small", "preemptions stayed 0"),
 )
 
 

@@ -20,7 +20,7 @@ from hybrid_kv.check.targets.exact import ExactAnswers, model_of, write_exact_ch
 from hybrid_kv.check.targets.remote import Remote
 from hybrid_kv.check.targets.target import Ask
 from hybrid_kv.check.targets.workers.sglang import OPTIONS, arguments, changes, environment
-from hybrid_kv.check.targets.workers.sglang_cpu import kernels
+from hybrid_kv.check.targets.workers.sglang_cpu import kernels, mamba2
 from hybrid_kv.cli.target import models_of
 from hybrid_kv.config import ConfigError
 from hybrid_kv.models.exact import PRIME
@@ -61,7 +61,9 @@ def test_it_runs_exact_models_alone() -> None:
     def chosen(weights: str | None, has_matrix: bool = False, model: str = "lfm2") -> list[str]:
         return models_of(sglang.KIND, model, weights, has_matrix=has_matrix, has_reference=False)
 
-    assert chosen(None) == chosen("exact") == chosen(None, has_matrix=True) == ["exact:gdn"]
+    further = ["exact:mamba2", "exact:short_conv"]
+    assert chosen(None) == chosen("exact") == ["exact:gdn", *further]
+    assert chosen(None, has_matrix=True) == ["exact:gdn"]
     assert chosen(None, model="exact:kda") == ["exact:kda"]
     with pytest.raises(ConfigError, match="sglang runs exact models alone"):
         chosen("random")
@@ -229,6 +231,114 @@ def test_drafts_go_on_from_their_parents(layer: Layer) -> None:
 def test_rows_of_drafts_are_equally_long() -> None:
     with pytest.raises(NotImplementedError, match="differ in length"):
         kernels.recurrent_rule(*torch.zeros(3, 1, 3, 1, 2), cu_seqlens=torch.tensor([0, 1, 3]))
+
+
+def test_rows_after_the_last_one_are_padding(layer: Layer) -> None:
+    """A replayed batch has rows without tokens, and what a tree of zeros says is no parent."""
+    x = text_of(layer, 3)
+    layer.states[1] = layer.windows[1] = 0
+    expected = layer.defined(x, range(-1, 2))
+    mixed = torch.cat([x, x])
+    y = kernels.recurrent_rule(
+        *layer.heads_of(layer.parts(mixed)),
+        A_log=layer.to_map,
+        dt_bias=layer.out,
+        initial_state_source=layer.states,
+        initial_state_indices=torch.tensor([1, -1]),
+        cu_seqlens=torch.tensor([0, 3, 3]),
+    )
+    assert len(y[0]) == 6 and not y[0, 3:].any() and len(expected) == 3
+    zeros = torch.zeros(1, 3, dtype=torch.int64)
+    assert kernels.parents_of(zeros, zeros).tolist() == [[-1, -1, -1]]
+
+
+class Mamba2Layer(Layer):
+    """The same, by the kernels of Mamba-2."""
+
+    weights: mamba2.LayerWeights
+
+    def scanned(
+        self, rows: list[torch.Tensor], starts: list[torch.Tensor], tracked: list[tuple[int, int]]
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Return outputs of rows of convolved tokens after their states, and the kernel's own."""
+        every = torch.cat(rows)
+        out = torch.empty(1, len(every), 1, self.width, dtype=torch.int64)
+        x, b, c = (part.contiguous() for part in self.heads_of(every))
+        ends = torch.tensor([0, *(len(row) for row in rows)]).cumsum(0)
+        indices = [torch.tensor([pair[i] for pair in tracked]) for i in range(2)]
+        states = mamba2.chunk_scan(
+            x,
+            None,
+            None,
+            b,
+            c,
+            kernels.chunk_size,
+            D=mamba2.LayerWeights(self.to_map, self.out)[:, None].expand(-1, 2),
+            cu_seqlens=ends,
+            initial_states=torch.stack(starts),
+            track_seq_idx=indices[0],
+            track_end_locs=indices[1],
+            state_dtype=torch.int64,
+            out=out,
+        )
+        return out[0, :, 0], states
+
+
+@pytest.fixture
+def mamba2_layer(tmp_path: Path) -> Mamba2Layer:
+    write_exact_checkpoint("mamba2", tmp_path)
+    return Mamba2Layer(tmp_path)
+
+
+def test_mamba2_scans_rows_on_one_grid_of_chunks(mamba2_layer: Mamba2Layer) -> None:
+    layer, size = mamba2_layer, kernels.chunk_size
+    rows = [layer.parts(text_of(layer, length)) for length in (size - 3, 2 * size, 5)]
+    starts = [layer.states[0], torch.zeros_like(layer.states[0]), layer.states[2]]
+    tracked = [(1, size - 3), (1, 2 * size), (2, len(torch.cat(rows)) - 2)]
+    y, (before, last, at) = layer.scanned(rows, starts, tracked)
+    alone = [layer.scanned([row], [start], []) for row, start in zip(rows, starts, strict=True)]
+    assert torch.equal(y, torch.cat([one[0] for one in alone]))
+    assert torch.equal(last, torch.cat([one[1][1] for one in alone]))
+    # The state before a chunk is that after the token before it, whose row it may not be.
+    cut = layer.scanned([rows[1][:3]], starts[1:2], [])
+    assert torch.equal(before[0, 0], starts[0]) and torch.equal(before[0, 1], cut[1][1][0])
+    # Nothing of a row is its start.
+    whole = layer.scanned([rows[1][: size + 3]], starts[1:2], [])
+    shorter = layer.scanned([rows[2][:3]], starts[2:], [])
+    expected = torch.stack([starts[1], whole[1][1][0], shorter[1][1][0]])
+    assert torch.equal(at[0], expected)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_mamba2_updates_states_as_a_scan_does(mamba2_layer: Mamba2Layer, drafts: int) -> None:
+    layer, count = mamba2_layer, max(1, drafts)
+    slots = torch.tensor([3, -1, 1])
+    tokens = layer.parts(text_of(layer, 3 * count))
+    kept, scratch = layer.states.clone(), torch.zeros(4, count, *layer.states.shape[1:]).long()
+    shape = (3, drafts) if drafts else (3,)
+    x, b, c = (part[0].reshape(*shape, 1, layer.width) for part in layer.heads_of(tokens))
+    out = torch.empty_like(x)
+    given = (
+        {
+            "intermediate_states_buffer": scratch,
+            "intermediate_state_indices": torch.arange(3),
+            "disable_state_update": True,
+        }
+        if drafts
+        else {}
+    )
+    weights = mamba2.LayerWeights(layer.to_map, layer.out)
+    mamba2.state_update(
+        layer.states, x, None, None, b, c, weights, state_batch_indices=slots, out=out, **given
+    )
+    y = out.view(3, count, layer.width)
+    assert not y[1].any() and not scratch[1].any()
+    for row, slot in ((0, 3), (2, 1)):
+        text = tokens[row * count : (row + 1) * count]
+        expected, (_, last, _) = layer.scanned([text], [kept[slot]], [])
+        assert torch.equal(y[row], expected)
+        assert torch.equal(scratch[row, -1] if drafts else layer.states[slot], last[0])
+    assert torch.equal(layer.states, kept) if drafts else torch.equal(layer.states[0], kept[0])
 
 
 def test_attention_sees_what_its_mask_says() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -110,6 +111,26 @@ def test_pages_go_to_the_host_and_back() -> None:
     kept = torch.zeros(12, 2)
     hicache.copy_layers([layers[1]], [kept], torch.tensor([3, 1]), torch.tensor([0, 2]), 1)
     assert torch.equal(kept[[0, 2]], layers[1][[3, 1]])
+
+
+def test_copies_of_a_stream_are_done_when_somebody_waits() -> None:
+    pages = torch.tensor([0, 1])
+    device, host = torch.arange(4.0), [torch.zeros(4) for _ in range(3)]
+    cpu: Any = torch.cpu
+    side = cpu.Stream()
+    events = [hicache.LateEvent() for _ in host]
+    with cpu.stream(side):
+        for target, event in zip(host, events, strict=True):
+            hicache.copy_layers([device], [target], pages, pages, 1)
+            event.record()
+    pages[1] = 3  # indices are read when a copy is submitted
+    assert not any(target.any() for target in host) and not events[0].query()
+    assert host[0].tolist() == [0, 1, 0, 0] and events[0].query() and not host[1].any()
+    device[1] = 5  # what is copied is read when it is done
+    events[1].wait()
+    assert host[1].tolist() == [0, 5, 0, 0] and not host[2].any()
+    hicache.finish_all()
+    assert host[2].tolist() == [0, 5, 0, 0] and events[2].query()
 
 
 def test_a_kernel_that_is_not_foreseen_raises() -> None:

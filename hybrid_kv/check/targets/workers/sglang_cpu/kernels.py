@@ -208,11 +208,16 @@ def recurrent_rule(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: A
         given["initial_state_source"],
         given["initial_state_indices"][:rows].long(),
         parents=given.get("retrieve_parent_token"),
-        scratch=given.get("intermediate_states_buffer"),
-        places=given.get("intermediate_state_indices"),
+        scratch=scratch_of(given),
         keeps_slots=bool(given.get("disable_state_update")),
     ).flatten(0, 1)
     return y
+
+
+def scratch_of(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the memory for the states after drafts, and the places of rows, that a kernel has."""
+    memory = given.get("intermediate_states_buffer")
+    return None if memory is None else (memory, given["intermediate_state_indices"])
 
 
 def advance(
@@ -222,8 +227,7 @@ def advance(
     slots: torch.Tensor,
     *,
     parents: torch.Tensor | None,
-    scratch: torch.Tensor | None,
-    places: torch.Tensor | None,
+    scratch: tuple[torch.Tensor, torch.Tensor] | None,
     keeps_slots: bool,
 ) -> torch.Tensor:
     """Return the outputs [rows, count, width] of tokens c in the same shape, zeros of padding.
@@ -234,7 +238,7 @@ def advance(
         slots: [rows] before the tokens; what is negative is padding.
         parents: token of the row [rows, count] after which each one comes, -1 of the first; None:
             the one before it.
-        scratch: memory [rows, count, …] for the states after all tokens, by `places` [rows].
+        scratch: memory [places, count, …] for the states after all tokens, and the places of rows.
         keeps_slots: do not write the last state to the row's slot.
     """
     rows, count = c.shape[:2]
@@ -248,8 +252,8 @@ def advance(
         states.append((a[:, i] * _before(states, start, parent) + b[:, i]) % PRIME)
     every = torch.stack(states, 1)
     if scratch is not None:
-        assert places is not None
-        scratch[places[:rows].long()[alive], :count] = every[alive].to(scratch.dtype)
+        memory, places = scratch
+        memory[places[:rows].long()[alive], :count] = every[alive].to(memory.dtype)
     if not keeps_slots:
         source[slots[alive]] = states[-1][alive].to(source.dtype)
     return read(c, every, out) * alive[:, None, None]

@@ -1,8 +1,9 @@
-"""Layers of the exact model in SGLang: SGLang's own, with weights and kernels of the exact model."""
+"""Layers of the exact model in SGLang: its own, with other weights and kernels."""
 
 from __future__ import annotations
 
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -97,9 +98,7 @@ class SglangMamba2(mamba.MambaMixer2):
         self.activation = "none"
         self.A = self.dt_bias = torch.zeros(1)
         self.D = mamba2.LayerWeights(to_map, out)
-        self.conv1d = nn.Module()
-        self.conv1d.weight = padded(conv, NUM_PARTS)[:, None]
-        self.conv1d.bias = None
+        self.conv1d = SimpleNamespace(weight=padded(conv, NUM_PARTS)[:, None], bias=None)
         self.in_proj = Projection(self._gate_parts_and_step)
         self.norm = lambda y, gate: y
         self.out_proj = Projection(lambda y: y)
@@ -122,12 +121,12 @@ class SglangMamba2(mamba.MambaMixer2):
 
 def short_conv(weights: dict[str, Any], width: int, layer_id: int) -> nn.Module:
     """Return a layer of a gated short convolution: LFM2's, whose linear layers are stand-ins."""
-    lfm2 = import_module("sglang.srt.models.lfm2")  # imports much that no other layer needs
+    lfm2: Any = import_module("sglang.srt.models.lfm2")  # imports much that no other layer needs
     lfm2.causal_conv1d_fn = kernels.causal_conv1d_fn
     lfm2.causal_conv1d_update = kernels.causal_conv1d_update
     lfm2.causal_conv1d_update_triton = kernels.causal_conv1d_update
 
-    class SglangShortConv(lfm2.Lfm2ShortConv):  # type: ignore[misc,name-defined]
+    class SglangShortConv(lfm2.Lfm2ShortConv):
         def __init__(self) -> None:
             nn.Module.__init__(self)
             self.layer_idx = layer_id

@@ -53,15 +53,15 @@ def chunk_scan(
     """
     weights = given["D"]
     mixed = kernels.mix(x, b, c)
-    maps = kernels.maps_of(mixed, weights.to_map)
+    scale, offset = kernels.maps_of(mixed, weights.to_map)
     starts = given["cu_seqlens"].tolist()
     num_rows = len(starts) - 1
     initial = given["initial_states"]
     if initial is None:
-        initial = torch.zeros(num_rows, *maps[0].shape[1:], dtype=torch.int64)
+        initial = torch.zeros(num_rows, *scale.shape[1:], dtype=torch.int64)
     # The state before each row and after each of its tokens.
     rows = [
-        torch.cat([start[None], kernels.scan(*(part[first:last] for part in maps), start)])
+        torch.cat([start[None], kernels.scan(scale[first:last], offset[first:last], start)])
         if last > first
         else start[None]
         for first, last, start in zip(starts, starts[1:], initial.long(), strict=False)
@@ -110,8 +110,7 @@ def state_update(
         state,
         given["state_batch_indices"].long(),
         parents=given.get("retrieve_parent_token"),
-        scratch=given.get("intermediate_states_buffer"),
-        places=given.get("intermediate_state_indices"),
+        scratch=kernels.scratch_of(given),
         keeps_slots=bool(given.get("disable_state_update")),
     )
     given["out"].zero_().view(rows, drafts, -1, x.shape[-1])[:, :, 0] = y

@@ -1,0 +1,1 @@
+"""Tests of an engine's cache that the engine's own repository can hold."""
