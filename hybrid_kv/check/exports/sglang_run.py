@@ -1,18 +1,19 @@
-"""Play the requests of a setting of `cases.json` in SGLang; the exit code is 1 if one is wrong."""
+"""Play a setting of `cases.json` in SGLang; the exit code is 1 if a token is wrong."""
 
 import importlib
 import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 FOLDER = Path(__file__).parent
 
 
-def wrong_answer(requests, answers, expected):
+def wrong_answer(requests: Any, answers: Any, expected: Any) -> str:
     """Return a line about the first answer that is wrong; nothing if all are right."""
     for number, (request, answer, tokens) in enumerate(
-        zip(requests, answers, expected)
+        zip(requests, answers, expected, strict=True)
     ):
         got = answer["token_ids"]
         wanted = tokens[: len(got)] if "abort_after" in request else tokens
@@ -21,7 +22,7 @@ def wrong_answer(requests, answers, expected):
     return ""
 
 
-def play(name):
+def play(name: str) -> int:
     """Return the exit code of a setting: 1 after the first wrong answer."""
     cases = json.loads((FOLDER / "cases.json").read_text())
     setting = cases["settings"][name]
@@ -29,6 +30,7 @@ def play(name):
     sys.path[0] = str(FOLDER.parent)
     exact = importlib.import_module(FOLDER.name)
     exact.prepare()
+    importlib.import_module(f"{FOLDER.name}.interpreter").install()
     exact.finish()
     config = cases["models"][setting["model"]]["config"]
     engine = exact.start(config, setting["options"], setting["changes"])

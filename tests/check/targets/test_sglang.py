@@ -407,6 +407,20 @@ def test_it_answers_as_the_exact_model_does(folder: Path, target: Remote) -> Non
     assert answer.cached_tokens == 0
 
 
+@pytest.mark.parametrize(("name", "buffer"), [("mamba2", "extra"), ("short_conv", "none")])
+def test_other_layers_and_replayed_batches_answer_so_too(
+    name: str, buffer: str, tmp_path: Path
+) -> None:
+    write_exact_checkpoint(name, tmp_path)
+    answers = ExactAnswers(tmp_path)
+    # Three requests are padded to four.
+    requests = [Ask(PROMPT[:length], 20, step=2 * i) for i, length in enumerate((40, 7, 23))]
+    with closing(started(tmp_path, prefix="on", buffer=buffer, graph="on")) as target:
+        for _ in range(2):
+            for ask, answer in zip(requests, target.ask(requests), strict=True):
+                assert list(answer.token_ids) == answers.tokens(ask.prompt, ask.max_tokens)
+
+
 def test_a_setting_that_it_refuses_is_not_supported(folder: Path) -> None:
     with pytest.raises(ConfigError, match="no_buffer only supports page_size=1"):
         started(folder, prefix="on", page="16")

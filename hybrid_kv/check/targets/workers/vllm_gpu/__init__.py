@@ -47,8 +47,12 @@ def prepare() -> None:
         raise ValueError(
             "runner=v2 and v1 need Triton in vLLM's environment; use runner=cpu"
         ) from None
-    for name in ("streams", "copies", "graphs", "interpreter"):
+    for name in ("streams", "copies", "graphs"):
         import_module(f"{__name__}.{name}").install()
+    uva, graphs, interpreter = (
+        import_module(f"{__name__}.{name}") for name in ("uva", "graphs", "interpreter")
+    )
+    interpreter.install(interpreter.Watchers(uva.note_readers, graphs.keep_launch))
     _pretend_to_measure()
     import vllm.platforms
 

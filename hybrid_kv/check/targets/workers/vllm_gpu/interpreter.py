@@ -8,7 +8,8 @@ CPU, never. It also looks for overflow at each addition, as a compiler does for 
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -16,9 +17,25 @@ import numpy as np
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime import interpreter
 
-from . import graphs, shortcuts, uva
+from . import shortcuts
 
 launches = 0  # so far
+
+
+@dataclass
+class Watchers:
+    """Who hears of each launch.
+
+    Attributes:
+        before: gets the arguments.
+        after: gets what launches again, and the arguments.
+    """
+
+    before: Callable[[tuple[Any, ...]], object] = lambda given: None
+    after: Callable[..., object] = lambda launch, args, kwargs: None
+
+
+_watchers = Watchers()
 _patch_language = interpreter._patch_lang
 _patched: set[frozenset[int]] = set()  # the languages that modules see
 
@@ -92,10 +109,10 @@ def _launch(executor: Any, *args: Any, **kwargs: Any) -> None:
     """
     global launches
     launches += 1
-    uva.note_readers((*args, *kwargs.values()))
+    _watchers.before((*args, *kwargs.values()))
     with _disable_current_modes():
         _run(executor, args, kwargs)
-    graphs.keep_launch(lambda *kept, **named: _launch(executor, *kept, **named), args, kwargs)
+    _watchers.after(lambda *kept, **named: _launch(executor, *kept, **named), args, kwargs)
 
 
 def _with_bool_masks(name: str, place: int) -> None:
@@ -110,8 +127,10 @@ def _with_bool_masks(name: str, place: int) -> None:
     setattr(interpreter.InterpreterBuilder, name, with_bools)
 
 
-def install() -> None:
+def install(watchers: Watchers = _watchers) -> None:
     """Let Triton's interpreter launch so."""
+    global _watchers
+    _watchers = watchers
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
     interpreter._get_np_dtype = _type_once
