@@ -27,6 +27,7 @@ RELEASE = "0.5.23"
 KNOWN = (
     Known(RELEASE, "sglang_ngram_breadth_1", ("spec=ngram1",), words="token"),
     Known(RELEASE, "sglang_short_conv_tree", ("spec",), words="token", model="short_conv"),
+    Known(RELEASE, "sglang_mixed_off_the_page", ("buffer", "mixed", "page"), words="token"),
     # Without extra buffers a state is kept at the end of a text alone, and serves what goes on with
     # all of it.
     Known(RELEASE, "buffer=none", ("prefix", "buffer=none"), words="cached stayed 0"),
