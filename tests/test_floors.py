@@ -33,7 +33,7 @@ LAYERS = {
         ["checkout", "ci", "guard_model", "minimize", "progress", "serve", "targets"],
         ["guard"],
         ["probes"],
-        ["pytest_plugin"],
+        ["exports", "pytest_plugin"],
     ],
     "measure": [
         ["device", "predict", "results"],

@@ -70,20 +70,11 @@ class SglangDeltaNet(RadixLinearAttention):
         return y[0, :, 0]
 
 
-class Projection(nn.Module):
-    """Stands for a linear layer: a function of the tokens, and no bias."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Return the function of x."""
-        return self.function(x), None
-
-
 class SglangMamba2(mamba.MambaMixer2):
     """A Mamba-2 layer: SGLang's mixer, whose linear layers and norm are stand-ins."""
+
+    tp_size = num_heads = n_groups = 1
+    activation = "none"
 
     def __init__(self, weights: dict[str, Any], width: int, layer_id: int) -> None:
         nn.Module.__init__(self)
@@ -91,20 +82,24 @@ class SglangMamba2(mamba.MambaMixer2):
             torch.tensor(weights[name], dtype=torch.int64) for name in ("conv", "to_map", "out")
         )
         self.layer_id = layer_id
-        self.tp_size = self.num_heads = self.n_groups = 1
         self.head_dim = self.intermediate_size = width
         self.ssm_state_size = self.groups_ssm_state_size = out.shape[1]
         self.conv_dim = NUM_PARTS * width
-        self.activation = "none"
         self.A = self.dt_bias = torch.zeros(1)
         self.D = mamba2.LayerWeights(to_map, out)
         self.conv1d = SimpleNamespace(weight=padded(conv, NUM_PARTS)[:, None], bias=None)
-        self.in_proj = Projection(self._gate_parts_and_step)
-        self.norm = lambda y, gate: y
-        self.out_proj = Projection(lambda y: y)
 
-    def _gate_parts_and_step(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([torch.zeros_like(x), parts_of(x, NUM_PARTS), x[:, :1]], 1)
+    def in_proj(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return a gate, what is convolved, and a step [tokens, …] of x."""
+        return torch.cat([torch.zeros_like(x), parts_of(x, NUM_PARTS), x[:, :1]], 1), None
+
+    def norm(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Return y as it is."""
+        return y
+
+    def out_proj(self, y: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return y as it is."""
+        return y, None
 
     def run(self, x: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
         """Return the output [num_tokens, width] for x."""
@@ -132,10 +127,13 @@ def short_conv(weights: dict[str, Any], width: int, layer_id: int) -> nn.Module:
             self.layer_idx = layer_id
             self.conv_weight = padded(torch.tensor(weights["conv"], dtype=torch.int64), 1)
             self.conv_bias = None
-            # Both gates are open.
-            self.in_proj = Projection(lambda x: torch.cat([torch.ones_like(x)] * 2 + [x], 1))
-            self.out_proj = Projection(lambda y: y * y % PRIME)
             lfm2.register_shortconv_verify_buffers(self)
+
+        def in_proj(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return torch.cat([torch.ones_like(x)] * 2 + [x], 1), None  # both gates are open
+
+        def out_proj(self, y: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return y * y % PRIME, None
 
         def run(self, x: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
             return self(x, batch)

@@ -26,7 +26,7 @@ ATTENTION = "sglang.srt.layers.attention"
 
 
 @dataclass(frozen=True)
-class Backend:
+class StateBackend:
     """What SGLang runs layers of a kind with.
 
     Attributes:
@@ -42,9 +42,9 @@ class Backend:
 
 HYBRID = f"{ATTENTION}.hybrid_linear_attn_backend"
 BACKENDS = {
-    "GDN_ATTN": Backend(f"{ATTENTION}.linear.gdn_backend.GDNAttnBackend"),
-    "MAMBA2": Backend(f"{HYBRID}.Mamba2AttnBackend"),
-    "SHORT_CONV": Backend(
+    "GDN_ATTN": StateBackend(f"{ATTENTION}.linear.gdn_backend.GDNAttnBackend"),
+    "MAMBA2": StateBackend(f"{HYBRID}.Mamba2AttnBackend"),
+    "SHORT_CONV": StateBackend(
         f"{ATTENTION}.linear.short_conv_backend.ShortConvAttnBackend",
         f"{HYBRID}.ShortConvHybridAttnBackend",
         has_tracking=False,
