@@ -70,6 +70,17 @@ def test_no_setting_is_one_that_a_release_gets_wrong() -> None:
                 assert known_of(kind, sglang.RELEASE, wrong) is None
 
 
+def test_a_failure_of_one_model_is_not_known_of_others() -> None:
+    cell = {"prefix": "on", "spec": "ngram4"}
+    names = []
+    for name in ("gdn", "short_conv"):
+        with model_folder(f"exact:{name}") as checkpoint:
+            wrong = Outcome("alone", cell, "wrong", "token 0 is 1, not 2")
+            known = known_of(for_model(sglang.KIND, checkpoint), sglang.RELEASE, wrong)
+            names.append(known and known.name)
+    assert names == [None, "sglang_short_conv_tree"]
+
+
 def test_a_setting_passes_and_a_wrong_token_fails(folder: Path, cases: dict[str, Any]) -> None:
     python = installed("sglang", "sglang")
     name = "short_conv: prefix=on graph=on"

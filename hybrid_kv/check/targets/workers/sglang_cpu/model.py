@@ -27,7 +27,7 @@ ATTENTION = "sglang.srt.layers.attention"
 
 @dataclass(frozen=True)
 class StateBackend:
-    """What SGLang runs layers of a kind with.
+    """The backend that SGLang runs layers of a kind with.
 
     Attributes:
         name: class of the backend.

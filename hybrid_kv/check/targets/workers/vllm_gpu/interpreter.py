@@ -24,7 +24,7 @@ launches = 0  # so far
 
 @dataclass
 class Watchers:
-    """Who hears of each launch.
+    """The listeners to each launch.
 
     Attributes:
         before: gets the arguments.
