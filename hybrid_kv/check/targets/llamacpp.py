@@ -18,8 +18,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import AliasPath, BaseModel, Field
+
+from hybrid_kv.check.targets.dialects import Count
 from hybrid_kv.check.targets.process import ServerProcess
 from hybrid_kv.check.targets.remote import WORKERS, Remote
 from hybrid_kv.check.targets.server import OK, RequestBatch, ServerTarget
@@ -29,7 +32,8 @@ from hybrid_kv.environment import child_environment
 
 SERVER = Path(".venv-llamacpp/llama.cpp/build/bin/llama-server")  # of `make peers-llamacpp`
 LONGEST = 2048
-CONTEXT = LONGEST + 256  # with drafts an answer that fills the context ends a token early
+CONTEXT = LONGEST + 256
+SPARE = 16  # with drafts an answer that fills the context ends some tokens early
 NUM_SLOTS = 4  # what llama-server has by default
 NOISE = 0.05  # of a weight's own size: a draft model that is right often, not always
 LISTENS = r"listening on (http\S+)"
@@ -264,6 +268,12 @@ class Build:
         half.replace(file)
 
 
+class _Slot(BaseModel):
+    n_ctx: Annotated[
+        Count, Field(validation_alias=AliasPath("default_generation_settings", "n_ctx"))
+    ] = CONTEXT
+
+
 class LlamaServer(ServerTarget):
     """A target that is a llama.cpp server; see `targets.target.Target`.
 
@@ -294,8 +304,10 @@ class LlamaServer(ServerTarget):
             self._environment = build.environment()
             self._start()
             super().__init__(self.url, settings)
-            # The rest of the version names a commit.
-            self.version, self.longest = self.version.partition("-")[0], LONGEST
+            self.version = self.version.partition("-")[0]  # the rest names a commit
+            # A slot is never longer than what the model was trained with.
+            slot = self._get(_Slot, "/props")
+            self.longest = min(LONGEST, slot.n_ctx - SPARE)
             self.can |= {"reset"}
             if chosen["prefix"] == "files":
                 num_slots = 1 if chosen["slots"] == "one" else NUM_SLOTS

@@ -27,6 +27,7 @@ from hybrid_kv.check.targets.workers.llamacpp import (
     LlamaEngine,
 )
 from hybrid_kv.config import ConfigError
+from hybrid_kv.models.random_checkpoint import write_checkpoint
 from tests.check.targets.models import PROMPTS, Hybrid, check_logprobs, continued
 
 StandInServer = tuple[ServerTarget, list[tuple[str, dict[str, Any]]]]
@@ -276,6 +277,19 @@ def test_a_real_build_answers_as_transformers_does(
         if answer.logprobs:
             check_logprobs(model, answer)
         assert target.counters().get("drafts", 0) > 0 or "spec" not in settings
+    finally:
+        target.close()
+
+
+@real
+@pytest.mark.parametrize("slots", ["one", "unified", "split"])
+def test_a_slot_is_no_longer_than_the_model_was_trained_for(
+    build: Kind, tmp_path: Path, slots: str
+) -> None:
+    write_checkpoint("bamba", tmp_path, "tiny")  # of 512 tokens
+    target = build.start(str(tmp_path), {"slots": slots})
+    try:
+        assert target.longest == 496
     finally:
         target.close()
 
