@@ -5,7 +5,8 @@ matrix that should show it, the cheapest first; `plain` is the plainest one, and
 cell chooses another exact model. `# why not: …` may follow where it is not found, and `# family: …`
 where the checkpoint is another family's. `layer_*.patch` change layers and kernels, which the exact
 model replaces: only other weights are run with them. `healthy.patch` mends what is known of this
-release and is part of each run, where there is one; alone, it must be right in all its cells.
+release and is part of each run, where there is one; alone, it must be right in all its cells. With
+`--weights released` it is left out: what the release does by itself counts as before.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cache, partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from hybrid_kv.check.probes.guarded import Guarded, Settings, ask
 from hybrid_kv.check.probes.known import name_known
-from hybrid_kv.check.probes.run import FINE
+from hybrid_kv.check.probes.run import FINE, signs_of
 from hybrid_kv.check.probes.session import Outcome
 from hybrid_kv.check.targets import remote
 from hybrid_kv.check.targets.kinds import kind_of, model_folder
@@ -34,7 +36,9 @@ from hybrid_kv.check.targets.target import Kind
 from mutants.runner.mutant import inject
 
 HEALTHY = "healthy"
+RELEASED = "released"  # a variant: patches of the release as it is
 LAYER = "layer_"
+Signs = tuple[Any, ...]
 TITLES = {"random": "random", "designed": "exact"}  # of weights, in tables
 
 
@@ -70,9 +74,10 @@ class PatchedEngine:
         """Return the folder of its patches."""
         return Path(__file__).parents[1] / self.name
 
-    def patches_of(self, name: str) -> list[Path]:
+    def patches_of(self, name: str, weights: str = "exact") -> list[Path]:
         """Return the patches that a run with a patch applies."""
-        files = [self.folder / f"{each}.patch" for each in dict.fromkeys((HEALTHY, name))]
+        first = () if weights == RELEASED else (HEALTHY,)
+        files = [self.folder / f"{each}.patch" for each in dict.fromkeys((*first, name))]
         return [file for file in files if file.is_file()]
 
     def files_of(self, patch: Path) -> set[str]:
@@ -150,6 +155,7 @@ class Search:
         self._python = python
         self._weights = weights
         self._models = models
+        self._before: dict[tuple[str, str], dict[str, Signs | None]] = {}
 
     def run(self, name: str) -> Found:
         """Run the probes on the engine with a patch, in each of its cells.
@@ -157,9 +163,11 @@ class Search:
         It ends with the first outcome that is not as it should be.
         """
         engine, found, ran = self._engine, Found(name, self._weights), list[Settings]()
+        patches = engine.patches_of(name, self._weights)
+        if self._weights == RELEASED:
+            self._note_before(name, head(patches[-1])[2])
         finds = f"u.find_spec({engine.name!r}).submodule_search_locations[0]"
         command = [self._python, "-c", f"import importlib.util as u; print({finds})"]
-        patches = engine.patches_of(name)
         with tempfile.TemporaryDirectory() as folder:
             printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
             engine.overlay(Path(printed.strip()), patches, Path(folder))
@@ -182,6 +190,47 @@ class Search:
                     break
             remote.end_loaders()
         return found
+
+    def _note_before(self, name: str, settings: Sequence[str]) -> None:
+        """Note what the release does in cells by itself.
+
+        Where something is wrong it runs again: of a probe that then differs nothing is expected.
+        """
+        new = [setting for setting in settings if self._before_key(setting) not in self._before]
+        if not new:
+            return
+        os.environ.pop("PYTHONPATH", None)
+        for setting in new:
+            first = self._outcomes(name, setting)
+            again = first
+            if any(outcome.verdict not in FINE for outcome in first.values()):
+                again = self._outcomes(name, setting)
+            self._before[self._before_key(setting)] = {
+                probe: signs_of(outcome)
+                if probe in again and signs_of(again[probe]) == signs_of(outcome)
+                else None
+                for probe, outcome in first.items()
+            }
+        remote.end_loaders()
+
+    def _outcomes(self, name: str, setting: str) -> dict[str, Outcome]:
+        guarded, cell = self._cell(name, setting)
+        seen: dict[str, Outcome] = {}
+
+        def note(outcome: Outcome) -> None:
+            name_known(guarded.kind, guarded.version, outcome)
+            seen[outcome.probe] = outcome
+
+        ask(guarded, cell, (), note)
+        return seen
+
+    def _before_key(self, setting: str) -> tuple[str, str]:
+        return self._engine.cell_of(setting)
+
+    def _is_as_before(self, setting: str, outcome: Outcome) -> bool:
+        before = self._before.get(self._before_key(setting), {})
+        expected = before.get(outcome.probe, ())
+        return expected is None or expected == signs_of(outcome)
 
     def _cell(self, name: str, setting: str) -> tuple[Guarded, Settings]:
         """Return a cell's model in the engine, with the probes of a default run, and levels."""
@@ -215,6 +264,8 @@ class Search:
             found.detail = f"not run: {outcome.detail}"
         elif has_weights and outcome.verdict == "void":
             # as it may be without the patch: a healthy engine is run with the exact model alone
+            return
+        elif self._is_as_before(found.setting, outcome):
             return
         elif outcome.verdict not in FINE or outcome.probe == "start":
             found.probe, found.detail = outcome.probe, f"{outcome.verdict}: {outcome.detail}"
@@ -352,7 +403,8 @@ def main(engine: PatchedEngine) -> None:
         names = sorted({patch.stem for patch in engine.folder.glob("*.patch")} - {HEALTHY})
         if chosen.weights not in engine.checkpoints:
             names = [name for name in names if not name.startswith(LAYER)]
-        healthy = [HEALTHY] if (engine.folder / f"{HEALTHY}.patch").is_file() else []
+        has_healthy = (engine.folder / f"{HEALTHY}.patch").is_file()
+        healthy = [HEALTHY] if has_healthy and chosen.weights != RELEASED else []
         search = Search(engine, chosen.python, chosen.weights, models)
         for name in chosen.names or [*healthy, *names]:
             found = search.run(name)

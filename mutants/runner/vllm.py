@@ -1,7 +1,8 @@
 """Known bugs as patches of vLLM's own source, `mutants/vllm/*.patch`, and what finds them.
 
-    python -m mutants.runner.vllm --python PYTHON [--weights random|designed] [--out FILE.csv] [NAME
-    ...] python -m mutants.runner.vllm --table
+    python -m mutants.runner.vllm --python PYTHON [--weights released|random|designed]
+        [--out FILE.csv] [NAME ...]
+    python -m mutants.runner.vllm --table
 
 The exact model inside it, or the probes with random weights, or with those of a checkpoint whose
 every operation is exact (`designed`: without a tolerance); the sanitizer plays again what failed of
@@ -14,7 +15,7 @@ from hybrid_kv.check.probes.guarded import Guarded
 from hybrid_kv.check.probes.reproducer import case_of, wrong_read
 from hybrid_kv.check.probes.session import Outcome
 from hybrid_kv.check.targets.exact import VOCABULARY
-from mutants.runner.patched import PatchedEngine, main
+from mutants.runner.patched import RELEASED, PatchedEngine, main
 
 
 def _wrong_read(guarded: Guarded, outcome: Outcome) -> str:
@@ -33,6 +34,7 @@ VLLM = PatchedEngine(
     "vllm",
     "vLLM",
     levels={"runner": "cpu"},  # patches of the runners of GPUs name theirs
+    variants={RELEASED: {}},
     checkpoints={"random": "small", "designed": "exact"},
     # A delta net on a CPU takes no other dtype.
     families={"qwen3_5_text": {"dtype": "bfloat16"}, "granitemoehybrid": {}},

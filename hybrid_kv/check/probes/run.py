@@ -44,14 +44,14 @@ def compare_with(old: Guarded, seen: Sequence[Outcome], jobs: int = 1, size: Siz
     distinct = [cell for i, cell in enumerate(cells) if cell not in cells[:i]]
     run = ProbeRun(old, distinct, select, size=size)
     guard([run], jobs)
-    known = [(outcome.probe, outcome.settings, _signs(outcome)) for outcome in run.found()]
+    known = [(outcome.probe, outcome.settings, signs_of(outcome)) for outcome in run.found()]
     for outcome in doubtful:
-        if (outcome.probe, outcome.settings, _signs(outcome)) in known:
+        if (outcome.probe, outcome.settings, signs_of(outcome)) in known:
             outcome.verdict = "as before"
             outcome.failures = []
 
 
-def _signs(outcome: Outcome) -> tuple[Any, ...]:
+def signs_of(outcome: Outcome) -> tuple[Any, ...]:
     """Return what equal outcomes share: the verdict, and the signs of what is wrong."""
     return outcome.verdict, *(failure.signs for failure in outcome.failures)
 
