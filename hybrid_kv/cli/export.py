@@ -11,7 +11,7 @@ from hybrid_kv.cli.options import MAX_SEED
 
 
 def export(
-    engine: Annotated[str, typer.Argument(help="sglang.", show_default=False)],
+    engine: Annotated[str, typer.Argument(help="sglang or vllm.", show_default=False)],
     folder: Annotated[
         Path,
         typer.Argument(
@@ -24,12 +24,18 @@ def export(
 
     The exact model runs over the engine's own scheduler, pools and metadata.
     """
-    from hybrid_kv.check.exports.write import write_test
+    from hybrid_kv.check.exports import sglang, vllm
     from hybrid_kv.config import ConfigError
     from hybrid_kv.files import new_folder
 
-    if engine != "sglang":
-        raise ConfigError(f"{engine}: there is no test to export for it; use sglang")
+    writers = {
+        "sglang": (sglang.write_test, "SGLang's Python: python test_exact_hybrid_cache.py"),
+        "vllm": (vllm.write_test, "vLLM's Python: pytest test_exact_hybrid_cache.py"),
+    }
+    if engine not in writers:
+        names = " or ".join(writers)
+        raise ConfigError(f"{engine}: there is no test to export for it; use {names}")
+    write_test, command = writers[engine]
     with new_folder(folder) as made:
         write_test(made, seed)
-    print(f"{folder}: run it with SGLang's Python: python test_exact_hybrid_cache.py")
+    print(f"{folder}: run it with {command}")

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from hybrid_kv.check.exports import write
+from hybrid_kv.check.exports import sglang as sglang_export
+from hybrid_kv.check.exports.traffic import PACKAGE
 from hybrid_kv.check.probes.known import known_of
 from hybrid_kv.check.probes.session import Outcome
 from hybrid_kv.check.targets import sglang
@@ -27,18 +28,18 @@ PROVIDED = {"numpy", "sglang", "torch", "transformers", "triton"}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exported")
-    write.write_test(folder)
+    sglang_export.write_test(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def cases(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / write.PACKAGE / "cases.json").read_text())
+    return json.loads((folder / PACKAGE / "cases.json").read_text())
 
 
 def test_it_needs_nothing_that_sglang_does_not_have(folder: Path) -> None:
     needed = set()
-    for file in (folder / "test_exact_hybrid_cache.py", *(folder / write.PACKAGE).glob("*.py")):
+    for file in (folder / "test_exact_hybrid_cache.py", *(folder / PACKAGE).glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Import):
                 needed |= {name.name.partition(".")[0] for name in node.names}
@@ -48,7 +49,7 @@ def test_it_needs_nothing_that_sglang_does_not_have(folder: Path) -> None:
 
 
 def test_its_tokens_are_those_of_the_exact_model(cases: dict[str, Any]) -> None:
-    assert len(cases["settings"]) == sum(map(len, write.CELLS.values()))
+    assert len(cases["settings"]) == sum(map(len, sglang_export.CELLS.values()))
     for name, model in cases["models"].items():
         with model_folder(f"exact:{name}") as checkpoint:
             answers = ExactAnswers(checkpoint)
@@ -61,7 +62,7 @@ def test_its_tokens_are_those_of_the_exact_model(cases: dict[str, Any]) -> None:
 
 
 def test_no_setting_is_one_that_a_release_gets_wrong() -> None:
-    for name, texts in write.CELLS.items():
+    for name, texts in sglang_export.CELLS.items():
         with model_folder(f"exact:{name}") as checkpoint:
             kind = for_model(sglang.KIND, checkpoint)
             for text in texts:
@@ -86,10 +87,10 @@ def test_a_setting_passes_and_a_wrong_token_fails(folder: Path, cases: dict[str,
     name = "short_conv: prefix=on graph=on"
     cases["settings"][name]["probes"] = ["alone"]
     traffic = cases["models"]["short_conv"]["traffic"]
-    run = folder / write.PACKAGE / "run.py"
+    run = folder / PACKAGE / "run.py"
 
     def code() -> int:
-        (folder / write.PACKAGE / "cases.json").write_text(json.dumps(cases))
+        (folder / PACKAGE / "cases.json").write_text(json.dumps(cases))
         environment = {**os.environ, "PYTHONPATH": ""}
         command = [python, str(run), name]
         return subprocess.run(command, env=environment, capture_output=True).returncode
