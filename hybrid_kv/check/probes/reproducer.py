@@ -90,9 +90,14 @@ def case_of(failure: Failure, target: str, version: str, model: str, limit: floa
 def replay(case: ProbeCase, target: Target) -> Answer:
     """Request the wrong answer again in the same way.
 
+    A server may have answered since it started, to find out what it can: it is reset, as it was
+    when the case was reduced.
+
     Raises:
         TargetError: the engine died.
     """
+    if "reset" in target.can:
+        target.reset()
     answers: list[Answer] = []
     for sent in case.rounds:
         answers = send(target, sent)

@@ -106,6 +106,12 @@ KNOWN = (
     ),
     Known(RELEASE, "llamacpp_stale_checkpoint", ("api=server", "prefix"), probe="again after many"),
     Known(RELEASE, "llamacpp_stale_checkpoint", ("api=server", "prefix"), probe="many are cut off"),
+    Known(
+        RELEASE,
+        "llamacpp_stale_checkpoint",
+        ("api=server", "prefix", "spec=mtp3"),
+        probe="short answers with drafts",
+    ),
 )
 ALWAYS = (
     *("--host", "127.0.0.1", "--port", "0", "-t", "1", "-tb", "1", "--no-warmup", "--metrics"),

@@ -70,6 +70,13 @@ def test_a_file_is_played_again_and_tells_the_bug_from_its_mend(bug: str, probe:
     assert not one.is_wrong(replay(one, started("").target))
 
 
+def test_a_case_is_played_on_an_empty_cache() -> None:
+    one = case()
+    alone = replace(one, rounds=one.rounds[-1:], index=0)
+    target = started("").target
+    assert [replay(alone, target).cached_tokens for _ in range(2)] == [0, 0]
+
+
 def test_the_text_has_all_requests(tmp_path: Path) -> None:
     files = {file.suffix: file.read_text() for file in write_files(case(), tmp_path / "repro")}
     assert set(files) == {".json", ".md"} and files[".md"].count("1. `[") == 1
