@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cache, partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 from hybrid_kv.check.probes.guarded import Guarded, Settings, ask
 from hybrid_kv.check.probes.known import name_known
@@ -39,6 +39,7 @@ HEALTHY = "healthy"
 RELEASED = "released"  # a variant: patches of the release as it is
 LAYER = "layer_"
 Signs = tuple[Any, ...]
+Cell = tuple[str, str]  # an exact model, and settings
 TITLES = {"random": "random", "designed": "exact"}  # of weights, in tables
 
 
@@ -74,9 +75,9 @@ class PatchedEngine:
         """Return the folder of its patches."""
         return Path(__file__).parents[1] / self.name
 
-    def patches_of(self, name: str, weights: str = "exact") -> list[Path]:
+    def patches_of(self, name: str, is_healed: bool = True) -> list[Path]:
         """Return the patches that a run with a patch applies."""
-        first = () if weights == RELEASED else (HEALTHY,)
+        first = (HEALTHY,) if is_healed else ()
         files = [self.folder / f"{each}.patch" for each in dict.fromkeys((*first, name))]
         return [file for file in files if file.is_file()]
 
@@ -89,7 +90,7 @@ class PatchedEngine:
         text = self.patches_of(name)[-1].read_text()
         return "".join(re.findall(r"(?m)^# family: (\S+)", text)) or next(iter(self.families))
 
-    def cell_of(self, text: str) -> tuple[str, str]:
+    def cell_of(self, text: str) -> Cell:
         """Return the exact model of a cell, and its settings."""
         model = "".join(re.findall(r"model=(\S+)", text)) or self.model
         return model, re.sub(r"model=\S+|plain", "", text).strip()
@@ -136,8 +137,51 @@ def head(patch: Path) -> tuple[str, str, list[str]]:
     return name, what, [cell.strip() for cell in second.removeprefix("# settings: ").split(";")]
 
 
+def package_of(engine: PatchedEngine, python: str) -> Path:
+    """Return the folder of an engine's package in the environment of a Python."""
+    finds = f"u.find_spec({engine.name!r}).submodule_search_locations[0]"
+    command = [python, "-c", f"import importlib.util as u; print({finds})"]
+    ran = subprocess.run(command, check=True, capture_output=True, text=True)
+    return Path(ran.stdout.strip())
+
+
 class _WrongError(Exception):
     """A wrong outcome, which ends the probes of a cell."""
+
+
+class Before:
+    """What a release does by itself, by cell and probe: a patch has to do something else."""
+
+    def __init__(self) -> None:
+        self._signs: dict[Cell, dict[str, Signs | None]] = {}
+
+    def __contains__(self, cell: Cell) -> bool:
+        return cell in self._signs
+
+    def note(self, cell: Cell, run: Callable[[], Mapping[str, Outcome]]) -> None:
+        """Run the probes of a cell, twice if something is wrong.
+
+        Of a probe that then differs nothing is expected.
+        """
+        first = again = run()
+        if any(outcome.verdict not in FINE for outcome in first.values()):
+            again = run()
+        self._signs[cell] = {
+            probe: signs if probe in again and signs_of(again[probe]) == signs else None
+            for probe, signs in ((probe, signs_of(outcome)) for probe, outcome in first.items())
+        }
+
+    def expects(self, cell: Cell, outcome: Outcome) -> bool:
+        """Return whether a release does the same, or now this and now that."""
+        signs = self._signs.get(cell, {}).get(outcome.probe, ())
+        return signs is None or signs == signs_of(outcome)
+
+
+class Searches(Protocol):
+    """What looks for a patch."""
+
+    def run(self, name: str) -> Found:
+        """Return what found it."""
 
 
 class Search:
@@ -155,7 +199,7 @@ class Search:
         self._python = python
         self._weights = weights
         self._models = models
-        self._before: dict[tuple[str, str], dict[str, Signs | None]] = {}
+        self._before = Before()
 
     def run(self, name: str) -> Found:
         """Run the probes on the engine with a patch, in each of its cells.
@@ -163,14 +207,11 @@ class Search:
         It ends with the first outcome that is not as it should be.
         """
         engine, found, ran = self._engine, Found(name, self._weights), list[Settings]()
-        patches = engine.patches_of(name, self._weights)
+        patches = engine.patches_of(name, is_healed=self._weights != RELEASED)
         if self._weights == RELEASED:
             self._note_before(name, head(patches[-1])[2])
-        finds = f"u.find_spec({engine.name!r}).submodule_search_locations[0]"
-        command = [self._python, "-c", f"import importlib.util as u; print({finds})"]
         with tempfile.TemporaryDirectory() as folder:
-            printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            engine.overlay(Path(printed.strip()), patches, Path(folder))
+            engine.overlay(package_of(engine, self._python), patches, Path(folder))
             os.environ["PYTHONPATH"] = folder
             for setting in head(patches[-1])[2]:
                 if engine.checkpoints.get(self._weights) and engine.without[0] in setting:
@@ -192,25 +233,13 @@ class Search:
         return found
 
     def _note_before(self, name: str, settings: Sequence[str]) -> None:
-        """Note what the release does in cells by itself.
-
-        Where something is wrong it runs again: of a probe that then differs nothing is expected.
-        """
-        new = [setting for setting in settings if self._before_key(setting) not in self._before]
+        """Note what the release does in cells by itself."""
+        new = [setting for setting in settings if self._engine.cell_of(setting) not in self._before]
         if not new:
             return
         os.environ.pop("PYTHONPATH", None)
         for setting in new:
-            first = self._outcomes(name, setting)
-            again = first
-            if any(outcome.verdict not in FINE for outcome in first.values()):
-                again = self._outcomes(name, setting)
-            self._before[self._before_key(setting)] = {
-                probe: signs_of(outcome)
-                if probe in again and signs_of(again[probe]) == signs_of(outcome)
-                else None
-                for probe, outcome in first.items()
-            }
+            self._before.note(self._engine.cell_of(setting), partial(self._outcomes, name, setting))
         remote.end_loaders()
 
     def _outcomes(self, name: str, setting: str) -> dict[str, Outcome]:
@@ -223,14 +252,6 @@ class Search:
 
         ask(guarded, cell, (), note)
         return seen
-
-    def _before_key(self, setting: str) -> tuple[str, str]:
-        return self._engine.cell_of(setting)
-
-    def _is_as_before(self, setting: str, outcome: Outcome) -> bool:
-        before = self._before.get(self._before_key(setting), {})
-        expected = before.get(outcome.probe, ())
-        return expected is None or expected == signs_of(outcome)
 
     def _cell(self, name: str, setting: str) -> tuple[Guarded, Settings]:
         """Return a cell's model in the engine, with the probes of a default run, and levels."""
@@ -265,7 +286,7 @@ class Search:
         elif has_weights and outcome.verdict == "void":
             # as it may be without the patch: a healthy engine is run with the exact model alone
             return
-        elif self._is_as_before(found.setting, outcome):
+        elif self._before.expects(self._engine.cell_of(found.setting), outcome):
             return
         elif outcome.verdict not in FINE or outcome.probe == "start":
             found.probe, found.detail = outcome.probe, f"{outcome.verdict}: {outcome.detail}"
@@ -368,11 +389,17 @@ def _rewrite(engine: PatchedEngine) -> None:
     page.write_text(text[: text.index("**")] + table, encoding="utf-8")
 
 
-def main(engine: PatchedEngine) -> None:
+def main(
+    engine: PatchedEngine, searches: Mapping[str, Callable[[str, Path], Searches]] | None = None
+) -> None:
     """Write a row for each patch as it comes.
 
     The exit code is 1 if the healthy engine is not right.
+
+    Args:
+        searches: of variants that do not run the probes, from the Python and an empty folder.
     """
+    searches = searches or {}
     parser = argparse.ArgumentParser(description=f"Known bugs as patches of {engine.title}.")
     parser.add_argument("--table", action="store_true", help="only rewrite the README's tables")
     parser.add_argument("--python", help=f"of an environment with {engine.title}")
@@ -404,8 +431,13 @@ def main(engine: PatchedEngine) -> None:
         if chosen.weights not in engine.checkpoints:
             names = [name for name in names if not name.startswith(LAYER)]
         has_healthy = (engine.folder / f"{HEALTHY}.patch").is_file()
-        healthy = [HEALTHY] if has_healthy and chosen.weights != RELEASED else []
-        search = Search(engine, chosen.python, chosen.weights, models)
+        is_healed = chosen.weights != RELEASED and chosen.weights not in searches
+        healthy = [HEALTHY] if has_healthy and is_healed else []
+        if chosen.weights in searches:
+            scratch = stack.enter_context(tempfile.TemporaryDirectory())
+            search = searches[chosen.weights](chosen.python, Path(scratch))
+        else:
+            search = Search(engine, chosen.python, chosen.weights, models)
         for name in chosen.names or [*healthy, *names]:
             found = search.run(name)
             csv.writer(file).writerow(asdict(found).values())

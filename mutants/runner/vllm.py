@@ -1,6 +1,6 @@
 """Known bugs as patches of vLLM's own source, `mutants/vllm/*.patch`, and what finds them.
 
-    python -m mutants.runner.vllm --python PYTHON [--weights released|random|designed]
+    python -m mutants.runner.vllm --python PYTHON [--weights released|exported|random|designed]
         [--out FILE.csv] [NAME ...]
     python -m mutants.runner.vllm --table
 
@@ -11,10 +11,14 @@ the first. `--table` writes the tables of `mutants/vllm/README.md` from `mutants
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from hybrid_kv.check.exports.vllm import write_test
 from hybrid_kv.check.probes.guarded import Guarded
 from hybrid_kv.check.probes.reproducer import case_of, wrong_read
 from hybrid_kv.check.probes.session import Outcome
 from hybrid_kv.check.targets.exact import VOCABULARY
+from mutants.runner.exported import EXPORTED, ExportedSearch
 from mutants.runner.patched import RELEASED, PatchedEngine, main
 
 
@@ -34,7 +38,7 @@ VLLM = PatchedEngine(
     "vllm",
     "vLLM",
     levels={"runner": "cpu"},  # patches of the runners of GPUs name theirs
-    variants={RELEASED: {}},
+    variants={RELEASED: {}, EXPORTED: {}},
     checkpoints={"random": "small", "designed": "exact"},
     # A delta net on a CPU takes no other dtype.
     families={"qwen3_5_text": {"dtype": "bfloat16"}, "granitemoehybrid": {}},
@@ -43,5 +47,11 @@ VLLM = PatchedEngine(
     wrong_read=_wrong_read,
 )
 
+
+def _exported(python: str, folder: Path) -> ExportedSearch:
+    write_test(folder)
+    return ExportedSearch(VLLM, python, folder, "runner=v1")  # the test has no runner of CPUs
+
+
 if __name__ == "__main__":
-    main(VLLM)
+    main(VLLM, {EXPORTED: _exported})

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+from hybrid_kv.check.exports.traffic import PACKAGE
+from hybrid_kv.check.probes.judge import AnswerJudgement
 from hybrid_kv.check.probes.run import matrix_of
+from hybrid_kv.check.probes.session import Failure, Outcome
 from hybrid_kv.check.targets.exact import PATTERNS, write_exact_checkpoint
 from hybrid_kv.check.targets.kinds import for_model, kind_of
-from mutants.runner.patched import HEALTHY, PatchedEngine, head, tables
+from hybrid_kv.check.targets.target import Answer
+from mutants.runner.exported import ExportedSearch
+from mutants.runner.patched import HEALTHY, Before, PatchedEngine, head, tables
 from mutants.runner.sglang import SGLANG
 from mutants.runner.vllm import VLLM
 
@@ -23,6 +30,12 @@ PATCHES = [
     for patch in sorted(engine.folder.glob("*.patch"))
 ]
 MOST = 12  # changed lines
+RUN = """
+import json, sys, vllm.core
+for name in sys.argv[1:]:
+    wrong = f"tiles: x is {vllm.core.x}" if vllm.core.x != 1 else ""
+    print(json.dumps({"setting": name, "problem": wrong}), flush=True)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +84,55 @@ def test_a_patch_applies_to_the_file_that_it_names(
         text = (tmp_path / engine.name / file).read_text()
         compile(text, file, "exec")
         assert text != (installed / file).read_text()
+
+
+def test_a_patch_has_to_do_what_the_release_does_not() -> None:
+    def outcome(probe: str, *tokens: int) -> Outcome:
+        judgement = AnswerJudgement("wrong", position=len(tokens) - 1)
+        failure = Failure(probe, {}, (), 0, Answer(tokens), judgement)
+        failures, verdict = ([failure], "wrong") if tokens else ([], "right")
+        return Outcome(probe, {}, verdict, failures=failures)
+
+    before, cell = Before(), ("mixed", "prefix=on")
+    runs = iter(
+        {"alone": outcome("alone"), "tiles": outcome("tiles", 7), "traffic": outcome("traffic", i)}
+        for i in (1, 2)
+    )
+    before.note(cell, lambda: next(runs))
+    assert cell in before and ("mixed", "") not in before
+    assert before.expects(cell, outcome("tiles", 7)) and not before.expects(
+        cell, outcome("tiles", 8)
+    )
+    assert not before.expects(cell, outcome("tiles", 7, 7))
+    assert before.expects(cell, outcome("traffic", 3))  # it differs from run to run
+    assert not before.expects(cell, outcome("alone", 7))
+    assert not before.expects(("mixed", ""), outcome("tiles", 7))
+
+
+def test_the_exported_test_is_run_in_the_patched_package(tmp_path: Path) -> None:
+    package = tmp_path / "site" / "vllm"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "core.py").write_text("x = 1\n")
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{tmp_path}/site" exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+
+    test = tmp_path / "test"
+    (test / PACKAGE).mkdir(parents=True)
+    settings = {"runner=v2": {}, "runner=v1 prefix=on": {}}
+    (test / PACKAGE / "cases.json").write_text(json.dumps({"settings": settings}))
+    (test / PACKAGE / "run.py").write_text(RUN)
+    patches = tmp_path / "mutants" / "vllm"
+    patches.mkdir(parents=True)
+    change = "--- a/vllm/core.py\n+++ b/vllm/core.py\n@@ -1 +1 @@\n-x = 1\n+x = 2\n"
+    (patches / "one.patch").write_text(f"# A01: one\n# settings: prefix=on\n{change}")
+    engine = type("Engine", (PatchedEngine,), {"folder": patches})("vllm", "vLLM")
+    found = ExportedSearch(engine, str(python), test, "runner=v1").run("one")
+    assert (found.setting, found.probe) == ("runner=v1 prefix=on", "tiles")  # the likelier one
+    assert found.detail == "x is 2"
 
 
 def test_an_overlay_copies_what_it_changes_alone(tmp_path: Path) -> None:

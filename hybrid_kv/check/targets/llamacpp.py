@@ -109,7 +109,7 @@ KNOWN = (
     Known(
         RELEASE,
         "llamacpp_stale_checkpoint",
-        ("api=server", "prefix", "spec=mtp3"),
+        ("api=server", "prefix", "spec"),
         probe="short answers with drafts",
     ),
 )
