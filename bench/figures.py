@@ -6,6 +6,7 @@ here, nowhere else.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -21,9 +22,12 @@ from hybrid_kv.measure.dashboard.data import MUTANTS, Results, each, fullest_run
 from hybrid_kv.measure.dashboard.sections import expansion
 from hybrid_kv.measure.dashboard.sections.times import WHOLE, count_text, curve_rows
 from hybrid_kv.measure.dashboard.words import number
+from hybrid_kv.measure.results import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 _BLOCK = re.compile(r"(<!-- figures:([\w-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
+ENGINES = ROOT / "docs" / "engines" / "rows.csv"
+SAID = ("right", "known", "found")  # of a setting: by a check with a model
 EXACT = "exact_weights"
 RUNS = (
     "quick",
@@ -333,8 +337,35 @@ def _marked(cells: Sequence[str]) -> list[str]:
     return [f"*{cell}*" if cell == expansion.NOT_MEASURED else cell for cell in cells]
 
 
+def engines_table(results: Results) -> str | None:
+    """Return the settings of each engine's newest release by what its checks said last."""
+    if not ENGINES.is_file():
+        return None
+    frame = read_rows(ENGINES)
+    frame = frame[frame["metric"] == "tokens"]
+    about = pd.DataFrame(map(json.loads, frame["params"]), index=frame.index)
+    frame = frame.join(about[["version", "model", "setting", "word", "runner"]])
+    lines = []
+    for engine, own in frame.groupby("benchmark", sort=False):
+        newest = own[own["version"] == max(own["version"], key=_release)]
+        for runner, rows in newest.groupby("runner", dropna=False):
+            last = rows.drop_duplicates(["model", "setting"], keep="last")
+            words = last["word"].value_counts()
+            others = len(last) - sum(words.get(word, 0) for word in SAID)
+            name = "" if pd.isna(runner) or runner == "cpu" else f", runner {runner}"
+            release = f"[{engine} {last['version'].iloc[0]}](docs/engines/{engine}.md){name}"
+            counts = [f"{words.get(word, 0):,}" for word in SAID]
+            lines.append([release, *counts, f"{others:,}", f"{int(rows['value'].sum()):,}"])
+    return markdown_table(["engine", *SAID, "refused or void", "tokens"], lines)
+
+
+def _release(version: str) -> list[int]:
+    return [int(digits) for digits in re.findall(r"\d+", version)]
+
+
 BLOCKS = {
     "curve": curve_table,
+    "engines": engines_table,
     "exact-damage": exact_damage_table,
     "exact-engines": exact_engines_table,
     "exact-mutants": exact_mutants_text,

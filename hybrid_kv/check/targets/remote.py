@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -31,6 +32,11 @@ START_SECONDS = 600.0  # vLLM takes about one minute
 REPLY_SECONDS = 600.0
 END_SECONDS = 20.0
 MAKES = {"sglang": "peers-sglang"}  # what makes an environment, where that is not `make peers`
+# What faulthandler writes of a signal: its name, and the innermost frame that is in a file.
+FATAL = re.compile(
+    r"Fatal Python error: (.+)\n(?:.*\n)*?Current thread .*\n"
+    r'(?:  File "<.*\n)*  File "(.+)", line (\d+)'
+)
 SOCKET, LOG = "socket", "log"  # in a loader's folder
 
 
@@ -329,10 +335,19 @@ class Remote:
     def _last_words(self) -> str:
         for log in (self._log, self._loader_log):
             with suppress(OSError, ValueError):
-                if lines := [line.strip() for line in log.read_text().splitlines() if line.strip()]:
-                    errors = [line for line in lines if "Error" in line]
-                    return f"its last words: {(errors or lines)[-1][:400]}"
+                if words := last_words(log.read_text()):
+                    return f"its last words: {words[:400]}"
         return "it said nothing"
+
+
+def last_words(log: str) -> str:
+    """Return the signal that ended a process and where; else its last error, else its last line."""
+    if fatal := FATAL.search(log):
+        signal_name, file, line = fatal.groups()
+        return f"{signal_name} in {'/'.join(Path(file).parts[-3:])}, line {line}"
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line]
+    return next(iter(errors[-1:] or lines[-1:]), "")
 
 
 def _answer(reply: Mapping[str, Any]) -> Answer:

@@ -124,6 +124,7 @@ DIES = "print('MemoryError: no room', file=sys.stderr); sys.stderr.flush(); os._
     [
         ("raise ValueError('shapes differ')", "toy, ask: ValueError: shapes differ", ""),
         (DIES, "toy died at ask; its last words: MemoryError: no room", "toy died"),
+        ("os.kill(os.getpid(), 4)", r"its last words: Illegal instruction in .*, line \d+", "died"),
         (f"{BREAKS_OFF}; os._exit(3)", "toy died at ask", "toy died"),
     ],
 )

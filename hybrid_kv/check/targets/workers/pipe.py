@@ -10,6 +10,7 @@ the argument `early`, what an engine imports from other packages is imported at 
 modules with the first connection: they may change until then.
 """
 
+import faulthandler
 import gc
 import importlib.util
 import json
@@ -33,6 +34,7 @@ def serve(engine: Any) -> None:
             `targets.target` as plain JSON; and `load()`, if imports take long and may be followed
             by a fork. A `ValueError` in `start` is the user's to mend.
     """
+    faulthandler.enable()  # a signal that ends a process is in its log then, with the place
     listener, is_loaded = socket.socket(fileno=int(sys.argv[1])), "early" not in sys.argv
     if is_loaded:
         _load(engine)
