@@ -6,10 +6,10 @@ here, nowhere else.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -22,11 +22,9 @@ from hybrid_kv.measure.dashboard.data import MUTANTS, Results, each, fullest_run
 from hybrid_kv.measure.dashboard.sections import expansion
 from hybrid_kv.measure.dashboard.sections.times import WHOLE, count_text, curve_rows
 from hybrid_kv.measure.dashboard.words import number
-from hybrid_kv.measure.results import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 _BLOCK = re.compile(r"(<!-- figures:([\w-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
-ENGINES = ROOT / "docs" / "engines" / "rows.csv"
 SAID = ("right", "known", "found")  # of a setting: by a check with a model
 EXACT = "exact_weights"
 RUNS = (
@@ -339,23 +337,23 @@ def _marked(cells: Sequence[str]) -> list[str]:
 
 def engines_table(results: Results) -> str | None:
     """Return the settings of each engine's newest release by what its checks said last."""
-    if not ENGINES.is_file():
+    rows = results.of("target")
+    rows = rows[rows["metric"] == "tokens"]
+    rows = with_params(rows, version=str, model=str, setting=str, word=str, runner=str)
+    if rows.empty:
         return None
-    frame = read_rows(ENGINES)
-    frame = frame[frame["metric"] == "tokens"]
-    about = pd.DataFrame(map(json.loads, frame["params"]), index=frame.index)
-    frame = frame.join(about[["version", "model", "setting", "word", "runner"]])
     lines = []
-    for engine, own in frame.groupby("benchmark", sort=False):
+    for engine, own in rows.groupby("benchmark", sort=False):
         newest = own[own["version"] == max(own["version"], key=_release)]
-        for runner, rows in newest.groupby("runner", dropna=False):
-            last = rows.drop_duplicates(["model", "setting"], keep="last")
+        for runner, tested in newest.groupby(newest["runner"].fillna("")):
+            last = tested.drop_duplicates(["model", "setting"], keep="last")
             words = last["word"].value_counts()
-            others = len(last) - sum(words.get(word, 0) for word in SAID)
-            name = "" if pd.isna(runner) or runner == "cpu" else f", runner {runner}"
+            name = f", runner {runner}" if runner not in ("", "cpu") else ""
             release = f"[{engine} {last['version'].iloc[0]}](docs/engines/{engine}.md){name}"
-            counts = [f"{words.get(word, 0):,}" for word in SAID]
-            lines.append([release, *counts, f"{others:,}", f"{int(rows['value'].sum()):,}"])
+            counts = [words.get(word, 0) for word in SAID]
+            others = len(last) - sum(counts)
+            tokens = int(tested["value"].sum())
+            lines.append([release, *(f"{number:,}" for number in (*counts, others, tokens))])
     return markdown_table(["engine", *SAID, "refused or void", "tokens"], lines)
 
 
@@ -377,6 +375,12 @@ BLOCKS = {
 }
 
 
+def read(folder: Path) -> Results:
+    """Return the rows of a folder, and those of the engines' pages."""
+    results, engines = load(folder), load(ROOT / "docs" / "engines")
+    return replace(results, rows=pd.concat([results.rows, engines.rows], ignore_index=True))
+
+
 def pages() -> list[Path]:
     """Return README and the pages in docs."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -385,7 +389,7 @@ def pages() -> list[Path]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Rewrite the generated tables of README and docs/*.md."""
     ArgumentParser("python -m bench.figures", main.__doc__).parse_args(arguments)
-    results = load(ROOT / "results")
+    results = read(ROOT / "results")
     for page in pages():
         before = page.read_text(encoding="utf-8")
         after = rewrite(before, results)

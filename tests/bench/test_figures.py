@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from bench import figures
-from hybrid_kv.measure.dashboard.data import load
 from tests.measure.dashboard.kinds import everything
 from tests.measure.dashboard.rows import RECEIPT, results, row
 
@@ -30,7 +29,9 @@ def committed(folder: Path) -> Path | None:
 def test_every_page_shows_the_rows_of_the_repository(tmp_path: Path) -> None:
     """Those of the working tree, or those of the last commit: `make guard` leaves rows behind."""
     found = [
-        load(folder) for folder in (ROOT / "results", committed(tmp_path)) if folder is not None
+        figures.read(folder)
+        for folder in (ROOT / "results", committed(tmp_path))
+        if folder is not None
     ]
     texts = {page.name: page.read_text(encoding="utf-8") for page in figures.pages()}
     for name, text in texts.items():
@@ -82,6 +83,35 @@ def test_step_and_curve(tmp_path: Path) -> None:
     assert made["curve"][2:] == [
         "| equal code, any benchmark | 1 of 50 | | |",
         "| `calm/step[K=3]` | | 19 of 20 | 20 of 20 |",
+    ]
+
+
+def test_the_newest_release_of_an_engine_counts_and_its_last_word(tmp_path: Path) -> None:
+    said = [
+        ("vllm", "0.9.0", "plain", "found", {}),
+        ("vllm", "0.10.0", "plain", "found", {"runner": "v2"}),
+        ("vllm", "0.10.0", "plain", "known", {"runner": "v2"}),
+        ("vllm", "0.10.0", "spec=mtp3", "right", {"runner": "v2"}),
+        ("vllm", "0.10.0", "plain", "right", {"runner": "cpu"}),
+        ("mlx", "0.32.2", "plain", "refused", {}),
+    ]
+    rows = [
+        row(
+            suite="target",
+            benchmark=engine,
+            metric="tokens",
+            value=1000.0,
+            params={"version": version, "model": "m", "setting": setting, "word": word, **more},
+            time_utc=f"2026-11-01T00:00:0{i}Z",
+        )
+        for i, (engine, version, setting, word, more) in enumerate(said)
+    ]
+    head, _, *lines = (figures.engines_table(results(tmp_path, *rows)) or "").splitlines()
+    assert head == "| engine | right | known | found | refused or void | tokens |"
+    assert lines == [
+        "| [vllm 0.10.0](docs/engines/vllm.md) | 1 | 0 | 0 | 0 | 1,000 |",
+        "| [vllm 0.10.0](docs/engines/vllm.md), runner v2 | 1 | 1 | 0 | 0 | 3,000 |",
+        "| [mlx 0.32.2](docs/engines/mlx.md) | 0 | 0 | 0 | 1 | 1,000 |",
     ]
 
 
