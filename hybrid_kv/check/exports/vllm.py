@@ -32,9 +32,9 @@ CELLS = (
     "runner=v2 graph=full async=on",
     "runner=v2 spec=ngram3",
     "runner=v2 graph=decode spec=mtp3 prefix=align",
-    "runner=v1 async=on",
+    "runner=v1 chunk=24 async=on",
     "runner=v1 prefix=on",
-    "runner=v1 chunk=24 blocks=tight",
+    "runner=v1 blocks=tight",
     "runner=v1 prefix=on chunk=40 blocks=tight",
     "runner=v1 spec=ngram3",
 )
