@@ -97,6 +97,11 @@ KNOWN = (
     # A state cannot be cut: what does not go on with all of a text computes it anew.
     Known(RELEASE, "prefix=on", ("api", "prefix=on"), words="cached stayed 0"),
     Known(RELEASE, "prefix=slots", ("prefix=slots",), words="cached stayed 0"),
+    # Of requests that come together, the moment decides which slot each gets, and after which text.
+    *(
+        Known(RELEASE, "prefix=on", ("api=server", "prefix=on"), probe, "cached stayed 0")
+        for probe in ("boundaries behind a batch", "shared beginnings")
+    ),
     Known(RELEASE, "prefix=files", ("prefix=files",), words="cached stayed 0"),
     Known(
         RELEASE,
