@@ -112,7 +112,7 @@ class Guarded:
         """
         judge = self.judge_of(settings)
         references = self.references_of(settings)
-        load = SessionLoad(self.seed, self.amount, self.shortest)
+        load = SessionLoad(self.seed, self.amount, self.shortest, self.thorough)
         try:
             session = Session(self.kind, self.folder, settings, judge, references, load)
         except TargetError as error:

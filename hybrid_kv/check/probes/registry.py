@@ -56,6 +56,7 @@ class Traffic:
         amount: 1 for a quick look; how often probes that repeat something do so.
         shortest: tokens that a prompt has at least.
         batch: requests of a round, where a probe has no number of its own.
+        thorough: a long probe sends all of its prompts, as it does where no other model runs.
     """
 
     rng: random.Random
@@ -67,6 +68,7 @@ class Traffic:
     amount: int = 1
     shortest: int = 1
     batch: int = 24
+    thorough: bool = True
 
     def prompt(self, length: int) -> tuple[int, ...]:
         """Draw a prompt. Token 0 ends texts in many checkpoints, so it is left out."""

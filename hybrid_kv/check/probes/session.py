@@ -188,11 +188,13 @@ class SessionLoad:
         seed: of all draws.
         amount: how much each probe requests; 1 is a quick look.
         shortest: tokens that a prompt has at least.
+        thorough: see `Traffic`.
     """
 
     seed: int = 0
     amount: int = 1
     shortest: int = 1
+    thorough: bool = True
 
 
 class Session:
@@ -254,6 +256,7 @@ class Session:
             amount=self.load.amount,
             shortest=self.shortest,
             batch=batch,
+            thorough=self.load.thorough,
         )
 
     def _discover(self, vocab_size: int) -> int:
@@ -497,7 +500,8 @@ def _count(
 def calibrate(session: Session, vocab_size: int) -> None:
     """Measure rounding and repetition, each prompt alone and cold.
 
-    A prompt that kills the target is left to the probes.
+    The prompts are the same in every setting, so that the process in which it runs does not decide
+    about a limit. A prompt that kills the target is left to the probes.
 
     Raises:
         ConfigError: there is neither an oracle nor log-probabilities.
@@ -506,7 +510,7 @@ def calibrate(session: Session, vocab_size: int) -> None:
     judge = session.judge
     target = session.target
     deaths = list[TargetError]()
-    prompts = session.traffic("calibrate", vocab_size).mixed(8)
+    prompts = replace(session.traffic("calibrate", vocab_size), unit=DEFAULT_UNIT).mixed(8)
     texts = list[list[int]]()
     for prompt in prompts:
         answers = []

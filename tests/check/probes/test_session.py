@@ -239,3 +239,16 @@ def test_an_unclear_answer_is_counted_but_not_judged(monkeypatch: pytest.MonkeyP
     unclear = run_probe(some, "several answers")
     assert (unclear.verdict, unclear.num_answers, unclear.num_judged) == ("inconclusive", 18, 0)
     assert unclear.num_tokens == judged.num_tokens
+
+
+def test_rounding_is_measured_with_the_same_texts_whatever_a_block_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    texts: list[list[list[int]]] = []
+    monkeypatch.setattr(ToyOracle, "rounds", lambda self, text: texts[-1].append(text))
+    for unit in (UNIT, 4 * UNIT):
+        texts.append([])
+        measured = session(ToyKind(), "off", Judge(ToyOracle()))
+        measured.unit = unit
+        calibrate(measured, VOCAB)
+    assert texts[0] == texts[1] and len(texts[0]) == 8

@@ -89,6 +89,8 @@ def operations(rng: random.Random) -> list[Callable[[], Any]]:
     for one in conditions:
         for x in (*drawn, 5):
             every += [lambda c=one, a=x, b=two: tl.where(c, a, b) for two in (*drawn, *NUMBERS)]
+    for seed, one in itertools.product((tensor(rng, tl.int64, ()), 7), drawn):
+        every += [lambda s=seed, b=one, n=num_rounds: tl.rand(s, b, n) for num_rounds in (1, 10)]
     for place in places:
         every += [lambda a=place, b=offset: a + b for offset in (*drawn, *places, *NUMBERS[:3])]
         for mask in (None, *conditions):

@@ -87,11 +87,15 @@ def boundaries(traffic: Traffic) -> Rounds:
     """Send prompts of every multiple of the block, and up to three tokens off it, twice.
 
     There may be as many drafts. The prompts of one multiple come together: one by one they took
-    twice as long as any other probe.
+    twice as long as any other probe. One token off two multiples is what a run sends that has
+    another model, too.
     """
-    most = min(3, (traffic.longest - traffic.num_new) // traffic.unit)
+    reach, multiples = (3, 3) if traffic.thorough else (1, 2)
+    most = min(multiples, (traffic.longest - traffic.num_new) // traffic.unit)
     for blocks in range(1, most + 1):
-        prompts = [traffic.prompt(blocks * traffic.unit + off) for off in (-3, -2, -1, 0, 1, 2, 3)]
+        prompts = [
+            traffic.prompt(blocks * traffic.unit + offset) for offset in range(-reach, reach + 1)
+        ]
         for _ in range(2):
             yield Round(tuple(traffic.ask(prompt) for prompt in prompts))
 

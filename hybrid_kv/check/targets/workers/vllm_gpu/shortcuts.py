@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from triton.language import random as philox
 from triton.runtime import interpreter
 
 tl = interpreter.tl
@@ -158,7 +159,12 @@ def _operator(slow: Slow, kinds: Sequence[Any], function: Any, element: Any = No
 
 def _with_element(type: Any, element: Any) -> Any:
     """Return the type of a block of the same shape, or of a scalar, of other elements."""
-    return type.with_element_ty(element) if type.is_block() else element
+    if not type.is_block():
+        return element
+    others = type.__dict__.setdefault("others", {})
+    if element.name not in others:
+        others[element.name] = type.with_element_ty(element)
+    return others[element.name]
 
 
 def _pointer_offset(slow: Slow) -> Slow:
@@ -253,6 +259,32 @@ def _common_block(condition: Any, chosen: Any) -> Any:
     return condition.with_element_ty(chosen)
 
 
+def _philox(slow: Slow) -> Slow:
+    """Return Philox-4x32 (Salmon et al., 2011), a few operations of numpy for each round."""
+    first, second = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+    steps = np.uint32(0x9E3779B9), np.uint32(0xBB67AE85)
+    half = np.uint64(32)
+
+    def of(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any, n_rounds: Any = 10) -> Any:
+        counters = (c0, c1, c2, c3)
+        is_short = all(counter.type is c0.type for counter in counters)
+        if not is_short or any(each.dtype is not core.uint32 for each in (c0, k0, k1)):
+            return slow(*counters, k0, k1, n_rounds)
+        if k0.type.is_block() or k1.type.is_block():
+            return slow(*counters, k0, k1, n_rounds)
+        a, b, c, d = (counter.handle.data for counter in counters)
+        key, other_key = k0.handle.data, k1.handle.data
+        for _ in range(core._unwrap_if_constexpr(n_rounds)):
+            high, low = second * c, first * a
+            a = (high >> half).astype(np.uint32) ^ b ^ key
+            c = (low >> half).astype(np.uint32) ^ d ^ other_key
+            b, d = high.astype(np.uint32), low.astype(np.uint32)
+            key, other_key = key + steps[0], other_key + steps[1]
+        return tuple(made(each, core.uint32, c0.type) for each in (a, b, c, d))
+
+    return of
+
+
 def _put(place: Any, name: str, make: Callable[..., Slow], *of: Any) -> None:
     setattr(place, name, make(getattr(place, name), *of))
 
@@ -277,6 +309,7 @@ def install_operators() -> None:
     for name, function in COMPARISONS.items():
         _put(Tensor, name, _operator, NUMBERS, function, core.int1)
     _put(Tensor, "__add__", _pointer_offset)
+    _put(philox, "philox_impl", _philox)
 
 
 @cache
