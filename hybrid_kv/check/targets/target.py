@@ -223,7 +223,7 @@ class Known:
         words: part of what is then said, with the tokens that are wrong; empty: anything.
         setting: the only one, as the matrix has it; empty: those of the factors.
         shortest: tokens of the prompts with which the probe goes on; 0: it does not.
-        model: the only exact model, of `exact.PATTERNS`, that has it; empty: any.
+        model: the only exact model, of `exact.PATTERNS`, that has it; empty: any; random: none.
     """
 
     release: str

@@ -16,6 +16,7 @@ from hybrid_kv.check.probes.reproducer import ProbeCase, write_files
 from hybrid_kv.check.probes.script import script_of
 from hybrid_kv.check.targets import remote, vllm
 from hybrid_kv.check.targets.exact import ExactAnswers, write_exact_checkpoint
+from hybrid_kv.check.targets.kinds import for_model
 from hybrid_kv.check.targets.remote import Remote
 from hybrid_kv.check.targets.target import Ask
 from hybrid_kv.check.targets.workers import vllm_case
@@ -32,6 +33,13 @@ def test_every_level_is_known_to_the_worker() -> None:
             assert (arguments({factor: level}) != plain) == (factor not in elsewhere), (
                 f"{factor}={level}"
             )
+
+
+def test_what_the_exact_model_is_known_to_fail_has_words(tmp_path: Path) -> None:
+    """A setting alone would excuse what nobody knows. Draws that differ each time have no words."""
+    write_exact_checkpoint("mixed", tmp_path)
+    known = for_model(vllm.KIND, str(tmp_path)).known
+    assert known and [each for each in known if not (each.words or each.probe)] == []
 
 
 def test_levels_become_arguments() -> None:

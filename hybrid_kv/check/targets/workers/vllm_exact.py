@@ -200,7 +200,8 @@ class VllmAttention(VllmLayer, AttentionLayerBase):
             sanitizer.pages(self.prefix, marks, slots, m.block_table_tensor)
         starts, lengths = m.query_start_loc, m.seq_lens
         row, step = rows_of(starts, n)
-        place = (lengths[row] - starts.diff()[row] + step).clamp(min=0)
+        # A graph's padding comes after the last row, and beyond what its keys go to.
+        place = torch.where(slots < 0, 0, lengths[row] - starts.diff()[row] + step).clamp(min=0)
         table = m.block_table_tensor[: len(starts) - 1, : -(-m.max_seq_len // size)].clamp(
             min=NULL_BLOCK
         )
@@ -292,14 +293,26 @@ class VllmMamba(VllmLayer, MambaBase):
                 y[first : first + n] = self.advance(
                     x, tokens[first : first + n], m.query_start_loc_p, columns, None, seen
                 )
-        else:  # linear attention: what is fresh has no tokens before these
-            rows, n = m.num_decodes + m.num_prefills, m.num_decode_tokens + m.num_prefill_tokens
-            starts = m.query_start_loc[: rows + 1]
-            seen = m.seq_lens[:rows] > starts.diff()
-            y[:n] = self.advance(
-                x, tokens[:n], starts, m.state_indices_tensor[:rows, None], None, seen
-            )
+        else:
+            self.advance_linear(x, y, m)
         return y
+
+    def advance_linear(self, x: torch.Tensor, y: torch.Tensor, m: Any) -> None:
+        """Write linear attention's output for x to y, both [num_tokens, width].
+
+        As the layer does, it takes the state of a decode for what its block holds.
+        """
+        first, n = m.num_decodes, m.num_decode_tokens
+        tokens, columns = torch.arange(len(x), device=x.device), m.state_indices_tensor[:, None]
+        if first:
+            starts = m.query_start_loc[: first + 1]
+            y[:n] = self.advance(x, tokens[:n], starts, columns[:first], None, None)
+        if m.num_prefills:
+            last = first + m.num_prefills
+            starts = m.query_start_loc[first : last + 1]
+            seen = m.seq_lens[first:last] > starts.diff()
+            at = tokens[n : n + m.num_prefill_tokens]
+            y[at] = self.advance(x, at, starts - n, columns[first:last], None, seen)
 
     def advance(
         self,
