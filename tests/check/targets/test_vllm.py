@@ -166,6 +166,29 @@ def test_drafts_of_its_head_are_right_at_times_and_change_no_token(
     assert 0.4 < counters["accepted"] / counters["drafts"] < 0.8
 
 
+@pytest.mark.parametrize(
+    ("model", "graph"), [("linear", "decode"), ("mixed", "full")], ids=["linear", "padded"]
+)
+def test_graphs_are_captured_and_their_padding_has_no_keys(
+    model: str, graph: str, tmp_path: Path
+) -> None:
+    """11 tokens are padded to 16; the last row's 8 keys fill its blocks."""
+    write_exact_checkpoint(model, tmp_path)
+    installed()
+    settings = {"runner": "v2", "graph": graph, "kernel": "4"}
+    target, answers = vllm.KIND.start(str(tmp_path), settings), ExactAnswers(tmp_path)
+    requests = [Ask(PROMPT[:length], max_tokens=6) for length in (3, 8)]
+    try:
+        found = target.ask(requests)
+        replays = target.counters()["replays"]
+    finally:
+        target.close()
+    assert [list(one.token_ids) for one in found] == [
+        answers.tokens(ask.prompt, ask.max_tokens) for ask in requests
+    ]
+    assert replays > 0
+
+
 @pytest.mark.parametrize("wrong", [0, 1])
 def test_a_script_exits_with_what_the_answer_is(
     exact: tuple[Remote, ExactAnswers], wrong: int, tmp_path: Path
