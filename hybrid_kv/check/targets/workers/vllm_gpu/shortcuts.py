@@ -261,25 +261,25 @@ def _common_block(condition: Any, chosen: Any) -> Any:
 
 def _philox(slow: Slow) -> Slow:
     """Return Philox-4x32 (Salmon et al., 2011), a few operations of numpy for each round."""
-    first, second = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
-    steps = np.uint32(0x9E3779B9), np.uint32(0xBB67AE85)
     half = np.uint64(32)
 
     def of(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any, n_rounds: Any = 10) -> Any:
-        counters = (c0, c1, c2, c3)
-        is_short = all(counter.type is c0.type for counter in counters)
-        if not is_short or any(each.dtype is not core.uint32 for each in (c0, k0, k1)):
-            return slow(*counters, k0, k1, n_rounds)
-        if k0.type.is_block() or k1.type.is_block():
-            return slow(*counters, k0, k1, n_rounds)
-        a, b, c, d = (counter.handle.data for counter in counters)
-        key, other_key = k0.handle.data, k1.handle.data
+        is_one_type = all(counter.type is c0.type for counter in (c1, c2, c3))
+        has_scalar_keys = k0.type is core.uint32 and k1.type is core.uint32
+        if c0.dtype is not core.uint32 or not is_one_type or not has_scalar_keys:
+            return slow(c0, c1, c2, c3, k0, k1, n_rounds)
+        a, b, c, d = (counter.handle.data for counter in (c0, c1, c2, c3))
+        key = k0.handle.data
+        other_key = k1.handle.data
         for _ in range(core._unwrap_if_constexpr(n_rounds)):
-            high, low = second * c, first * a
-            a = (high >> half).astype(np.uint32) ^ b ^ key
-            c = (low >> half).astype(np.uint32) ^ d ^ other_key
-            b, d = high.astype(np.uint32), low.astype(np.uint32)
-            key, other_key = key + steps[0], other_key + steps[1]
+            product = np.uint64(0xCD9E8D57) * c
+            other = np.uint64(0xD2511F53) * a
+            a = (product >> half).astype(np.uint32) ^ b ^ key
+            c = (other >> half).astype(np.uint32) ^ d ^ other_key
+            b = product.astype(np.uint32)
+            d = other.astype(np.uint32)
+            key = key + np.uint32(0x9E3779B9)
+            other_key = other_key + np.uint32(0xBB67AE85)
         return tuple(made(each, core.uint32, c0.type) for each in (a, b, c, d))
 
     return of
