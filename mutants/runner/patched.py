@@ -7,6 +7,10 @@ where the checkpoint is another family's. `layer_*.patch` change layers and kern
 model replaces: only other weights are run with them. `healthy.patch` mends what is known of this
 release and is part of each run, where there is one; alone, it must be right in all its cells. With
 `--weights released` it is left out: what the release does by itself counts as before.
+
+What is not found may have a proof, `unreached/NAME.patch` with the same head: it raises an error,
+or puts a value that nothing survives, where the bug would act. Nothing may be found with it,
+either.
 """
 
 from __future__ import annotations
@@ -36,8 +40,10 @@ from hybrid_kv.check.targets.target import Kind
 from mutants.runner.mutant import inject
 
 HEALTHY = "healthy"
+EXACT = "exact"  # weights
 RELEASED = "released"  # a variant: patches of the release as it is
 LAYER = "layer_"
+UNREACHED = "unreached/"
 Signs = tuple[Any, ...]
 Cell = tuple[str, str]  # an exact model, and settings
 TITLES = {"random": "random", "designed": "exact"}  # of weights, in tables
@@ -74,6 +80,11 @@ class PatchedEngine:
     def folder(self) -> Path:
         """Return the folder of its patches."""
         return Path(__file__).parents[1] / self.name
+
+    def names(self) -> list[str]:
+        """Return the names of all patches and proofs: their paths without the suffix."""
+        patches = sorted(self.folder.rglob("*.patch"))
+        return [patch.relative_to(self.folder).with_suffix("").as_posix() for patch in patches]
 
     def patches_of(self, name: str, is_healed: bool = True) -> list[Path]:
         """Return the patches that a run with a patch applies."""
@@ -308,9 +319,9 @@ def tables(engine: PatchedEngine, rows: Sequence[Mapping[str, str]]) -> str:
 
     The last row of each patch and kind of weights counts.
     """
-    exact = {
-        row["name"]: row for row in rows if row["weights"] == "exact" and row["name"] != HEALTHY
-    }
+    exact = {row["name"]: row for row in rows if row["weights"] == EXACT and row["name"] != HEALTHY}
+    proofs = {name: row for name, row in exact.items() if name.startswith(UNREACHED)}
+    exact = {name: row for name, row in exact.items() if name not in proofs}
     columns = [*engine.variants, *engine.checkpoints]
     others = [_by_checkpoint(rows, column) for column in columns]
     names = [f"{TITLES[name]} weights" if name in TITLES else name for name in columns]
@@ -334,16 +345,26 @@ def tables(engine: PatchedEngine, rows: Sequence[Mapping[str, str]]) -> str:
         read = [row["wrong_read"]] if reads else []
         cells = row["probe"], row["setting"], row["seconds"]
         lines.append(_line([row["name"], id, what, *cells, *more, *read]))
-    titles = ["patch", "id", "what goes wrong", "settings", *names, "why"]
+    titles = ["patch", "id", "what goes wrong", "settings", *names, "why", "proof"]
     lines += ["\n## Not found\n", _line(titles), f"|{'---|' * len(titles)}"]
     for name in sorted({*exact} - {row["name"] for row in found}):
         patch = engine.folder / f"{name}.patch"
         id, what, settings = head(patch)
         why = "".join(re.findall(r"(?m)^# why not: (.*)", patch.read_text()))
         more = [other.get(name, "") for other in others]
-        lines.append(_line([name, id, what, "; ".join(settings), *more, why]))
+        proof = _proof(engine, proofs.get(f"{UNREACHED}{name}"))
+        lines.append(_line([name, id, what, "; ".join(settings), *more, why, proof]))
     lines += _layers(engine, rows)
     return "\n".join(lines) + "\n"
+
+
+def _proof(engine: PatchedEngine, row: Mapping[str, str] | None) -> str:
+    """Return the words of a table for the line that does not run, or for what ran it."""
+    if row is None:
+        return ""
+    _, what, cells = head(engine.folder / f"{row['name']}.patch")
+    ran = _verdict(row) if row["probe"] else f"nothing in {row['answers']} answers"
+    return f"{what} ({'; '.join(cells)}): {ran}"
 
 
 def _layers(engine: PatchedEngine, rows: Sequence[Mapping[str, str]]) -> list[str]:
@@ -403,9 +424,9 @@ def main(
     parser = argparse.ArgumentParser(description=f"Known bugs as patches of {engine.title}.")
     parser.add_argument("--table", action="store_true", help="only rewrite the README's tables")
     parser.add_argument("--python", help=f"of an environment with {engine.title}")
-    weights = ("exact", *engine.variants, *engine.checkpoints)
+    weights = (EXACT, *engine.variants, *engine.checkpoints)
     parser.add_argument(
-        "--weights", choices=weights, default="exact", help="default: the exact model"
+        "--weights", choices=weights, default=EXACT, help="default: the exact model"
     )
     parser.add_argument("--out", type=Path, help="a CSV file to append rows to")
     parser.add_argument(
@@ -427,9 +448,11 @@ def main(
         file = opened or sys.stdout
         if not opened or not opened.tell():
             csv.writer(file).writerow(column.name for column in fields(Found))
-        names = sorted({patch.stem for patch in engine.folder.glob("*.patch")} - {HEALTHY})
+        names = sorted({*engine.names()} - {HEALTHY})
         if chosen.weights not in engine.checkpoints:
             names = [name for name in names if not name.startswith(LAYER)]
+        if chosen.weights != EXACT:
+            names = [name for name in names if not name.startswith(UNREACHED)]
         has_healthy = (engine.folder / f"{HEALTHY}.patch").is_file()
         is_healed = chosen.weights != RELEASED and chosen.weights not in searches
         healthy = [HEALTHY] if has_healthy and is_healed else []

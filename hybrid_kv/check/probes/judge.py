@@ -33,6 +33,7 @@ class AnswerJudgement:
         margin: how much likelier the right token is, as a difference of log-probabilities.
         logprob: the right log-probability of the token at `position`, where that is what is wrong.
         most_cached: of the prompt, where more of it is said to come from the cache.
+        least_cached: of the prompt, where less of it is said to.
     """
 
     verdict: Verdict = "right"
@@ -42,6 +43,7 @@ class AnswerJudgement:
     margin: float = 0.0
     logprob: float | None = None
     most_cached: int | None = None
+    least_cached: int = 0
 
 
 RIGHT = AnswerJudgement()

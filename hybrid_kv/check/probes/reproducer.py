@@ -36,6 +36,7 @@ class ProbeCase:
         logprob: the right log-probability of the last of them, if it is not the tokens that were
             wrong.
         most_cached: tokens of the prompt that may come from the cache, if it is that.
+        least_cached: tokens of the prompt that must come from it.
         limit: the most that a log-probability may differ by.
     """
 
@@ -53,6 +54,7 @@ class ProbeCase:
     logprob: float | None
     most_cached: int | None
     limit: float
+    least_cached: int = 0
 
     def is_wrong(self, answer: Answer) -> bool:
         """Return whether an answer to the last round's ask is as wrong as this one was."""
@@ -63,7 +65,9 @@ class ProbeCase:
         if self.logprob is not None:
             given = answer.logprobs[last:]
             return not given or not abs(given[0][tokens[last]] - self.logprob) <= self.limit
-        return self.most_cached is not None and (answer.cached_tokens or 0) > self.most_cached
+        cached = answer.cached_tokens or 0
+        is_too_long = self.most_cached is not None and cached > self.most_cached
+        return is_too_long or cached < self.least_cached
 
 
 def case_of(failure: Failure, target: str, version: str, model: str, limit: float) -> ProbeCase:
@@ -84,6 +88,7 @@ def case_of(failure: Failure, target: str, version: str, model: str, limit: floa
         judgement.logprob,
         judgement.most_cached,
         limit,
+        judgement.least_cached,
     )
 
 

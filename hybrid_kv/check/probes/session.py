@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
-from hybrid_kv.check.guard.step import common_prefix
+from hybrid_kv.check.probes.hits import Kept, Seen
 from hybrid_kv.check.probes.judge import AnswerJudgement, Judge
 from hybrid_kv.check.probes.known import name_known
 from hybrid_kv.check.probes.registry import Probe, Round, Rounds, Traffic, Verdict, send
@@ -102,33 +102,6 @@ class Outcome:
         if again.verdict != "right":
             self.verdict = again.verdict
             self.detail = f"{again.detail} (after {self.detail.partition(':')[0]})"
-
-
-class Seen:
-    """The texts that a cache may know, by salt: nothing else may be found in it."""
-
-    def __init__(self) -> None:
-        self._texts: dict[str, list[tuple[int, ...]]] = {}
-
-    def add(self, sent: Round, answers: Sequence[Answer]) -> None:
-        for ask, answer in zip(sent.requests, answers, strict=True):
-            for tokens in (answer.token_ids, *answer.others):
-                self._texts.setdefault(ask.salt, []).append((*ask.prompt, *tokens))
-
-    def shared(self, sent: Round, index: int, finds_itself: bool = False) -> int:
-        """Return how many tokens of an ask's prompt another text of its salt begins with.
-
-        The texts are the known ones, and those of the ask's round.
-        """
-        ask = sent.requests[index]
-        # One that is preempted, or has several answers, finds itself.
-        finds_itself = finds_itself or sent.preempt_every > 0 or ask.n > 1
-        beside = [other for i, other in enumerate(sent.requests) if i != index or finds_itself]
-        texts = [other.prompt for other in beside if other.salt == ask.salt]
-        return max(
-            (common_prefix(text, ask.prompt) for text in (*texts, *self._texts.get(ask.salt, ()))),
-            default=0,
-        )
 
 
 def plainly(ask: Ask) -> Ask:
@@ -230,6 +203,7 @@ class Session:
         self.unit = 0
         self.seen = Seen()
         self.sent = list[Round]()  # since the cache was empty
+        self._kept = Kept()
         self.shortest = load.shortest
         self._draws: dict[Ask, Answer] = {}
         self._preempted = 0.0  # requests, until the cache was emptied
@@ -404,6 +378,7 @@ class Session:
         self.target = self.kind.start(self.folder, self.settings)
         self.seen = Seen()
         self.sent = []
+        self._kept = Kept()
         self._preempted = 0.0
 
     def reset(self) -> None:
@@ -412,6 +387,7 @@ class Session:
         What was moved to a further tier may still come back.
         """
         self.sent = []
+        self._kept = Kept()
         self._preempted = self._preemptions()
         if "reset" in self.target.can:
             self.target.reset()
@@ -428,6 +404,7 @@ class Session:
             for i, (ask, answer) in enumerate(zip(sent.requests, answers, strict=True))
         ]
         self.seen.add(sent, answers)
+        self._kept.add(sent, answers)
         return answers, judgements
 
     def _judge(self, sent: Round, index: int, ask: Ask, answer: Answer) -> AnswerJudgement:
@@ -443,6 +420,12 @@ class Session:
                 f"{cached} cached tokens, but no text of its salt shares more than {most} with it"
             )
             return AnswerJudgement("wrong", problem, most_cached=most)
+        inside = self.kind.inside
+        keeps = inside is not None and inside.keeps(self.settings)
+        least = self._kept.least(sent, self.unit or DEFAULT_UNIT) if keeps else 0
+        if judgement.verdict == "right" and cached < least:
+            problem = f"{cached} cached tokens, but {least} of its prompt were kept"
+            return AnswerJudgement("wrong", problem, least_cached=least)
         return judgement
 
     def _preemptions(self) -> float:

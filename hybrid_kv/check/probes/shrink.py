@@ -49,6 +49,7 @@ def play(session: Session, rounds: Sequence[Round], failure: Failure) -> Failure
     Raises:
         TargetError: the engine died.
     """
+    session.unit = session.unit or failure.unit
     for sent in rounds:
         wrong = session.first_wrong(failure.probe, *session.play(sent))
         if wrong is not None:

@@ -33,6 +33,7 @@ CAPABILITIES = {
     "batch": "runs several requests at once",
     "steps": "takes a request before a certain step",
     "top": "draws from the likeliest tokens alone: top-k and top-p",
+    "hot": "takes any temperature, not only those up to 2",
     "sleep": "gives up the memory of its cache on request, and takes it again: see `Sleeper`",
 }
 # What `counters` may hold, summed since the start. A check that saw none of what it is about is
@@ -198,6 +199,7 @@ class Inside:
         further: settings of models that show what the default one cannot, by the model's name.
         model: the default one, of `exact.PATTERNS`.
         is_only: the engine runs no other model here.
+        keeps: gets levels by factor; whether the cache then keeps what `probes.hits.Kept` says.
         is_central: models leave caches and masks to the engine. Next to the exact model random
             weights then run in the settings of the prefix cache alone.
     """
@@ -208,6 +210,7 @@ class Inside:
     is_central: bool = False
     model: str = "mixed"
     is_only: bool = False
+    keeps: Callable[[Mapping[str, str]], bool] = lambda settings: False
 
 
 @dataclass(frozen=True)

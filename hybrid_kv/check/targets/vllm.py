@@ -24,6 +24,21 @@ _FACTORS = {
     "spec": ("none", "ngram3", "mtp3", "mtp1"),
     "async": ("off", "on"),
 }
+
+
+def _keeps(settings: Mapping[str, str]) -> bool:
+    """Return whether states stay where prompts end and part, at multiples of the block.
+
+    With a draft head a hit ends a block earlier, and the state there need not be kept.
+    """
+    return (
+        settings.get("prefix", "off") != "off"
+        and settings.get("blocks", "ample") == "ample"
+        and settings.get("match", "block") == "block"
+        and not settings.get("spec", "none").startswith("mtp")
+    )
+
+
 # The exact model inside it, on a GPU that is not there: as vLLM is served.
 _INSIDE = Inside(
     {
@@ -55,6 +70,7 @@ _INSIDE = Inside(
         "runner=v1 async=on copies=early",
     ),
     is_central=True,
+    keeps=_keeps,
 )
 
 

@@ -130,7 +130,8 @@ class Toy:
         tokens, likely = self._go_on(ask, state)
         if self.caches:
             text = (*ask.prompt, *tokens)
-            new = {(own, text[:end]) for end in range(UNIT, len(text), UNIT)} - self.cached
+            ends = range(UNIT, len(text) - UNIT * (self.bug == "forgets the end"), UNIT)
+            new = {(own, text[:end]) for end in ends} - self.cached
             self.cached |= new
             if others > 5:
                 self.batched |= new
@@ -149,7 +150,9 @@ class Toy:
             row, best = ROWS[state % STATES], BEST[state % STATES]
             token = best[self.bug == "a tie" and len(ask.prompt) == 1 and i == 3]
             if ask.temperature:
-                token = int((LOGPROBS[state % STATES] + _noise(ask.seed + self.drafts, i)).argmax())
+                token = int(
+                    (LOGPROBS[state % STATES] + _noise((ask.seed or 0) + self.drafts, i)).argmax()
+                )
             tokens.append(token)
             likely.append({one: row[one] for one in (*best, token)})
             if self.bug == "logprobs":

@@ -24,7 +24,7 @@ def verify_lengths(traffic: Traffic) -> Rounds:
     "many at once, all with drafts",
     place=2,
     needs="batch",
-    moves="drafts",
+    moves="accepted",
     when="spec",
     elsewhere=False,
     exact=True,
@@ -62,11 +62,29 @@ def _always_followed(texts: Sequence[tuple[int, ...]]) -> list[int]:
     ]
 
 
+@probe(
+    "a third with the same beginning",
+    place=2,
+    moves="cached",
+    when="prefix",
+    elsewhere=False,
+    exact=True,
+)
+def thirds(traffic: Traffic) -> Rounds:
+    """Send prompts that share a beginning one after another: the second shows where they part."""
+    for length in (traffic.unit, 2 * traffic.unit + 1):
+        stem = traffic.prompt(length)
+        for _ in range(3):
+            prompt = (*stem, *traffic.prompt(traffic.unit + 2))
+            yield Round((traffic.ask(prompt, max_tokens=2, logprobs=False),))
+        yield Round((traffic.ask(prompt, max_tokens=2, logprobs=False),))
+
+
 # Logits of exact weights are multiples of it, so that the likeliest of two tokens has 73 % or more.
 MARGIN = 256.0
 
 
-@probe("one token is left", place=2, needs="top", exact=True)
+@probe("one token is left", place=2, needs="top hot", exact=True)
 def one_token_left(traffic: Traffic) -> Rounds:
     """Draw from two tokens of which top-p leaves one: each draw is the likeliest."""
     prompts = traffic.mixed(6)
@@ -76,6 +94,25 @@ def one_token_left(traffic: Traffic) -> Rounds:
             for i, prompt in enumerate(prompts)
         )
     )
+
+
+@probe(
+    "greedy among draws",
+    place=2,
+    needs="top batch",
+    when="async",
+    elsewhere=False,
+    exact=True,
+)
+def among_draws(traffic: Traffic) -> Rounds:
+    """Send greedy requests with others that draw, from one token.
+
+    They end one by one, so that each sampling parameter has to move with its request.
+    """
+    asks = [traffic.ask(prompt, logprobs=False) for prompt in traffic.mixed(8)]
+    asks = [replace(ask, max_tokens=2 + 2 * (5 * i % 8)) for i, ask in enumerate(asks)]
+    asks[::2] = [replace(ask, temperature=2.0, top_k=1) for ask in asks[::2]]
+    yield Round(tuple(asks))
 
 
 @probe("traffic", place=1, exact=True)

@@ -60,6 +60,7 @@ CAN = [
     "abort",
     "batch",
     "steps",
+    "top",
 ]
 COUNTERS = {
     "vllm:prefix_cache_hits": "hits",

@@ -160,20 +160,20 @@ def is_to_abort(ask: dict[str, Any], parts: dict[int, Any]) -> bool:
 def send(llm: Any, name: str, ask: dict[str, Any]) -> None:
     from vllm import SamplingParams
 
-    more: dict[str, int] = {}
-    temperature, n = ask.get("temperature", 0.0), ask.get("n", 1)
+    temperature, n, top_k = ask.get("temperature", 0.0), ask.get("n", 1), ask.get("top_k", 0)
     if n > 1 and not temperature:  # refused; with one token to draw from, a draw is greedy
-        temperature, more = 1.0, {"top_k": 1}
+        temperature, top_k = 1.0, 1
     params = SamplingParams(
         max_tokens=ask["max_tokens"],
         temperature=temperature,
+        top_k=top_k,
+        top_p=ask.get("top_p", 1.0),
         seed=ask.get("seed"),
         n=n,
         logprobs=NUM_LIKELIEST if ask.get("logprobs") else None,
         prompt_logprobs=NUM_LIKELIEST if ask.get("score") else None,
         ignore_eos=True,
         detokenize=False,
-        **more,
     )
     prompt = {"prompt_token_ids": list(ask["prompt"])}
     if ask.get("salt"):
