@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
-from hybrid_kv.check.probes.hits import Kept, Seen
+from hybrid_kv.check.probes.bounds import Kept, Seen, num_sure_drafts
 from hybrid_kv.check.probes.judge import AnswerJudgement, Judge
 from hybrid_kv.check.probes.known import name_known
 from hybrid_kv.check.probes.registry import Probe, Round, Rounds, Traffic, Verdict, send
@@ -23,6 +23,7 @@ DEFAULT_UNIT = 16
 # Requests of a round, see `Traffic.batch`.
 BATCH = 24
 SLOW_BATCH = 12  # where each step is slow
+MOST_SURE = 4  # sure drafts for one that is accepted; 2, but that ends of answers cut drafts short
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,8 @@ class Outcome:
         num_answers: that came, several to one prompt counted each.
         num_tokens: of prompts and answers.
         num_judged: answers that were found to be right or wrong, not unclear.
-        moved: by how much each of the target's counters moved, and "cached", the cached tokens of
-            all answers.
+        moved: by how much each of the target's counters moved; "cached": the cached tokens of all
+            answers; "sure": see `num_sure_drafts`.
         is_last: the target died, and does not start again.
     """
 
@@ -466,6 +467,14 @@ class Session:
             return "inconclusive", detail
         if not moved[name]:
             return "void", f"{name} stayed 0: nothing of what this probe is about happened"
+        inside = self.kind.inside
+        looks_up = inside is not None and inside.looks_up(self.settings)
+        if looks_up and moved.get("accepted", 0) < moved["sure"] / MOST_SURE:
+            detail = (
+                f"{moved['accepted']:.0f} drafts were accepted, though {moved['sure']:.0f} tokens "
+                "had always followed the one before"
+            )
+            return "void", detail
         return "right", ""
 
 
@@ -478,6 +487,7 @@ def _count(
         outcome.num_tokens += len(ask.prompt) + sum(map(len, texts))
         outcome.num_judged += len(texts) if judgement.verdict in ("right", "wrong") else 0
         outcome.moved["cached"] = outcome.moved.get("cached", 0) + (answer.cached_tokens or 0)
+        outcome.moved["sure"] = outcome.moved.get("sure", 0) + num_sure_drafts(ask, answer)
 
 
 def calibrate(session: Session, vocab_size: int) -> None:

@@ -199,7 +199,8 @@ class Inside:
         further: settings of models that show what the default one cannot, by the model's name.
         model: the default one, of `exact.PATTERNS`.
         is_only: the engine runs no other model here.
-        keeps: gets levels by factor; whether the cache then keeps what `probes.hits.Kept` says.
+        keeps: gets levels by factor; whether the cache then keeps what `probes.bounds.Kept` says.
+        looks_up: gets levels by factor; whether drafts are then looked up and none is cut short.
         is_central: models leave caches and masks to the engine. Next to the exact model random
             weights then run in the settings of the prefix cache alone.
     """
@@ -211,6 +212,7 @@ class Inside:
     model: str = "mixed"
     is_only: bool = False
     keeps: Callable[[Mapping[str, str]], bool] = lambda settings: False
+    looks_up: Callable[[Mapping[str, str]], bool] = lambda settings: False
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,12 @@ def _keeps(settings: Mapping[str, str]) -> bool:
     )
 
 
+def _looks_up(settings: Mapping[str, str]) -> bool:
+    """Return whether n-grams propose drafts, and neither a chunk nor the pool cuts them short."""
+    cut = settings.get("chunk", "whole") != "whole" or settings.get("blocks", "ample") != "ample"
+    return settings.get("spec", "none").startswith("ngram") and not cut
+
+
 # The exact model inside it, on a GPU that is not there: as vLLM is served.
 _INSIDE = Inside(
     {
@@ -71,6 +77,7 @@ _INSIDE = Inside(
     ),
     is_central=True,
     keeps=_keeps,
+    looks_up=_looks_up,
 )
 
 

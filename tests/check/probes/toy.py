@@ -72,6 +72,7 @@ class Toy:
         bug: str = "",
         can: frozenset[str] = frozenset(CAPABILITIES),
         rows: int = 8,
+        accepted: int = 0,
     ) -> None:
         self.settings, self.bug, self.can = dict(settings or {}), bug, can
         self.drafts = self.settings.get("spec", "none") != "none"
@@ -79,6 +80,7 @@ class Toy:
         self.cached, self.batched, self.aborted = set(), set(), set()
         self.counts = Counter(hits=0, drafts=0, accepted=0, preemptions=0)
         self.num_asked = self.num_aborted = 0
+        self.accepted = accepted  # drafts, in each round
         self.slept = False
 
     def sleep(self) -> None:
@@ -91,6 +93,7 @@ class Toy:
             raise TargetError("toy died at ask; its last words: Error")
         if self.bug == "dies of one token" and [len(ask.prompt) for ask in requests] == [1]:
             raise TargetError("toy died at ask; its last words: Error")
+        self.counts["accepted"] += self.accepted
         order = sorted(range(len(requests)), key=lambda i: requests[i].after)
         assert all(requests[i].after <= place for place, i in enumerate(order)), (
             "an engine would wait forever"

@@ -1,12 +1,13 @@
-"""Bounds of the tokens that a prompt takes from the prefix cache, from above and from below."""
+"""Bounds of what counters say: hits from above and from below, accepted drafts from below."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from hybrid_kv.check.guard.step import common_prefix
 from hybrid_kv.check.probes.registry import Round
-from hybrid_kv.check.targets.target import Answer
+from hybrid_kv.check.targets.target import Answer, Ask
 
 MOST_KNOWN = 1024  # tokens: a pool may have to evict what comes after them
 
@@ -74,3 +75,19 @@ class Kept:
         # The answer's last token was never computed.
         self._texts.append((*first.prompt, *answer.token_ids[:-1]))
         self._is_sure &= sum(map(len, self._texts)) <= MOST_KNOWN
+
+
+def num_sure_drafts(ask: Ask, answer: Answer) -> int:
+    """Count the tokens of an answer that have always followed the token before them.
+
+    Whatever n-gram a lookup finds, it proposes them. Each is then an accepted draft, or what a step
+    draws after one: no fewer than half are accepted drafts, where nothing cuts drafts short.
+    """
+    text = (*ask.prompt, *answer.token_ids)
+    followers: dict[int, set[int]] = {}
+    num_sure = 0
+    for place, (token, follower) in enumerate(pairwise(text)):
+        known = followers.setdefault(token, set())
+        num_sure += place >= len(ask.prompt) and known == {follower}
+        known.add(follower)
+    return num_sure

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hybrid_kv.check.probes.hits import MOST_KNOWN, Kept
+from hybrid_kv.check.probes.bounds import MOST_KNOWN, Kept, num_sure_drafts
 from hybrid_kv.check.probes.registry import Round
 from hybrid_kv.check.probes.reproducer import case_of
 from hybrid_kv.check.probes.shrink import play
@@ -82,3 +82,22 @@ def test_an_engine_that_keeps_less_is_wrong(bug: str, verdict: str) -> None:
         assert not case.is_wrong(replace(failure.answer, cached_tokens=kept))
         again = play(session(kind), failure.rounds, failure)
         assert again is not None and again.judgement == failure.judgement
+
+
+def test_a_token_is_sure_where_it_always_followed() -> None:
+    ask = Ask((1, 2, 3, 1, 2, 4))
+    # 2 after 1 is; 3 after 2 is not, since 4 followed, too; 1 after 3 is.
+    assert num_sure_drafts(ask, Answer((1, 2, 3, 1))) == 2
+    assert num_sure_drafts(ask, Answer((5, 6, 7))) == 0
+
+
+@pytest.mark.parametrize(("accepted", "verdict"), [(1, "void"), (40, "right")])
+def test_too_few_accepted_drafts_are_void(accepted: int, verdict: str) -> None:
+    kind = ToyKind(accepted=accepted)
+    kind.factors["spec"] = ("none", "ngram3")
+    kind.inside = Inside({}, (), looks_up=lambda settings: settings["spec"] == "ngram3")
+    outcome = run_probe(session(kind, spec="ngram3"), "many at once, all with drafts")
+    assert (outcome.verdict, "had always followed" in outcome.detail) == (
+        verdict,
+        verdict == "void",
+    )
