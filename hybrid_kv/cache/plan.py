@@ -32,6 +32,7 @@ from hybrid_kv.cache.spec import (
     MambaSpec,
     MLAAttentionSpec,
     group_layers,
+    kind_of,
     window_of,
     with_block_size,
 )
@@ -519,19 +520,11 @@ def _describe_rows(plan: CachePlan) -> dict[str, Any]:
     }
 
 
-def _kind(spec: KVCacheSpec) -> str:
-    """Return the kind of a group in a word or two."""
-    if isinstance(spec, MambaSpec):
-        return spec.mamba_type
-    window = window_of(spec)
-    return "attention" if window is None else f"window {window}"
-
-
 def describe(plan: CachePlan) -> dict[str, Any]:
     """Return the plan in JSON types."""
     groups = [
         {
-            "kind": _kind(group.layer_specs[0]),
+            "kind": kind_of(group.layer_specs[0]),
             "num_layers": len(group.layer_names),
             "layers": list(group.layer_names),
             "block_size": group.spec.block_size,

@@ -552,6 +552,14 @@ def window_of(spec: KVCacheSpec) -> int | None:
     return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
 
 
+def kind_of(spec: KVCacheSpec) -> str:
+    """Return the kind of a layer's cache for people: `attention`, `window 512`, `mamba2`."""
+    if isinstance(spec, MambaSpec):
+        return spec.mamba_type
+    window = window_of(spec)
+    return "attention" if window is None else f"window {window}"
+
+
 def with_max_step_tokens(spec: KVCacheSpec, max_step_tokens: int) -> KVCacheSpec:
     """Return the spec with what bounds the blocks of a sliding window; others are unchanged."""
     if not isinstance(spec, SlidingWindowSpec):

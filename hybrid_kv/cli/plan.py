@@ -38,6 +38,7 @@ _PLANNED = {
     "attention_backend",
     "num_blocks",
     "max_num_seqs",
+    "max_num_batched_tokens",
     "block_size",
     "mamba_block_size",
     "mamba_cache_mode",
@@ -182,12 +183,13 @@ def planned(
     from hybrid_kv.attention.rollback import rollback_spec
     from hybrid_kv.cache.backend import BackendContext, get_backend
     from hybrid_kv.cache.plan import plan_cache
-    from hybrid_kv.cache.spec import with_rollback
+    from hybrid_kv.cache.spec import with_max_step_tokens, with_rollback
     from hybrid_kv.models.shapes import model_shape
 
     ranks = ranks or Ranks()
     cache = engine.cache
     num_drafts = engine.speculative.num_speculative_tokens
+    has_draft_head = engine.speculative.speculative_method == "mtp"
     if (cache.num_blocks, cache.memory_bytes) == (None, None):
         cache = replace(cache, memory_bytes=2**62)
     shape = model_shape(
@@ -197,14 +199,19 @@ def planned(
         dtype=engine.dtype,
         ranks=ranks,
         make_dtype=planned_dtype,
-        has_draft_head=engine.speculative.speculative_method == "mtp",
+        has_draft_head=has_draft_head,
     )
     model_len = max_model_len or shape.max_position_embeddings
     if model_len is None:
         raise ConfigError(f"{model} names no max_position_embeddings; give --max-model-len")
     is_async = False
     rollback = rollback_spec(cache, num_drafts, is_async, list(shape.layers.values()))
-    layers = {name: with_rollback(spec, rollback) for name, spec in shape.layers.items()}
+    # Bounds what a request holds of a window, as in `engine.build`.
+    max_step_tokens = engine.scheduler.max_num_batched_tokens + num_drafts * has_draft_head
+    layers = {
+        name: with_max_step_tokens(with_rollback(spec, rollback), max_step_tokens)
+        for name, spec in shape.layers.items()
+    }
     plan = plan_cache(
         layers,
         cache,

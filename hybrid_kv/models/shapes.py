@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import hybrid_kv.models.families  # noqa: F401  (registers them)
 from hybrid_kv.cache.ranks import Ranks
-from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
+from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec, kind_of
 from hybrid_kv.config import (
     CacheConfig,
     ConfigError,
@@ -23,7 +23,7 @@ from hybrid_kv.config import (
 )
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.registry import family_of, require_head
-from hybrid_kv.models.specs import ATTENTION, SpecOptions, chunk_size, head_spec
+from hybrid_kv.models.specs import SpecOptions, chunk_size, head_spec
 
 if TYPE_CHECKING:
     import torch
@@ -52,12 +52,8 @@ class ModelShape:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Layers per kind of cache (`attention`, `mamba2`, `gdn_attention`)."""
-        kinds = (
-            spec.mamba_type if isinstance(spec, MambaSpec) else ATTENTION
-            for spec in self.layers.values()
-        )
-        return dict(Counter(kinds))
+        """Layers per kind of cache (`attention`, `window 512`, `mamba2`, `gdn_attention`)."""
+        return dict(Counter(map(kind_of, self.layers.values())))
 
     def stages(self, ranks: Ranks) -> list[list[str]]:
         """Return the names of the layers with a cache in each pipeline stage.

@@ -22,6 +22,7 @@ from hybrid_kv.cache.spec import (
     MambaSpec,
     StatePart,
     StateProgress,
+    window_of,
     with_block_size,
 )
 from hybrid_kv.measure.predict.gpu import (
@@ -138,7 +139,8 @@ def cache_kernels(
                 add("update", 1, update_bytes(spec, acceptance))
         elif isinstance(spec, FullAttentionSpec):
             # A launch of its own stores K and V.
-            add("attention", 2, (context + 1) * with_block_size(spec, 1).page_size_bytes)
+            seen = min(context + 1, window_of(spec) or context + 1)
+            add("attention", 2, seen * with_block_size(spec, 1).page_size_bytes)
     families = {"conv": (CONVOLUTION, 1), "update": (UPDATE, tokens), "attention": (WIDTH_LAST, 1)}
     kernels = [
         Kernel(name, int(n), moved, *families[name]) for name, (n, moved) in totals.items() if n

@@ -11,7 +11,7 @@ import pytest
 from bench.static.gate import read_baseline
 from bench.static.state_bytes import slots_bytes
 from hybrid_kv.attention.rollback import rollback_spec
-from hybrid_kv.cache.spec import MambaSpec, with_rollback
+from hybrid_kv.cache.spec import FullAttentionSpec, MambaSpec, SlidingWindowSpec, with_rollback
 from hybrid_kv.config import CacheConfig, planned_dtype
 from hybrid_kv.measure.predict.gpu import (
     CHIPS,
@@ -72,6 +72,20 @@ def test_a_convolution_reads_its_window_and_writes_what_drafts_may_start_from() 
     channels = 64 * 64 + 2 * 8 * 128
     for K in (0, 3):
         assert window_bytes(nano_layer("slots", K)) == 2 * channels * (3 + 2 * (1 + K) + 3 + K)
+
+
+def test_a_window_reads_no_more_than_its_tokens() -> None:
+    full = FullAttentionSpec(16, 4, 128, planned_dtype("bfloat16"))
+    window = SlidingWindowSpec(16, 4, 128, full.dtype, sliding_window=512)
+    token = 2 * 4 * 128 * 2
+
+    def moved(spec: FullAttentionSpec, context: int) -> float:
+        (attention,) = (x for x in cache_kernels([spec], 3, context, 1.0) if x.name == "attention")
+        return attention.num_bytes
+
+    assert moved(full, 9000) == 3 * 9001 * token
+    assert moved(window, 9000) == 3 * 512 * token
+    assert moved(window, 100) == moved(full, 100) == 3 * 101 * token
 
 
 def test_a_step_has_the_launches_that_were_counted() -> None:
