@@ -18,6 +18,7 @@ from hybrid_kv.models.specs import (
     ATTENTION,
     HYBRID,
     MAMBA,
+    WINDOW,
     Mamba1Spec,
     Mamba2Spec,
     SpecOptions,
@@ -31,6 +32,7 @@ from hybrid_kv.models.specs import (
     latent_spec,
     layer_kinds,
     mamba_spec,
+    window_spec,
 )
 
 MTP_PREFIX = "mtp."  # of a head's tensors and layers
@@ -122,6 +124,13 @@ def _kimi_state(file: ConfigFile, options: SpecOptions) -> MambaSpec:
     return delta_rule_spec(options, kernel, heads, (heads, size, size), per_channel=True)
 
 
+def _lara_mini_kinds(file: ConfigFile) -> list[str]:
+    if file.get("layer_types") is not None:
+        return layer_kinds(file)
+    period = MAMBA, WINDOW, MAMBA, ATTENTION, WINDOW
+    return [period[i % len(period)] for i in range(file.size("num_hidden_layers"))]
+
+
 def _lfm2_kinds(file: ConfigFile) -> list[str]:
     return (
         indexed_kinds(file, "full_attn_idxs")
@@ -130,8 +139,15 @@ def _lfm2_kinds(file: ConfigFile) -> list[str]:
     )
 
 
-def _lfm2_window(file: ConfigFile, options: SpecOptions) -> MambaSpec:
-    kernel = file.size("conv_L_cache", default=3)
+def _lfm3_kinds(file: ConfigFile) -> list[str]:
+    if file.get("layer_types") is not None:
+        return layer_kinds(file)
+    period = WINDOW, MAMBA, ATTENTION, MAMBA
+    return [MAMBA, *(period[i % 4] for i in range(1, file.size("num_hidden_layers")))]
+
+
+def _short_conv(file: ConfigFile, options: SpecOptions) -> MambaSpec:
+    kernel = file.size("conv_L_cache", default=7 if file.model_type == "lfm3" else 3)
     if kernel < 2:
         raise file.fail(
             f"conv_L_cache={kernel} leaves a convolution nothing to keep; it must be at least 2"
@@ -185,7 +201,9 @@ _register(
     checked_against=AS_A_WHOLE,
 )
 _register("kimi_linear", _kimi_kinds, caches(_kimi_state, latent_spec), default_ssm_dtype="float32")
-_register("lfm2", _lfm2_kinds, caches(_lfm2_window), "lfm2", "lfm2_moe")
+_register("lara_mini", _lara_mini_kinds, {**_DELTA_NETS, WINDOW: {"": window_spec}})
+_register("lfm2", _lfm2_kinds, caches(_short_conv), "lfm2", "lfm2_moe")
+_register("lfm3", _lfm3_kinds, {**caches(_short_conv), WINDOW: {"": window_spec}})
 _register(
     "mamba2",
     all_mamba,

@@ -101,7 +101,7 @@ def build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:
     return CausalLM(file, layer_specs, layers, norm(), tied=tied)
 
 
-_NAMES = {
+NAMES = {
     "embedding_norm.": "norm.",
     ".operator_norm.": ".norm.",
     ".ffn_norm.": ".mlp_norm.",
@@ -119,4 +119,4 @@ _NAMES = {
 
 
 # The hub has a tensor for each expert, transformers one for all.
-convert = partial(converted, prefixes=("model.",), names=_NAMES)
+convert = partial(converted, prefixes=("model.",), names=NAMES)

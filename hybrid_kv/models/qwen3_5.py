@@ -71,8 +71,13 @@ def dense_mlp(file: ConfigFile) -> nn.Module:
     return GatedMLP(file.size("hidden_size"), file.size("intermediate_size"))
 
 
-def experts(file: ConfigFile, renormalise: bool = True) -> nn.Module:
-    """Build a mixture of experts and one that sees every token, after a gate."""
+def experts(
+    file: ConfigFile, renormalise: bool = True, shared_gate: bool = True, wide_gate: bool = False
+) -> nn.Module:
+    """Build a mixture of experts and one that sees every token.
+
+    See `MixtureOfExperts` for the gates.
+    """
     size = file.size("hidden_size")
     count = file.size("num_experts")
     chosen = file.size("num_experts_per_tok", most=count)
@@ -82,7 +87,8 @@ def experts(file: ConfigFile, renormalise: bool = True) -> nn.Module:
         file.size("moe_intermediate_size"),
         partial(route_softmax, top_k=chosen, renormalise=renormalise),
         shared=GatedMLP(size, file.size("shared_expert_intermediate_size")),
-        shared_gate=True,
+        shared_gate=shared_gate,
+        wide_gate=wide_gate,
     )
 
 

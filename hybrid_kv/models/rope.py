@@ -16,7 +16,8 @@ import torch
 
 from hybrid_kv.models.config_file import ConfigFile, shown
 
-_FIXED = ("linear", "llama3", "yarn")  # variants whose frequencies are the same for every request
+# Variants whose frequencies are the same for every request.
+_FIXED = "linear", "llama3", "proportional", "yarn"
 # Radians a token, and the scale; published ones are near 1, and an angle of float32 ends at 3e38.
 _MOST = 1e9
 
@@ -25,11 +26,13 @@ _MOST = 1e9
 class Rope:
     """A rotation: channel i of the first half turns by `position * frequencies[i]`.
 
-    Cosine and sine are multiplied by `scale`.
+    Cosine and sine are multiplied by `scale`; with `wide` they are in float32 at least, so that
+    half precision is rounded after the turn alone.
     """
 
     frequencies: tuple[float, ...]
     scale: float = 1.0
+    wide: bool = False
 
     def rotation(
         self, positions: torch.Tensor, dtype: torch.dtype
@@ -38,6 +41,8 @@ class Rope:
 
         Angles are in float32.
         """
+        if self.wide:
+            dtype = torch.promote_types(dtype, torch.float32)
         angles = (positions.float()[:, None] * _on(positions.device, self.frequencies)).unsqueeze(1)
         return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
 
@@ -96,7 +101,8 @@ def read_rope(
             "(keys in a cache cannot "
             "be rotated anew when a request grows)"
         )
-    if not all(0 < number < _MOST for number in (*rope.frequencies, rope.scale)):
+    turning = rope.frequencies[: size // 2]  # of `proportional` the others are 0
+    if not all(0 < number < _MOST for number in (*turning, rope.scale)):
         raise file.fail(
             f"rope_theta={base:g}, rope_parameters={shown(given)} make NaN of an angle; correct "
             "the file"

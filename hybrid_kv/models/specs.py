@@ -17,6 +17,7 @@ from hybrid_kv.cache.spec import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowSpec,
     SlotsSpec,
     StatePart,
     window_and_states,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 # Kinds of layers: what each keeps of earlier tokens, or for an MLP and a mixture of experts that it
 # keeps nothing.
 ATTENTION = "attention"
+WINDOW = "sliding_attention"
 MAMBA = "mamba"
 HYBRID = "hybrid"
 MLP = "mlp"
@@ -40,6 +42,7 @@ _DEFAULT_CHUNK_SIZE = 2048  # vLLM 0.22's `get_mamba_chunk_size` for a config th
 _KINDS = {
     **dict.fromkeys(("attention", "full_attention", "*"), ATTENTION),
     **dict.fromkeys(("mamba", "mamba2", "linear_attention", "conv", "M"), MAMBA),
+    WINDOW: WINDOW,
     **dict.fromkeys(("mlp", "-"), MLP),
     **dict.fromkeys(("moe", "E"), MOE),
     "hybrid": HYBRID,
@@ -207,6 +210,16 @@ def attention_spec(
     return FullAttentionSpec(
         block_size=1, num_kv_heads=kv_heads_of_rank, head_size=head_size, dtype=options.kv_dtype
     )
+
+
+def window_spec(config: ConfigFile, options: SpecOptions) -> SlidingWindowSpec:
+    """Read the K and V of a layer whose queries see `sliding_window` tokens, their own included.
+
+    Heads are those of full attention.
+    """
+    full = attention_spec(config, options)
+    window = config.size("sliding_window")
+    return SlidingWindowSpec(1, full.num_kv_heads, full.head_size, full.dtype, window)
 
 
 def latent_spec(file: ConfigFile, options: SpecOptions) -> MLAAttentionSpec:

@@ -58,6 +58,34 @@ QWEN3_5_0_8B = QWEN3_5 | {
     "num_key_value_heads": 2,
     "linear_num_value_heads": 16,
 }
+# Theirs are not printed by vLLM 0.32, which has neither family: by its rules, computed by hand.
+LARA_4_MINI = {
+    "model_type": "lara_mini",
+    "dtype": "bfloat16",
+    "max_position_embeddings": 131072,
+    "num_hidden_layers": 34,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "sliding_window": 512,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+LFM3_1_7B = {
+    "model_type": "lfm3",
+    "dtype": "bfloat16",
+    "max_position_embeddings": 128000,
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "sliding_window": 256,
+    "conv_L_cache": 7,
+}
 ZAMBA2_2_7B = {
     "model_type": "zamba2",
     "dtype": "bfloat16",
@@ -94,8 +122,15 @@ def plan_of(
         (KIMI_LINEAR, "", 1920, 1.89),
         (QWEN3_5_0_8B, "--platform cpu --attention-backend CPU_ATTN", 640, 20.75),
         (ZAMBA2_2_7B, "", 48, 43.12),
+        # 2,048 B of K and V a token; a state has 3 * 4,096 and 16 * 128 * 128 numbers.
+        (LARA_4_MINI, "", 272, 1.49),
+        # A window of six inputs: 24,576 B beside pages of at least 16 tokens.
+        (LFM3_1_7B, "", 16, 33.33),
     ],
-    ids=["kimi_k3", "kimi_linear", "kimi_linear_alone", "qwen3_5_on_a_cpu", "zamba2"],
+    ids=[
+        *("kimi_k3", "kimi_linear", "kimi_linear_alone", "qwen3_5_on_a_cpu", "zamba2"),
+        *("lara_mini", "lfm3"),
+    ],
 )
 def test_block_sizes_and_padding_are_those_of_vllm(
     config: dict[str, Any],
@@ -124,3 +159,31 @@ def test_the_layer_of_a_draft_head_joins_the_attention_of_qwen3_5(
     staged = plan_of(QWEN3_5_27B, f"{flags} --pipeline-parallel-size 2", tmp_path, capsys)
     has_head = ["mtp.layers.0" in stage["layers"] for stage in staged["stages"]]
     assert has_head == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("config", "window", "counts", "blocks"),
+    [
+        (LARA_4_MINI, "window 512", {"gdn_attention": 14, "window 512": 13, "attention": 7}, 11),
+        (LFM3_1_7B, "window 256", {"short_conv": 13, "attention": 6, "window 256": 5}, 145),
+    ],
+    ids=["lara_mini", "lfm3"],
+)
+def test_a_window_next_to_states_takes_the_blocks_of_a_step(
+    config: dict[str, Any],
+    window: str,
+    counts: dict[str, int],
+    blocks: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It holds `window - 1` tokens and those of a step, 2,048 by default, on any boundary."""
+    plan = plan_of(config, "--mamba-cache-mode align", tmp_path, capsys)
+    assert plan["cached_layers"] == counts
+    of_window = {group["blocks_per_request"] for group in plan["groups"] if group["kind"] == window}
+    assert of_window == {blocks}
+    flags = "--mamba-cache-mode align --max-num-batched-tokens 8192"
+    longer = plan_of(config, flags, tmp_path, capsys)
+    step = (longer["blocks_per_request"] - plan["blocks_per_request"]) * plan["block_size"]
+    num_groups = sum(group["kind"] == window for group in plan["groups"])
+    assert abs(step - num_groups * (8192 - 2048)) < num_groups * plan["block_size"]

@@ -156,6 +156,17 @@ VARIANTS = {
             }
         },
     },
+    "lara_mini": {
+        "window_of_one": {
+            **{"sliding_window": 1, "attention_bias": True, "tie_word_embeddings": False},
+            **{"norm_topk_prob": False, "linear_num_value_heads": 2, "num_key_value_heads": 4},
+        },
+        "window_of_all": {
+            **{"sliding_window": 200, "linear_conv_kernel_dim": 2, "num_experts_per_tok": 3},
+            **{"layer_types": ["sliding_attention", "linear_attention"], "num_hidden_layers": 2},
+            **{"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0}},
+        },
+    },
     "lfm2": {
         "untied_bias": {
             **{"tie_word_embeddings": False, "conv_bias": True},
@@ -170,6 +181,22 @@ VARIANTS = {
         "no_bias": {
             **{"use_expert_bias": False, "norm_topk_prob": False, "routed_scaling_factor": 1.7},
             **{"num_dense_layers": 0, "num_experts_per_tok": 1},
+        },
+    },
+    "lfm3": {
+        "plain": {
+            **{"use_sandwich_norm": False, "use_attention_gate": False, "conv_bias": True},
+            **{"conv_L_cache": 2, "tie_word_embeddings": False, "attention_bias": True},
+        },
+        "ropes": {
+            **{"sliding_window": 17, "num_key_value_heads": 4},
+            "rope_parameters": {
+                "sliding_attention": {**YARN, "rope_theta": 500.0},
+                "full_attention": {
+                    **{"rope_type": "proportional", "partial_rotary_factor": 0.25, "factor": 2.0},
+                    "rope_theta": 900.0,
+                },
+            },
         },
     },
     "mamba2": {
@@ -419,6 +446,13 @@ REFUSED = {
             r"full_attn_layers=\[0\] must list layers from 1 to 5",
         ),
     ],
+    "lara_mini": [
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' can't be run, 'silu' can"),
+        ({"sliding_window": 0}, "sliding_window=0 must be an integer >= 1"),
+        ({"sliding_window": None}, "sliding_window is missing; a lara_mini config must give it"),
+        ({"layer_types": ["mlp"] * 5}, "no layers of kind mlp"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok=7 must be at most 6"),
+    ],
     "lfm2": [
         ({"conv_L_cache": 1}, "conv_L_cache=1"),
         (
@@ -430,6 +464,16 @@ REFUSED = {
     "lfm2_moe": [
         ({"num_dense_layers": -1}, "num_dense_layers=-1 must be an integer >= 0"),
         ({"num_experts_per_tok": 7}, "num_experts_per_tok=7 must be at most 6"),
+    ],
+    "lfm3": [
+        ({"conv_L_cache": 1}, "conv_L_cache=1"),
+        ({"rope_parameters": {"rope_theta": 1e4}}, "must have an object for full_attention"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}},
+            "rope_type='dynamic' is not supported",
+        ),
+        ({"use_sandwich_norm": False}, "post_norm"),
+        ({"use_attention_gate": "no"}, "use_attention_gate='no' must be true or false"),
     ],
     "mamba2": [
         ({"hidden_act": "relu"}, "hidden_act='relu' can't be run, 'silu' can"),
@@ -542,7 +586,9 @@ def test_what_cannot_be_run_is_refused(
         ("granitemoehybrid", "model.layers.0.block_sparse_moe.input_linear.weight"),
         ("jamba", ".experts.0.gate_proj."),
         ("kimi_linear", ".block_sparse_moe."),
+        ("lara_mini", ".linear_attn.in_proj.weight"),
         ("lfm2_moe", ".experts.0.w1."),
+        ("lfm3", ".self_attn.gate_proj.weight"),
         ("nemotron_h", "backbone.layers.4.mixer.experts.0.up_proj.weight"),
         ("olmo_hybrid", "q_conv1d"),
         ("qwen3_5_moe_text", ".experts.0.gate_proj."),
@@ -598,7 +644,7 @@ def test_a_wrong_weight_is_seen(
         check_parity(model, copied(folder, tmp_path, wrong))
 
 
-@pytest.mark.parametrize("model_type", ["kimi_linear", "lfm2"])
+@pytest.mark.parametrize("model_type", ["kimi_linear", "lara_mini", "lfm2"])
 def test_the_sanitizer_finds_nothing(tiny: Tiny, model_type: str) -> None:
     options = {
         "mamba_cache_mode": "all",

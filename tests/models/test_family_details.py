@@ -10,14 +10,25 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
-from hybrid_kv.cache.spec import MambaSpec, MLAAttentionSpec
+from hybrid_kv.cache.spec import (
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    kind_of,
+)
+from hybrid_kv.check.guard.exactness import beside_transformers
+from hybrid_kv.check.guard.scenario import SmallKVFirst
 from hybrid_kv.config import ConfigError, EngineConfig
+from hybrid_kv.engine.llm import LLM
 from hybrid_kv.models.loader import load_model
 from hybrid_kv.models.shapes import model_shape
 from hybrid_kv.models.transformers_cache import cache_argument, cache_of
+from hybrid_kv.sampling import SamplingParams
 from tests.models.paged_head import CPU
-from tests.models.parity import TOLERANCE, check_parity, check_refused, checkpoint, load
+from tests.models.parity import TOLERANCE, check_parity, check_refused, checkpoint, load, prompts
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -137,6 +148,94 @@ def test_a_token_takes_one_vector_in_kimi_linears_latent_cache(
     assert latents.numel() * 4 == llm.plan.config.num_blocks * llm.plan.config.page_size_bytes
     (output,) = load(folder, dtype="bfloat16").generate([[7, 8, 9]], progress=False)
     assert output.error is None and torch.tensor(output.token_ids).lt(101).all()
+
+
+# ---- Lara-4-Mini, LFM3 ----
+
+COUNTS = {
+    "lara_mini": {"gdn_attention": 14, "window 512": 13, "attention": 7},
+    "lfm3": {"short_conv": 13, "attention": 6, "window 256": 5},
+}
+# By hand: three rows of 2 * 8 * 128 + 16 * 128 channels, and six of the hidden size.
+STATES = {
+    "lara_mini": [("conv", (3, 4096)), ("ssm", (16, 128, 128))],
+    "lfm3": [("conv", (6, 2048))],
+}
+
+
+@pytest.mark.parametrize("model_type", ["lara_mini", "lfm3"])
+def test_published_models_with_windows_are_the_defaults_of_transformers(model_type: str) -> None:
+    """With the layers listed, as transformers writes them, and by their number alone."""
+    published = AutoConfig.for_model(model_type, dtype="bfloat16").to_dict()
+    unlisted = {key: value for key, value in published.items() if key != "layer_types"}
+    shape = model_shape(published)
+    assert shape.layers == model_shape(unlisted).layers
+    assert shape.counts == COUNTS[model_type]
+    state = next(spec for spec in shape.layers.values() if isinstance(spec, MambaSpec))
+    assert [(part.name, part.shape) for part in state.parts] == STATES[model_type]
+    for spec in shape.layers.values():
+        if isinstance(spec, FullAttentionSpec):
+            assert (spec.num_kv_heads, spec.head_size, spec.dtype) == (4, 128, torch.bfloat16)
+
+
+def test_windows_alone_turn_in_lara_mini(tmp_path_factory: pytest.TempPathFactory) -> None:
+    _, folder = checkpoint(tmp_path_factory, "lara_mini")
+    layers = load_model(folder, EngineConfig(dtype="float32"), CPU).layers
+    ropes = [getattr(layer.mixer, "rope", "none") for layer in layers]
+    assert [rope and rope != "none" for rope in ropes] == [False, True, False, None, True]
+
+
+def test_each_kind_of_layer_turns_by_its_frequencies_in_lfm3(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Of full attention half of the channels, by a base of a million; both in float32."""
+    _, folder = checkpoint(tmp_path_factory, "lfm3")
+    layers = load_model(folder, EngineConfig(dtype="bfloat16"), CPU).layers
+    full, window = layers[1].mixer.rope, layers[2].mixer.rope
+    assert full.frequencies == pytest.approx([1e6 ** (-i / 8) for i in range(4)] + 4 * [0.0])
+    assert window.frequencies == pytest.approx([1e4 ** (-i / 8) for i in range(8)])
+    for rope in (full, window):
+        cosines, _ = rope.rotation(torch.arange(3), torch.bfloat16)
+        assert cosines.dtype == torch.float32
+        assert rope.rotation(torch.arange(3), torch.float64)[0].dtype == torch.float64
+
+
+@pytest.mark.parametrize("mode", ["align", "all"])
+@pytest.mark.parametrize("model_type", ["lara_mini", "lfm3"])
+def test_windows_next_to_states_are_given_back_and_restored(
+    tmp_path_factory: pytest.TempPathFactory, model_type: str, mode: str
+) -> None:
+    """While a request runs, and with a hit; n-grams are drafted all the time."""
+    model, folder = checkpoint(tmp_path_factory, model_type)
+    llm = load(
+        folder,
+        mamba_cache_mode=mode,
+        attention_backend=SmallKVFirst.name,
+        max_num_batched_tokens=17,
+        speculative_method="ngram",
+        num_speculative_tokens=3,
+    )
+    specs = [group.spec for group in llm.plan.config.groups]
+    windows = {i: spec for i, spec in enumerate(specs) if isinstance(spec, SlidingWindowSpec)}
+    full = next(i for i, spec in enumerate(specs) if kind_of(spec) == "attention")
+    assert windows and all(spec.num_tail_blocks > 1 for spec in windows.values())
+    given_back: list[int] = []
+
+    def count(llm: LLM) -> None:
+        for request in llm.scheduler.running:
+            held = [len(ids) for ids in llm.manager.block_ids(request.request_id)]
+            for i, spec in windows.items():
+                assert held[i] <= spec.max_blocks_per_request(64)
+                given_back.append(held[full] - held[i])
+
+    text = prompts(101)[0]
+    for is_hit in (False, True):
+        outputs = beside_transformers(model, llm, [text], SamplingParams(max_tokens=20), count)
+        for output, _, expected, far in outputs:
+            assert output.error is None and far <= TOLERANCE
+            assert output.token_ids == expected[len(text) - 1 :].argmax(-1).tolist()
+            assert bool(output.cached_tokens) == is_hit
+    assert max(given_back) > 0
 
 
 # ---- LFM2 ----
