@@ -167,16 +167,17 @@ def qwen_kinds(file: ConfigFile) -> list[str]:
 
 
 def _planned_kinds(file: ConfigFile) -> list[str]:
-    if file.get("sliding_window") and file.get("use_sliding_window") is not False:
-        raise file.fail(
-            f"sliding_window={file.get('sliding_window')!r} is not supported; only full attention "
-            "is"
-        )
-    return (
-        layer_kinds(file)
-        if file.get("layer_types")
-        else [ATTENTION] * file.size("num_hidden_layers")
-    )
+    """Return `layer_types`, or windows from layer `max_window_layers` on if the file has them.
+
+    Qwen files that do not use theirs name it all the same.
+    """
+    if file.get("layer_types"):
+        return layer_kinds(file)
+    num_layers = file.size("num_hidden_layers")
+    if not file.get("sliding_window") or not file.flag("use_sliding_window", default=True):
+        return [ATTENTION] * num_layers
+    num_full = file.count("max_window_layers", 28 if "qwen" in file.model_type else 0)
+    return [WINDOW if i >= num_full else ATTENTION for i in range(num_layers)]
 
 
 _MAMBA2 = caches(
@@ -230,7 +231,7 @@ _register("qwen3_5", qwen_kinds, _DELTA_NETS, *_QWEN3_5, skips=_SKIPS)
 _register("olmo_hybrid", layer_kinds, _DELTA_NETS)
 # These can be planned, not run.
 register(
-    Family(_planned_kinds, {ATTENTION: {"": attention_spec}}),
+    Family(_planned_kinds, {ATTENTION: {"": attention_spec}, WINDOW: {"": window_spec}}),
     *(
         "llama",
         "mistral",

@@ -155,8 +155,30 @@ def test_a_model_of_attention_alone_is_planned() -> None:
     assert model_shape(llama).counts == {"attention": 16}
     assert model_shape(llama).mamba_chunk_size is None
     assert attention_of(model_shape(llama)).page_size_bytes == 2 * 8 * 64 * 2
-    with pytest.raises(ConfigError, match="sliding_window=4096"):
-        model_shape({**llama, "sliding_window": 4096})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "counts"),
+    [
+        ("mistral", {}, {"window 4096": 16}),
+        ("mistral", {"sliding_window": None}, {"attention": 16}),
+        ("qwen2", {"use_sliding_window": False}, {"attention": 16}),
+        ("qwen2", {"max_window_layers": 10}, {"attention": 10, "window 4096": 6}),
+        ("qwen2", {}, {"attention": 16}),
+        (
+            "qwen3",
+            {"layer_types": ["sliding_attention", "full_attention"] * 8},
+            {"window 4096": 8, "attention": 8},
+        ),
+    ],
+)
+def test_windows_of_a_model_without_states_are_planned(
+    model_type: str, keys: dict[str, Any], counts: dict[str, int]
+) -> None:
+    """As in transformers those of Mistral are in every layer, those of Qwen2 in the last ones."""
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32}
+    values = {**sizes, "num_key_value_heads": 8, "sliding_window": 4096, "dtype": "bfloat16"}
+    assert model_shape({"model_type": model_type, **values, **keys}).counts == counts
 
 
 def test_a_text_config_is_read_where_the_top_level_is_multimodal() -> None:
