@@ -227,12 +227,14 @@ def _pages(model: str) -> tuple[torch.Tensor, torch.Tensor]:
     return key, value
 
 
-def _attention(model: str, length: int) -> None:
+def _attention(model: str, length: int, has_window: bool = False) -> None:
     query = _meta(NUM_REQS * length, MODELS[model].query_heads, MODELS[model].head_size)
     table, starts, lens = (
         _ids(*size, dtype=torch.int32) for size in ((NUM_REQS, 256), (NUM_REQS + 1,), (NUM_REQS,))
     )
-    paged_attention_varlen(query, *_pages(model), table, starts, lens, length, 1.0)
+    # As in Granite-SWA: a window and sinks.
+    options = {"window": 128, "sinks": _meta(query.shape[1])} if has_window else {}
+    paged_attention_varlen(query, *_pages(model), table, starts, lens, length, 1.0, **options)
 
 
 def _store() -> None:
@@ -362,6 +364,11 @@ def _attention_launches() -> Iterator[Launch]:
     for model, length, kind in _QUERIES:
         call = partial(_attention, model, length)
         yield Launch("paged_attention.paged_attention_varlen", f"{model}, {kind}", call)
+    yield Launch(
+        "paged_attention.paged_attention_varlen",
+        f"{NANO}, K=0, window, sinks",
+        partial(_attention, NANO, 1, has_window=True),
+    )
     yield Launch(
         "paged_attention.store_kv", NANO, _store, bytes_per_program=lambda c: 4 * c["WIDTH"] * 2
     )

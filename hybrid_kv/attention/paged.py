@@ -51,7 +51,12 @@ FLASHINFER_WORKSPACE_BYTES = 128 << 20  # what its documentation recommends
 
 
 class Compute(Protocol):
-    """A way to store K and V, and to attend."""
+    """A way to store K and V, and to attend.
+
+    `has_sinks`: it takes `sinks`; others are called without.
+    """
+
+    has_sinks: bool
 
     def store(
         self, key: torch.Tensor, value: torch.Tensor, caches: Caches, slot_mapping: SlotMapping
@@ -59,7 +64,13 @@ class Compute(Protocol):
         """Store K and V [num_tokens, num_kv_heads, head_size] in their slots; -1 stores nothing."""
 
     def attend(
-        self, query: torch.Tensor, caches: Caches, segment: AttentionPart, scale: float
+        self,
+        query: torch.Tensor,
+        caches: Caches,
+        segment: AttentionPart,
+        scale: float,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend causally from a part's queries to the tokens of their rows, up to the query's own.
 
@@ -67,6 +78,7 @@ class Compute(Protocol):
 
         Args:
             query: [num_tokens, num_heads, head_size], of the part.
+            sinks: [num_heads], see `kernels.paged_attention`; None: the layer has none.
 
         Returns:
             The same shape.
@@ -75,6 +87,8 @@ class Compute(Protocol):
 
 class TorchCompute:
     """Gathers of each row's keys, padded to the longest, for `scaled_dot_product_attention`."""
+
+    has_sinks = True
 
     def store(
         self, key: torch.Tensor, value: torch.Tensor, caches: Caches, slot_mapping: SlotMapping
@@ -88,6 +102,8 @@ class TorchCompute:
         segment: AttentionPart,
         scale: float,
         grid: int | None = None,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend as `Compute.attend`; tokens at multiples of a `grid` are hidden (`models.mtp`)."""
         padded = segment.rows.padded(query)
@@ -96,7 +112,7 @@ class TorchCompute:
             gather_tokens(cache, segment.token_index(cache, grid)).view(shape) for cache in caches
         )
         mask = segment.mask(query.shape[1] // key.shape[2], query.dtype, grid)
-        out = attend_tokens(padded, key, value, mask, scale)
+        out = attend_tokens(padded, key, value, mask, scale, sinks)
         if grid is not None:
             out = out.masked_fill_(sees_nothing(segment.positions, grid)[..., None, None], 0)
         return segment.rows.flat(out)
@@ -104,6 +120,8 @@ class TorchCompute:
 
 class _Stores:
     """Storing K and V in one launch."""
+
+    has_sinks = False
 
     def store(
         self, key: torch.Tensor, value: torch.Tensor, caches: Caches, slot_mapping: SlotMapping
@@ -114,6 +132,8 @@ class _Stores:
 class TritonCompute(_Stores):
     """One launch to store, one to attend; `grid` as `TorchCompute.attend` has it."""
 
+    has_sinks = True
+
     def attend(
         self,
         query: torch.Tensor,
@@ -121,10 +141,19 @@ class TritonCompute(_Stores):
         segment: AttentionPart,
         scale: float,
         grid: int | None = None,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         where = segment.block_table, segment.query_start_loc, segment.seq_lens
         return paged_attention_varlen(
-            query, *caches, *where, segment.rows.max_len, scale, grid or 0, segment.window or 0
+            query,
+            *caches,
+            *where,
+            segment.rows.max_len,
+            scale,
+            grid or 0,
+            segment.window or 0,
+            sinks,
         )
 
 
@@ -141,8 +170,15 @@ class FlashAttentionCompute(_Stores):
         self._attend = importlib.import_module("vllm.vllm_flash_attn").flash_attn_varlen_func
 
     def attend(
-        self, query: torch.Tensor, caches: Caches, segment: AttentionPart, scale: float
+        self,
+        query: torch.Tensor,
+        caches: Caches,
+        segment: AttentionPart,
+        scale: float,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert sinks is None, "`has_sinks` says that this takes none"
         # Longest rows, as far as the host knows them; a window says nothing of their length.
         longest = segment.num_keys
         if segment.window is not None:
@@ -170,8 +206,15 @@ class FlashInferCompute(_Stores):
         self._workspaces: dict[torch.device, torch.Tensor] = {}
 
     def attend(
-        self, query: torch.Tensor, caches: Caches, segment: AttentionPart, scale: float
+        self,
+        query: torch.Tensor,
+        caches: Caches,
+        segment: AttentionPart,
+        scale: float,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert sinks is None, "`has_sinks` says that this takes none"
         key_cache, _ = caches
         geometry = (query.shape[1:], key_cache.shape[2], scale, query.dtype, key_cache.dtype)
         if geometry not in segment.plans:

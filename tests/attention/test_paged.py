@@ -95,6 +95,7 @@ def attend(
     scale: float,
     grid: int = 0,
     window: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the outputs of the rows that run, by this compute; NaN for tokens of no row."""
     running = query_start_loc.diff().nonzero()[:, 0]
@@ -116,11 +117,12 @@ def attend(
         max(seen),
         window=window or None,
     )
-    hidden = {"grid": grid} if grid else {}
+    options = {"grid": grid} if grid else {}
+    options |= {} if sinks is None else {"sinks": sinks}
     out = torch.full_like(query, torch.nan, memory_format=torch.contiguous_format)
     for _ in range(2):  # the second layer finds what the first has planned
         found = compute.attend(
-            query[: len(positions)], (key_cache, value_cache), part, scale, **hidden
+            query[: len(positions)], (key_cache, value_cache), part, scale, **options
         )
         out[: len(positions)] = found
     return out
@@ -151,6 +153,12 @@ STEPS = {
     ),
     "multi-head": ONE.but(rows=((1, 2, False), (1, 2, False)), kv_heads=3, per_kv=1),
 }
+# Which the libraries do not know: the longest queries of a row, and a window that is full.
+SINKS = {
+    "drafts": ONE.but(rows=((3, 9, False), (1, 4, False)), has_sinks=True),
+    "a prefill": ONE.but(rows=((FOLDED_QUERIES + 2, 3, False),), has_sinks=True),
+    "a full window": ONE.but(rows=((1, 12, False), (2, 9, False)), window=4, has_sinks=True),
+}
 steps = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 ROW = st.tuples(
     st.integers(1, FOLDED_QUERIES + 4), st.integers(0, 20), st.sampled_from([False, False, True])
@@ -168,8 +176,9 @@ CASES = shapes(
     dtype=[*Torch.share],
     grid=[0, 0, 1, 3, 8],
     window=[0, 0, 1, 2, 6, 19],
+    has_sinks=[False, True],
 )
-_, test_torch_equals_the_definition = equality(Torch, CASES, *STEPS.values())
+_, test_torch_equals_the_definition = equality(Torch, CASES, *STEPS.values(), *SINKS.values())
 
 
 def problem(step: Shape) -> tuple[AttentionPart, torch.Tensor, Caches]:
@@ -210,6 +219,11 @@ def check_triton(step: Shape) -> None:
 @pytest.mark.parametrize("name", ["windows", "drafts in a window"])
 def test_triton_in_a_window(name: str) -> None:
     interpreted(check_window, STEPS[name])
+
+
+@pytest.mark.parametrize("name", SINKS)
+def test_triton_with_sinks(name: str) -> None:
+    interpreted(check_window, SINKS[name])
 
 
 @pytest.mark.parametrize("name", ["drafts", "prefills"])

@@ -159,6 +159,7 @@ def attention(
     scale: float,
     grid: int = 0,
     window: int = 0,
+    sinks: Floats | None = None,
 ) -> Floats:
     """Compute causal attention (arXiv 1706.03762) with heads that share K and V (arXiv 2305.13245).
 
@@ -167,6 +168,7 @@ def attention(
         key: [num_keys, kv_heads, size]; value: [num_keys, kv_heads, value_size].
         grid: tokens at multiples of it are hidden; 0: none are.
         window: tokens that a query sees, its own included; 0: all up to its own.
+        sinks: [heads], one more score for every query, without a value (arXiv 2508.10925).
 
     Returns:
         [len, heads, value_size]; zeros for a query that sees no token.
@@ -178,7 +180,10 @@ def attention(
         seen = [place for place in range(first, position + 1) if not grid or place % grid]
         for head in range(heads if seen else 0):
             shared = head * kv_heads // heads
-            out[t, head] = softmax(key[seen, shared] @ query[t, head] * scale) @ value[seen, shared]
+            scores = key[seen, shared] @ query[t, head] * scale
+            if sinks is not None:
+                scores = np.append(scores, sinks[head])
+            out[t, head] = softmax(scores)[: len(seen)] @ value[seen, shared]
     return out
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -31,11 +32,14 @@ def attention(
     value: torch.Tensor,
     positions: Sequence[int],
     scale: float,
-    grid: int = 0,
-    window: int = 0,
+    **options: Any,
 ) -> torch.Tensor:
     operands = (part.cpu().double().numpy() for part in (query, key, value))
-    return torch.from_numpy(definitions.attention(*operands, positions, scale, grid, window))
+    given = options.pop("sinks", None)
+    sinks = None if given is None else given.cpu().double().numpy()
+    return torch.from_numpy(
+        definitions.attention(*operands, positions, scale, sinks=sinks, **options)
+    )
 
 
 class Attention(Operation):
@@ -105,6 +109,10 @@ class Attention(Operation):
         self.arguments |= {"max_query_len": max(1, *self.lengths), "scale": size**-0.5}
         self.arguments |= {"grid": shape.grid} if shape.grid else {}
         self.arguments |= {"window": self.window} if self.window else {}
+        if shape.has_sinks:
+            # From hardly there to larger than every score.
+            sinks = (torch.randn(heads, generator=g) * 4).to(shape.dtype)
+            self.arguments["sinks"] = sinks.to(device)
 
     @classmethod
     def patches(cls, shape: Shape) -> AbstractContextManager[object]:
@@ -124,8 +132,9 @@ class Attention(Operation):
                     value,
                     ends,
                     self.arguments["scale"],
-                    shape.grid,
-                    self.window,
+                    grid=shape.grid,
+                    window=self.window,
+                    sinks=self.arguments.get("sinks"),
                 )
                 yield Expected("y", span, y, share, max(1.0, float(value.abs().max())), shape.dtype)
 
@@ -142,6 +151,7 @@ MIXED = Shape(
     index_dtype=torch.int32,
     grid=0,
     window=0,
+    has_sinks=False,
     stale=1,
     max_rows=16,
     block_n=16,

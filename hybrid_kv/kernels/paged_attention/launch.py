@@ -101,6 +101,7 @@ def _attention(
     block_table: tl.tensor,
     query_start_loc: tl.tensor,
     seq_lens: tl.tensor,
+    sinks: tl.tensor,
     scale: tl.tensor,
     query_stride: tl.tensor,
     table_stride: tl.tensor,
@@ -114,6 +115,7 @@ def _attention(
     BLOCK_SIZE: tl.constexpr,
     GRID: tl.constexpr,
     WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -153,6 +155,10 @@ def _attention(
         best = tl.full([BLOCK_M], float("-inf"), tl.float32)
         weight = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        if HAS_SINKS:
+            # Before any key, and once: a score without a value. The base of exponentials is 2.
+            best = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+            weight += 1.0
         # No query of the tile sees further than its last one.
         stop = tl.minimum(total, total - length + (tile * BLOCK_M + BLOCK_M - 1) // PER_KV + 1)
         # And none sees tokens before the window of its first one.
@@ -209,6 +215,7 @@ def paged_attention_varlen(
     scale: float,
     grid: int = 0,
     window: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend causally from each row's queries to the row's blocks.
 
@@ -232,6 +239,9 @@ def paged_attention_varlen(
             0: there is no grid.
         window: tokens that a query sees, its own included; blocks wholly before the window of a
             row's first query are not read. 0: all.
+        sinks: [num_heads] float32, bfloat16 or float16, a score of each head that is in the
+            softmax of every query and has no value (gpt-oss, arXiv 2508.10925). None: there are
+            none.
 
     Returns:
         [num_tokens, num_heads, head_size], contiguous. Rows of padding and tokens of no row are not
@@ -257,6 +267,8 @@ def paged_attention_varlen(
     check("block_table", block_table, (rows, width), INTS, device, free=1)
     check("query_start_loc", query_start_loc, (rows + 1,), INTS, device)
     check("seq_lens", seq_lens, (rows,), INTS, device)
+    if sinks is not None:
+        check("sinks", sinks, (heads,), FLOATS, device)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     # The interpreter would multiply raw bits.
     upcast = query.dtype == torch.bfloat16 and is_interpreter()
@@ -265,6 +277,7 @@ def paged_attention_varlen(
     block_m = min(MAX_ROWS, max(16, next_power_of_2(per_kv * max_query_len)))
     jit(_attention)[(cdiv(max_query_len * per_kv, block_m), kv_heads, rows)](
         *(query, key_cache, value_cache, out, block_table, query_start_loc, seq_lens),
+        query if sinks is None else sinks,
         scale * math.log2(math.e),
         *(query.stride(0), block_table.stride(0), *cache_strides(key_cache, value_cache)),
         HEADS=heads,
@@ -273,6 +286,7 @@ def paged_attention_varlen(
         BLOCK_SIZE=block_size,
         GRID=grid,
         WINDOW=window,
+        HAS_SINKS=sinks is not None,
         BLOCK_M=block_m,
         BLOCK_N=BLOCK_N,
         BLOCK_D=max(16, next_power_of_2(size)),

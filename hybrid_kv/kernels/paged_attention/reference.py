@@ -222,6 +222,7 @@ def attend_tokens(
     value: torch.Tensor,
     mask: torch.Tensor | None,
     scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from each row's queries to the row's keys, grouped-query heads included.
 
@@ -230,10 +231,13 @@ def attend_tokens(
         key, value: [num_rows, num_keys, num_kv_heads, head_size], finite.
         mask: `attention_mask` of keys of which each query sees at least one; None if every query
             sees every key.
+        sinks: [num_heads], see `attend_with_sinks`.
 
     Returns:
         [num_rows, len, num_heads, head_size].
     """
+    if sinks is not None:
+        return attend_with_sinks(query, key, value, mask, scale, sinks)
     rows, length, heads, size = query.shape
     kv_heads = key.shape[2]
     key = key.transpose(1, 2)
@@ -253,6 +257,36 @@ def attend_tokens(
     )
     out = F.scaled_dot_product_attention(folded, key, value, mask, scale=scale)
     return out.view(rows, kv_heads, length, -1, size).transpose(1, 2).reshape(query.shape)
+
+
+def attend_with_sinks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    sinks: torch.Tensor,
+) -> torch.Tensor:
+    """Attend as `attend_tokens`, with one more score in each softmax, which has no value.
+
+    It is the head's own, the same for every query, and is never masked (gpt-oss, arXiv 2508.10925):
+    so a head may attend to nothing. Torch's own attention has no such score; all scores of a step
+    lie in memory here.
+
+    Args:
+        sinks: [num_heads].
+    """
+    rows, length, heads, size = query.shape
+    num_keys, kv_heads = key.shape[1:3]
+    grouped = query.view(rows, length, kv_heads, -1, size)
+    scores = torch.einsum("rqhgd,rkhd->rhqgk", grouped, key) * scale
+    if mask is not None:
+        scores = scores + mask.view(rows, 1, length, -1, num_keys)
+    sink = sinks.to(scores.dtype).view(kv_heads, 1, heads // kv_heads, 1)
+    scores = torch.cat((scores, sink.expand(*scores.shape[:-1], 1)), dim=-1)
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    weights = scores.softmax(dim=-1, dtype=wide)[..., :num_keys].to(value.dtype)
+    return torch.einsum("rhqgk,rkhd->rqhgd", weights, value).reshape(query.shape)
 
 
 def sees_nothing(positions: torch.Tensor, grid: int) -> torch.Tensor:

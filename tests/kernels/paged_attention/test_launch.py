@@ -116,6 +116,7 @@ CASES = shapes(
     index_dtype=INTS,
     grid=[0, 0, 1, 3, 8],
     window=[0, 0, 1, 2, 6, 19],
+    has_sinks=[False, True],
     stale=[0, 1, 2],
 )
 test_equals_the_definition, _ = equality(
@@ -124,6 +125,7 @@ test_equals_the_definition, _ = equality(
     MIXED,
     MIXED.but(grid=4, dtype=torch.float16),
     MIXED.but(window=7),
+    MIXED.but(window=7, has_sinks=True),
     MIXED.but(
         per_kv=5, max_rows=32, dtype=torch.bfloat16, is_swapped=True, index_dtype=torch.int64
     ),
