@@ -31,13 +31,14 @@ from hybrid_kv.cache.block_table import BlockTables, LaunchedBlockTables
 from hybrid_kv.cache.layout import allocate_raw_buffers, allocate_row_memory, bind_views
 from hybrid_kv.cache.plan import CachePlan
 from hybrid_kv.cache.spec import MambaSpec, layer_specs, window_of
-from hybrid_kv.config import EngineConfig, SchedulerConfig
+from hybrid_kv.config import ConfigError, EngineConfig, SchedulerConfig
 from hybrid_kv.engine.drafter import Drafting, MTPDrafter
 from hybrid_kv.engine.state_cursor import StateCursor
 from hybrid_kv.engine.step_inputs import StepInputs, padded_size
 from hybrid_kv.kernels.common.launch import choose
 from hybrid_kv.kernels.common.upload import Pending, StepUpload, download, fill
 from hybrid_kv.kernels.recompute import RecomputeStep
+from hybrid_kv.models.attention import layers_with_sinks
 from hybrid_kv.models.interface import DraftHead, Model
 from hybrid_kv.models.layers import ForwardContext
 from hybrid_kv.observe import EngineObserver
@@ -157,6 +158,10 @@ class ModelRunner:
         self.views: dict[str, tuple[torch.Tensor, ...]] = {}
         self.row_memory: dict[str, Any] = {}
         self._memory = plan.config, limits.max_num_seqs
+        # Before any memory: a compute may be missing, or miss what a layer needs.
+        self._computes = {
+            group.group_id: self._compute(group) for group in groups if not group.backend.is_ssm()
+        }
         self.allocate_memory()
         self.captured_sizes = [
             size for size in config.captured_batch_sizes if size <= limits.max_num_seqs
@@ -172,9 +177,6 @@ class ModelRunner:
         self.num_tokens = np.zeros(limits.max_num_seqs, dtype=np.int64)
         self._drafts: list[list[int]] = [[] for _ in range(limits.max_num_seqs)]
         self.block_tables = self._make_block_tables(limits, max_tokens)
-        self._computes = {
-            group.group_id: self._compute(group) for group in groups if not group.backend.is_ssm()
-        }
         launches = self.kernels == "triton"
         self.builders = {
             group.group_id: MambaMetadataBuilder(group.spec, limits.max_num_seqs, device, launches)
@@ -218,7 +220,15 @@ class ModelRunner:
             for spec in layer_specs(group.layer_names, group.spec)
             for dtype in spec.cache_dtypes
         }
-        return compute_of(group.backend.get_compute(self.device.type, self.kernels, dtypes))
+        name = group.backend.get_compute(self.device.type, self.kernels, dtypes)
+        compute = compute_of(name)
+        wanted = [layer for layer in layers_with_sinks(self.model) if layer in group.layer_names]
+        if wanted and not compute.has_sinks:
+            raise ConfigError(
+                f"layer {wanted[0]} has attention sinks, which {name} does not compute here; use "
+                "--attention-backend TORCH"
+            )
+        return compute
 
     def allocate_memory(self) -> None:
         """Allocate the blocks, and the rollback scheme's memory of each row; all zeros."""

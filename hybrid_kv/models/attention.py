@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -15,7 +17,7 @@ from hybrid_kv.attention.paged import (
 )
 from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec
 from hybrid_kv.models.config_file import ConfigFile
-from hybrid_kv.models.layers import ForwardContext, Linear, RMSNorm
+from hybrid_kv.models.layers import ForwardContext, Linear, RMSNorm, empty
 from hybrid_kv.models.rope import Rope, rotate
 
 
@@ -147,6 +149,27 @@ class GridAttention(PagedAttention):
         # No library knows a grid.
         compute = TORCH if isinstance(segment.compute, TorchCompute) else TRITON
         return compute.attend(query, caches, segment, self.scale, self.grid)
+
+
+class SinkAttention(PagedAttention):
+    """`PagedAttention` with a sink for each head: a learned score in its softmax, without a value.
+
+    A head whose queries want none of the keys they see can attend to it instead (gpt-oss,
+    Granite-SWA).
+    """
+
+    def __init__(self, file: ConfigFile, name: str, spec: KVCacheSpec, **options: Any) -> None:
+        super().__init__(file, name, spec, **options)
+        self.sinks = empty(file.size("num_attention_heads"))
+
+    def attend(self, query: torch.Tensor, caches: Caches, segment: AttentionPart) -> torch.Tensor:
+        return segment.compute.attend(query, caches, segment, self.scale, sinks=self.sinks)
+
+
+def layers_with_sinks(model: object) -> list[str]:
+    """Return the names of the layers of a model that need a compute with sinks."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return [module.name for module in modules if isinstance(module, SinkAttention)]
 
 
 def _normed(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:

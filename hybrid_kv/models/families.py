@@ -64,6 +64,12 @@ def _all_hybrid(file: ConfigFile) -> list[str]:
     return [HYBRID] * file.size("num_hidden_layers")
 
 
+def _granite_swa_kinds(file: ConfigFile) -> list[str]:
+    if file.get("layer_types"):
+        return layer_kinds(file)
+    return [WINDOW if i % 4 else ATTENTION for i in range(file.size("num_hidden_layers"))]
+
+
 def _granite_kinds(file: ConfigFile) -> list[str]:
     return layer_kinds(file) if file.get("layer_types") else all_mamba(file)
 
@@ -193,6 +199,13 @@ _register(
     all_mamba,
     {MAMBA: {"": Mamba1Spec("state_size", "conv_kernel", "expand", "intermediate_size")}},
     checked_against=AS_A_WHOLE,
+)
+_register(
+    "granite_swa",
+    _granite_swa_kinds,
+    {ATTENTION: {"": attention_spec}, WINDOW: {"": window_spec}},
+    "granite_swa",
+    "granitemoe_swa",
 )
 _register("granitemoehybrid", _granite_kinds, _MAMBA2)
 _register(

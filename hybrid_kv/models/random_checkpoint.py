@@ -97,6 +97,9 @@ def _value(name: str, start: torch.Tensor, g: torch.Generator) -> torch.Tensor:
         return torch.rand(start.shape, generator=g).mul_(3.5).add_(0.5).log_()
     if last == "dt_bias" or name.endswith("dt_proj.bias"):
         return torch.rand(start.shape, generator=g).mul_(2).sub_(2)
+    if last == "sinks":
+        # From a tenth of a query's weight to most of it.
+        return 2 * noise
     if "embed" in name:
         return noise
     if "conv" in name and start.dim() == 3:

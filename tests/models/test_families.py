@@ -89,6 +89,28 @@ VARIANTS = {
         },
         "short_window": {"conv_kernel": 2, "expand": 3, "time_step_rank": "auto", "state_size": 1},
     },
+    "granite_swa": {
+        "one_base": {
+            **{
+                "layer_rope_theta": None,
+                "rope_parameters": {**YARN, "rope_theta": 1e4},
+                "attention_bias": True,
+                "mlp_bias": True,
+            },
+            **{"tie_word_embeddings": False, "num_key_value_heads": 6, "sliding_window": 1},
+        },
+        "scaled": {
+            **{"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 77.0}},
+            **{"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4},
+            **{"layer_rope_theta": [1e4, 0, 500, 1e6], "num_key_value_heads": 1},
+        },
+    },
+    "granitemoe_swa": {
+        "no_shared_expert": {
+            **{"shared_intermediate_size": 0, "tie_word_embeddings": True},
+            **{"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 40},
+        },
+    },
     "granitemoehybrid": {
         "dense_rotated": {
             **{
@@ -417,6 +439,20 @@ REFUSED = {
         ({"hidden_act": "relu"}, "hidden_act='relu' can't be run, 'silu' can"),
         ({"time_step_rank": 0}, "time_step_rank=0 must be an integer >= 1"),
     ],
+    "granite_swa": [
+        ({"hidden_act": "relu"}, "hidden_act='relu' can't be run, 'silu' can"),
+        ({"layer_rope_theta": [1e4]}, r"layer_rope_theta=\[10000.0\] must be a list of 5 numbers"),
+        ({"layer_rope_theta": [1, 2, 3, 4, -5]}, "layer_rope_theta=-5 must be a number above 0"),
+        ({"layer_rope_theta": 5}, "layer_rope_theta=5 must be a list of 5 numbers"),
+        ({"sliding_window": None}, "sliding_window is missing"),
+        ({"sliding_window": 0}, "sliding_window=0 must be an integer >= 1"),
+        ({"layer_types": ["mamba"] * 5}, "a granite_swa model has no layers of kind mamba"),
+        ({"rope_parameters": [3]}, r"rope_parameters=\[3\] must be an object"),
+    ],
+    "granitemoe_swa": [
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok=7 must be at most 6"),
+        ({"shared_intermediate_size": -1}, "shared_intermediate_size=-1 must be an integer >= 0"),
+    ],
     "granitemoehybrid": [
         ({"hidden_act": "relu"}, "hidden_act='relu' can't be run, 'silu' can"),
         ({"num_local_experts": -1}, "num_local_experts=-1 must be an integer >= 1"),
@@ -621,6 +657,7 @@ def flip(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("model_type", "part", "change"),
     [
+        ("granite_swa", "sinks", roll),
         ("granitemoehybrid", "router", roll),
         ("nemotron_h", "gate.weight", roll),
         ("nemotron_h", "e_score_correction_bias", roll),
@@ -644,7 +681,7 @@ def test_a_wrong_weight_is_seen(
         check_parity(model, copied(folder, tmp_path, wrong))
 
 
-@pytest.mark.parametrize("model_type", ["kimi_linear", "lara_mini", "lfm2"])
+@pytest.mark.parametrize("model_type", ["granite_swa", "kimi_linear", "lara_mini", "lfm2"])
 def test_the_sanitizer_finds_nothing(tiny: Tiny, model_type: str) -> None:
     options = {
         "mamba_cache_mode": "all",

@@ -287,7 +287,7 @@ class Alone:
         mamba = [
             spec for spec in self._llm.model.layer_specs.values() if isinstance(spec, MambaSpec)
         ]
-        recomputes = all(
+        recomputes = bool(mamba) and all(
             spec.inputs or all(state_part.role != "state" for state_part in spec.parts)
             for spec in mamba
         )
