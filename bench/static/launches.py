@@ -5,7 +5,7 @@ Adding a kernel is a function that calls its wrapper, and a line of `launches`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -24,6 +24,7 @@ from hybrid_kv.kernels.block_tables import (
     update_block_tables,
 )
 from hybrid_kv.kernels.causal_conv1d import causal_conv1d_prefill, causal_conv1d_update
+from hybrid_kv.kernels.common.rounding import StateRounding
 from hybrid_kv.kernels.common.spans import TILE, Spans
 from hybrid_kv.kernels.gated_delta import (
     gated_delta_flush,
@@ -43,6 +44,7 @@ from hybrid_kv.kernels.recompute import (
     recompute_update,
 )
 from hybrid_kv.kernels.ssd import chunk_scan_prefill, selective_state_update_slots
+from hybrid_kv.kernels.state_codec import encode_states
 
 DEVICE = torch.device("meta")
 _STATES = {
@@ -221,6 +223,12 @@ def _gated_norm(model: str) -> None:
     )
 
 
+def _encode(dtype: torch.dtype, rounds: int) -> None:
+    """Encode the states of a step of decodes, at the sizes of a model."""
+    rounding = StateRounding(0, rounds) if rounds else None
+    encode_states(_heads(NANO, FP32), _ids(NUM_REQS), dtype, rounding, 0)
+
+
 def _pages(model: str) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V in kernel blocks of 16 tokens, as `cache.layout` hands them out: side by side."""
     key, value = _meta(NUM_REQS, 2, 16, MODELS[model].kv_heads, MODELS[model].head_size).unbind(1)
@@ -307,6 +315,7 @@ def launches() -> Iterator[Launch]:
     yield from _attention_launches()
     yield from _recompute_launches()
     yield from _ssd_launches()
+    yield from _codec_launches()
 
 
 def _table_launches() -> Iterator[Launch]:
@@ -391,6 +400,28 @@ def _ssd_launches() -> Iterator[Launch]:
         call, moved = partial(_slots, model, dtype, k), _slots_bytes("BLOCK_P", "STATE", dtype, k)
         kernel = "state_update.selective_state_update_slots"
         yield Launch(kernel, f"{model}, K={k}", call, _name(dtype), moved)
+
+
+def _codec_launches() -> Iterator[Launch]:
+    for dtype, rounds in (
+        (torch.float16, 5),
+        (torch.int8, 0),
+        (torch.int8, 10),
+        (torch.float8_e4m3fn, 10),
+    ):
+        call, size = partial(_encode, dtype, rounds), dtype.itemsize
+        yield Launch(
+            "state_codec.encode_states",
+            f"{NANO}, {rounds} rounds",
+            call,
+            _name(dtype),
+            partial(_codec_bytes, size),
+        )
+
+
+def _codec_bytes(size: int, c: Mapping[str, int]) -> int:
+    """Read a row in float32, write its values."""
+    return (4 + size) * c["SIZE"]
 
 
 def aot_cases(lanes: int = 32) -> list[AotCase]:

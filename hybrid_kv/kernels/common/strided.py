@@ -51,6 +51,9 @@ def copy_blocks(pool: torch.Tensor, blocks: torch.Tensor, values: torch.Tensor) 
 
     Of a block that occurs twice either value may stay.
     """
+    if pool.dtype.itemsize == 1:  # torch copies no blocks of float8
+        pool = pool.view(torch.int8)
+        values = values.view(torch.int8)
     with suppress(RuntimeError):  # a size or stride is no multiple of 16 bytes
         # torch copies element by element here: those of 16 bytes take a third of the time of
         # float32.
