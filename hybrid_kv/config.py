@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
@@ -36,6 +36,9 @@ DraftRanges = tuple[tuple[int, int, int], ...]
 DTYPES = {name: name for name in ("float64", "float32", "float16", "bfloat16")} | {
     "fp8": "float8_e4m3fn"
 }
+STATE_DTYPES = DTYPES | {"int8": "int8"}
+# Those that a state is rounded to token by token; others hold it as it is computed.
+ROUNDED_DTYPES = ("int8", "fp8")
 MakeDtype = Callable[[str], "torch.dtype"]
 
 
@@ -66,16 +69,21 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def parse_dtype(name: str, what: str, make: MakeDtype = torch_dtype) -> torch.dtype:
+def parse_dtype(
+    name: str,
+    what: str,
+    make: MakeDtype = torch_dtype,
+    dtypes: Mapping[str, str] = DTYPES,
+) -> torch.dtype:
     """Return the dtype called `name`; `what` names the setting in the error."""
-    require_dtype(name, what)
-    return make(DTYPES[name])
+    require_dtype(name, what, dtypes)
+    return make(dtypes[name])
 
 
-def require_dtype(name: str, what: str) -> None:
+def require_dtype(name: str, what: str, dtypes: Mapping[str, str] = DTYPES) -> None:
     """Raise `ConfigError` unless there is a dtype called `name`."""
-    if not isinstance(name, str) or name not in DTYPES:
-        raise ConfigError(f"{what}={name!r} is not a dtype; use one of {', '.join(DTYPES)}")
+    if not isinstance(name, str) or name not in dtypes:
+        raise ConfigError(f"{what}={name!r} is not a dtype; use one of {', '.join(dtypes)}")
 
 
 def require_int(config: Any, least: int, *names: str) -> None:
@@ -182,8 +190,15 @@ class CacheConfig:
     ] = None
     kv_cache_dtype: Annotated[str, "K/V dtype; auto takes the model's."] = "auto"
     mamba_ssm_cache_dtype: Annotated[
-        str, "SSM state dtype; auto takes the config's or the family's."
+        str,
+        "SSM state dtype; int8 and fp8 have scales; auto takes the config's or the family's.",
     ] = "auto"
+    enable_mamba_cache_stochastic_rounding: Annotated[
+        bool, "Round SSM states of dtype float16, int8 or fp8 up or down at random."
+    ] = False
+    mamba_cache_philox_rounds: Annotated[
+        int, "Rounds of the random numbers of that; 0 is the default, 10."
+    ] = 0
     num_blocks: Annotated[int | None, "Blocks in the pool; few of them force preemptions."] = None
     memory_bytes: Annotated[int | None, "Memory of the pool, instead of --num-blocks."] = None
     kv_offload_bytes: Annotated[int, "Host memory for cached blocks."] = 0
@@ -207,10 +222,11 @@ class CacheConfig:
         self._check_offload()
         if not isinstance(self.state_scheme, str):
             raise ConfigError(f"state_scheme={self.state_scheme!r} must be a name, such as slots")
-        for name in ("kv_cache_dtype", "mamba_ssm_cache_dtype"):
-            value = getattr(self, name)
-            if value != "auto":
-                require_dtype(value, name)
+        if self.kv_cache_dtype != "auto":
+            require_dtype(self.kv_cache_dtype, "kv_cache_dtype")
+        if self.mamba_ssm_cache_dtype != "auto":
+            require_dtype(self.mamba_ssm_cache_dtype, "mamba_ssm_cache_dtype", STATE_DTYPES)
+        self._check_rounding()
 
     def _resolve_mode(self) -> None:
         """Let the cache mode and prefix caching decide each other where one is not given."""
@@ -229,6 +245,30 @@ class CacheConfig:
             raise ConfigError(
                 f"mamba_cache_mode={self.mamba_cache_mode!r} keeps states for the prefix cache, "
                 "which enable_prefix_caching=False turns off; use mode none"
+            )
+
+    @property
+    def rounds_states(self) -> bool:
+        """Whether the state after each token is what its stored form says."""
+        return (
+            self.enable_mamba_cache_stochastic_rounding
+            or self.mamba_ssm_cache_dtype in ROUNDED_DTYPES
+        )
+
+    def _check_rounding(self) -> None:
+        require_int(self, 0, "mamba_cache_philox_rounds")
+        require_bool(self, "enable_mamba_cache_stochastic_rounding")
+        dtype = self.mamba_ssm_cache_dtype
+        stochastic = self.enable_mamba_cache_stochastic_rounding
+        if stochastic and dtype not in ("float16", *ROUNDED_DTYPES):
+            raise ConfigError(
+                f"enable_mamba_cache_stochastic_rounding: mamba_ssm_cache_dtype={dtype!r} is not "
+                "rounded; give float16, int8 or fp8"
+            )
+        if self.mamba_cache_philox_rounds and not stochastic:
+            raise ConfigError(
+                f"mamba_cache_philox_rounds={self.mamba_cache_philox_rounds} is of stochastic "
+                "rounding, which is off; add enable_mamba_cache_stochastic_rounding=True"
             )
 
     def _check_offload(self) -> None:

@@ -40,6 +40,7 @@ from hybrid_kv.attention.rollback import SCHEMES, STAGED_NO_DECODES, Rollback, R
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.kernels.causal_conv1d import window_places
 from hybrid_kv.kernels.common.ragged import Ragged
+from hybrid_kv.kernels.common.rounding import StateRounding
 from hybrid_kv.kernels.common.spans import Boundaries, Spans
 from hybrid_kv.kernels.common.strided import gather_tokens
 from hybrid_kv.kernels.common.upload import Array, Staged, move, stage_fields, together
@@ -71,6 +72,8 @@ class MambaMetadata:
     # [P] bool; a prefill without one must not read its blocks.
     has_initial_state: torch.Tensor | None
     boundaries: Boundaries | None  # inside of prefills, with rows 0 … P - 1
+    positions: torch.Tensor  # [num_tokens_padded] int64, of each token in its request
+    rounding: StateRounding | None = None  # of the states that are stored
     spans: Spans | None = None  # of the prefills, for Triton kernels
     # What layers of one geometry share.
     plans: dict[Any, torch.Tensor] = field(default_factory=dict)
@@ -352,6 +355,8 @@ class MambaMetadataBuilder:
             state_indices=blocks.targets,
             has_initial_state=indices.has_initial_state if common.num_prefills else None,
             boundaries=boundaries,
+            positions=common.positions,
+            rounding=self.spec.rounding,
             spans=spans,
         )
 

@@ -44,7 +44,13 @@ class BackendContext:
     def for_layers(cls, platform: str, layers: dict[str, KVCacheSpec]) -> BackendContext:
         """Return the context of a model whose layers are `layers`."""
         states = [spec for spec in layers.values() if isinstance(spec, MambaSpec)]
-        return cls(platform, any("torch.float32" in map(str, spec.cache_dtypes) for spec in states))
+        dtypes = {
+            str(state_part.dtype)
+            for spec in states
+            for state_part in spec.parts
+            if state_part.role != "scale"
+        }
+        return cls(platform, "torch.float32" in dtypes)
 
 
 class CUDAGraphSupport(enum.IntEnum):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from hybrid_kv.cache.modes import MODES, Mode
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.kernels.common.integers import cdiv
+from hybrid_kv.kernels.common.rounding import StateRounding
 
 if TYPE_CHECKING:
     import torch
@@ -140,13 +141,14 @@ class StatePart:
 
     Attributes:
         role: `window`: rows of inputs, the oldest first; a rejected draft is rolled back by reading
-            from an earlier row. `state`: rolled back by the scheme (`RollbackSpec`).
+            from an earlier row. `state`: rolled back by the scheme (`RollbackSpec`). `scale`: a
+            factor for each row of the state before it, without which that means nothing.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    role: Literal["window", "state"] = "state"
+    role: Literal["window", "state", "scale"] = "state"
 
     @property
     def nbytes(self) -> int:
@@ -156,13 +158,23 @@ class StatePart:
 def window_and_states(
     window: tuple[tuple[int, ...], torch.dtype],
     state: tuple[tuple[int, ...], torch.dtype] | None = None,
+    scale: torch.dtype | None = None,
 ) -> tuple[StatePart, ...]:
     """Return the parts `conv` and, if there is one, `ssm` of a layer with a convolution.
 
     Each is made from its shape and dtype.
+
+    Args:
+        scale: dtype of the scales that a state of 8 bits has, one for each row of its last
+            dimension (vllm!40012).
     """
     conv = StatePart("conv", *window, role="window")
-    return (conv,) if state is None else (conv, StatePart("ssm", *state))
+    if state is None:
+        return (conv,)
+    ssm = StatePart("ssm", *state)
+    if scale is None or ssm.dtype.itemsize > 1:
+        return conv, ssm
+    return conv, ssm, StatePart("ssm_scale", ssm.shape[:-1], scale, role="scale")
 
 
 class StateProgress:
@@ -297,7 +309,7 @@ class MambaSpec(KVCacheSpec):
     draft can be rolled back. `page_size_padded` is the attention page of the same pool.
 
     `inputs` are what a token feeds to the recurrence; a layer that does not say cannot be rolled
-    back by running it again.
+    back by running it again. `rounding` is None where states are rounded to the nearest value.
     """
 
     parts: tuple[StatePart, ...]
@@ -306,6 +318,7 @@ class MambaSpec(KVCacheSpec):
     mamba_cache_mode: str = "none"
     rollback: RollbackSpec = SlotsSpec()
     inputs: tuple[StatePart, ...] = ()
+    rounding: StateRounding | None = None
 
     def __post_init__(self) -> None:
         if self.page_size_padded is not None and self.page_size_padded < self.state_bytes:
@@ -588,6 +601,11 @@ def with_rollback(spec: KVCacheSpec, rollback: RollbackSpec) -> KVCacheSpec:
         raise ConfigError(
             f'state_scheme="{rollback.scheme}" is not for {spec.mamba_type} layers; use slots'
         )
+    if rollback.needs_inputs and any(state_part.role == "scale" for state_part in spec.parts):
+        raise ConfigError(
+            f'state_scheme="{rollback.scheme}" does not store the state after each token, to which '
+            "states of 8 bits are rounded; use slots"
+        )
     more = rollback.num_speculative_tokens - spec.num_speculative_tokens
 
     def grown(state_part: StatePart) -> StatePart:
@@ -597,3 +615,31 @@ def with_rollback(spec: KVCacheSpec, rollback: RollbackSpec) -> KVCacheSpec:
         return replace(state_part, shape=(rows + more, *channels))
 
     return replace(spec, parts=tuple(map(grown, spec.parts)), rollback=rollback)
+
+
+def with_rounding(spec: KVCacheSpec, rounding: StateRounding | None) -> KVCacheSpec:
+    """Return the spec with states that are rounded so; one without states is unchanged.
+
+    Raises:
+        ConfigError: the states have a dtype that none is rounded to, or the rollback scheme does
+            not store the state after each token.
+    """
+    if rounding is None or not isinstance(spec, MambaSpec):
+        return spec
+    dtypes = {
+        str(state_part.dtype)
+        for state_part in spec.parts
+        if state_part.role == "state" and state_part.nbytes
+    }
+    exact = sorted(dtypes & {"torch.float64", "torch.float32", "torch.bfloat16"})
+    if exact:
+        raise ConfigError(
+            f"enable_mamba_cache_stochastic_rounding: the states are {exact[0]}; load the model "
+            "with mamba_ssm_cache_dtype float16, int8 or fp8"
+        )
+    if dtypes and spec.rollback.writes_late:
+        raise ConfigError(
+            f'state_scheme="{spec.rollback.scheme}" does not store the state after each token, '
+            "which is what enable_mamba_cache_stochastic_rounding rounds; use slots"
+        )
+    return replace(spec, rounding=rounding) if dtypes else spec

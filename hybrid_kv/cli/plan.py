@@ -49,6 +49,8 @@ _PLANNED = {
     "dtype",
     "kv_cache_dtype",
     "mamba_ssm_cache_dtype",
+    "enable_mamba_cache_stochastic_rounding",
+    "mamba_cache_philox_rounds",
     *(field.name for field in fields(Ranks)),
 }
 

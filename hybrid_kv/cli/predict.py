@@ -27,6 +27,8 @@ _PRICED = {
     "num_speculative_tokens",
     "kv_cache_dtype",
     "mamba_ssm_cache_dtype",
+    "enable_mamba_cache_stochastic_rounding",
+    "mamba_cache_philox_rounds",
 }
 _BATCHES = (1, 8, 32, 128, 512)
 

@@ -28,18 +28,22 @@ from hybrid_kv.cache.plan import (
     update_block_size_for_backend,
 )
 from hybrid_kv.cache.spec import (
+    FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
     group_layers,
     window_of,
     with_max_step_tokens,
     with_rollback,
+    with_rounding,
 )
 from hybrid_kv.config import CacheConfig, ConfigError, EngineConfig, SchedulerConfig
 from hybrid_kv.engine.host_memory import keep_freed_memory
 from hybrid_kv.engine.runner import DraftSource, ModelRunner, Proposer
 from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.engine.text import Tokenizer
+from hybrid_kv.kernels.common.rounding import StateRounding
+from hybrid_kv.kernels.state_codec import DEFAULT_ROUNDS
 from hybrid_kv.models.interface import Model
 from hybrid_kv.models.loader import (
     check_model,
@@ -136,10 +140,21 @@ def _layers(target: Model, drafts: DraftSource, config: EngineConfig) -> dict[st
     max_step_tokens = config.scheduler.max_num_batched_tokens * (1 + config.async_scheduling)
     if drafts.head is not None:
         max_step_tokens += config.speculative.num_speculative_tokens
+    rounding = rounding_of(config)
     return {
-        name: with_max_step_tokens(with_rollback(spec, rollback), max_step_tokens)
+        name: with_max_step_tokens(
+            with_rounding(with_rollback(spec, rollback), rounding), max_step_tokens
+        )
         for name, spec in layers.items()
     }
+
+
+def rounding_of(config: EngineConfig) -> StateRounding | None:
+    """Return how the states of an engine are rounded; None: to the nearest value, or not at all."""
+    cache = config.cache
+    if not cache.enable_mamba_cache_stochastic_rounding:
+        return None
+    return StateRounding(config.seed, cache.mamba_cache_philox_rounds or DEFAULT_ROUNDS)
 
 
 def _manager(
@@ -182,6 +197,12 @@ def _check_together(
         raise ConfigError(
             f"a model of type {type(model).__name__} is neither a checkpoint folder nor a model "
             "with layer_specs"
+        )
+    if config.kernels == "triton" and config.cache.rounds_states:
+        raise ConfigError(
+            f"kernels='triton' stores states as they are computed, and "
+            f"mamba_ssm_cache_dtype={config.cache.mamba_ssm_cache_dtype!r} is rounded after each "
+            "token; use kernels='torch'"
         )
     speculative = config.speculative
     if proposer is not None and speculative.speculative_method is not None:
@@ -279,7 +300,8 @@ def _plan(
     eight_bit = [
         name
         for name, spec in layers.items()
-        if any(dtype.itemsize == 1 for dtype in spec.cache_dtypes)
+        if isinstance(spec, FullAttentionSpec)
+        and any(dtype.itemsize == 1 for dtype in spec.cache_dtypes)
     ]
     if eight_bit:
         raise ConfigError(

@@ -55,7 +55,7 @@ class KVTransfer:
         output_token_ids: at least one; all tokens but the last of these are computed.
         layers: by name, on the host. Attention: K and V [num_tokens, num_kv_heads, head_size], or
             latents [num_tokens, head_size]; with a sliding window of the last tokens alone. Mamba:
-            of each part a window [kernel - 1, …] or a state.
+            of each part a window [kernel - 1, …], a state or its scales.
     """
 
     weights: str
@@ -121,8 +121,8 @@ def check_fits(kv_transfer: KVTransfer, runner: ModelRunner, weights: str) -> No
     """Raise `ConfigError` unless an engine of these `weights` can go on with the request."""
     if kv_transfer.weights != weights:
         raise ConfigError(
-            "receive_request: the request was computed with another model or dtype; give both "
-            "engines the same"
+            "receive_request: the request was computed with another model, dtype or rounding of "
+            "states; give both engines the same"
         )
     for _, name, spec in _layers(runner):
         if name not in kv_transfer.layers:

@@ -6,6 +6,7 @@ Reads the raw JSON, so that a plan needs no transformers version that knows the 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ import hybrid_kv.models.families  # noqa: F401  (registers them)
 from hybrid_kv.cache.ranks import Ranks
 from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec, kind_of
 from hybrid_kv.config import (
+    DTYPES,
+    STATE_DTYPES,
     CacheConfig,
     ConfigError,
     MakeDtype,
@@ -123,10 +126,12 @@ def model_shape(
     model_dtype = parse_model_dtype(named.removeprefix("torch."), make=make_dtype)
     cache = cache or CacheConfig()
 
-    def parsed(option: str, default: str = "auto") -> torch.dtype:
+    def parsed(
+        option: str, default: str = "auto", dtypes: Mapping[str, str] = DTYPES
+    ) -> torch.dtype:
         given = getattr(cache, option)
         given = default if given == "auto" else given
-        return model_dtype if given == "auto" else parse_dtype(given, option, make_dtype)
+        return model_dtype if given == "auto" else parse_dtype(given, option, make_dtype, dtypes)
 
     family_dtype = family.default_ssm_dtype or "auto"
     ssm_dtype = (
@@ -137,8 +142,9 @@ def model_shape(
         num_speculative_tokens=num_speculative_tokens,
         dtype=model_dtype,
         kv_dtype=parsed("kv_cache_dtype"),
-        ssm_dtype=parsed("mamba_ssm_cache_dtype", ssm_dtype),
+        ssm_dtype=parsed("mamba_ssm_cache_dtype", ssm_dtype, STATE_DTYPES),
         wide_dtype=model_dtype if model_dtype.itemsize >= 4 else make_dtype("float32"),
+        scale_dtype=make_dtype("float32"),
         ranks=ranks or Ranks(),
     )
     specs = {

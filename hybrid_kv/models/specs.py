@@ -53,9 +53,8 @@ _KINDS = {
 class SpecOptions:
     """The decisions of the user and the family about every layer: K, dtypes, and ranks.
 
-    `wide_dtype` is float64 where `dtype` is, else float32.
-
-    `wide_dtype` is float64 where `dtype` is, else float32.
+    `wide_dtype` is float64 where `dtype` is, else float32. `scale_dtype` is that of the scales of
+    states of 8 bits.
     """
 
     num_speculative_tokens: int
@@ -63,6 +62,7 @@ class SpecOptions:
     kv_dtype: torch.dtype
     ssm_dtype: torch.dtype
     wide_dtype: torch.dtype
+    scale_dtype: torch.dtype
     ranks: Ranks
 
     def share(self, config: ConfigFile, name: str, count: int) -> int:
@@ -384,7 +384,8 @@ def mamba_spec(
     The window has K rows more than the kernel needs, so that a rejected draft can be rolled back.
     """
     window = (kernel - 1 + options.num_speculative_tokens, channels), options.dtype
-    parts = window_and_states(window, None if state is None else (state, options.ssm_dtype))
+    ssm = None if state is None else (state, options.ssm_dtype)
+    parts = window_and_states(window, ssm, options.scale_dtype)
     return MambaSpec(
         block_size=1, parts=parts, rollback=SlotsSpec(options.num_speculative_tokens), **other
     )

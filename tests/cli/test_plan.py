@@ -84,6 +84,33 @@ def test_flags_reach_the_plan(capsys: pytest.CaptureFixture[str], config: str) -
     assert "requests of 6000 tokens fit at once, not 90" in notes
 
 
+@pytest.mark.parametrize(
+    ("flags", "state_bytes"),
+    [
+        ([], 64 * 64 * 128 * 4),
+        (["--mamba-ssm-cache-dtype", "float16"], 64 * 64 * 128 * 2),
+        (
+            [
+                *("--mamba-ssm-cache-dtype", "float16", "--enable-mamba-cache-stochastic-rounding"),
+                *("--mamba-cache-philox-rounds", "5"),
+            ],
+            64 * 64 * 128 * 2,
+        ),
+        (["--mamba-ssm-cache-dtype", "int8"], 64 * 64 * (128 + 4)),
+        (["--mamba-ssm-cache-dtype", "fp8"], 64 * 64 * (128 + 4)),
+    ],
+)
+def test_a_state_of_8_bits_has_a_scale_for_each_row(
+    capsys: pytest.CaptureFixture[str], config: str, flags: list[str], state_bytes: int
+) -> None:
+    """Those of Nemotron-3-Nano are 128 elements long."""
+    flags += ["--num-blocks", "500", "--mamba-cache-mode", "align", "--max-model-len", "9000"]
+    plan = plan_json(capsys, config, *flags)
+    assert plan["mamba_state_bytes"] == 3 * 6144 * 2 + state_bytes
+    assert plan["page_size_bytes"] == plan["block_size"] * 1024 >= plan["mamba_state_bytes"]
+    assert plan["block_size"] - 16 < plan["mamba_state_bytes"] / 1024
+
+
 def test_a_mode_that_vllm_lacks_for_gated_delta_nets_is_noted(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

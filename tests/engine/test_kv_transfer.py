@@ -115,7 +115,10 @@ def test_logprobs_go_over() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"weights": "others"}, "with another model or dtype; give both engines the same"),
+        (
+            {"weights": "others"},
+            "with another model, dtype or rounding of states; give both engines the same",
+        ),
         (
             {"layers": {}},
             r"layer layers.0 is not in the engine .* give both engines its speculative_method",

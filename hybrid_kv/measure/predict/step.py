@@ -180,20 +180,18 @@ def update_bytes(spec: MambaSpec, acceptance: float) -> float:
     written, history, gained = _averages(spec, acceptance)
     ring = sum(state.nbytes for state in spec.inputs) if spec.rollback.writes_late else 0
     moved = (history + tokens) * ring
+    copies = spec.mode.keeps_states and tokens > 1 and SCHEMES[spec.rollback.scheme].copies_states
     for state in spec.parts:
-        if state.role == "state":
-            read = 1 - (1 - written) / 2 if _reads_half(spec, state) else 1.0
-            moved += (read + written * (1 + spec.rollback.num_blocks)) * state.nbytes
-            moved += tokens * prod(state.shape[:-1]) * spec.parts[0].dtype.itemsize  # outputs
-            if (
-                spec.mode.keeps_states
-                and tokens > 1
-                and SCHEMES[spec.rollback.scheme].copies_states
-            ):
-                # Copied to the block of a boundary.
-                moved += 2 * state.nbytes * gained / spec.block_size
-        else:
+        if state.role == "window":
             moved += tokens * state.nbytes / state.shape[0]
+            continue
+        read = 1 - (1 - written) / 2 if _reads_half(spec, state) else 1.0
+        moved += (read + written * (1 + spec.rollback.num_blocks)) * state.nbytes
+        if state.role == "state":
+            moved += tokens * prod(state.shape[:-1]) * spec.parts[0].dtype.itemsize  # outputs
+        if copies:
+            # To the block of a boundary.
+            moved += 2 * state.nbytes * gained / spec.block_size
     return moved
 
 

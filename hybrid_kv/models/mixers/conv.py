@@ -22,7 +22,9 @@ from hybrid_kv.kernels.causal_conv1d import causal_conv1d, windows_at
 from hybrid_kv.kernels.common.ragged import Ragged
 from hybrid_kv.kernels.common.strided import copy_blocks
 from hybrid_kv.kernels.recompute import RecomputeStep, read_states, write_states
+from hybrid_kv.kernels.state_codec import state_codec
 from hybrid_kv.models.layers import Derived, ForwardContext, empty
+from hybrid_kv.models.mixers.rounded import RoundedStates, WantedBlocks
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -211,7 +213,19 @@ class RecurrentMixer(ConvMixer):
         """
         raise NotImplementedError
 
+    def rounded(self, context: ForwardContext) -> RoundedStates | None:
+        """Return the states where a step goes on from their stored form; None where it does not."""
+        state, *_ = self.parts(context, "state")
+        codec = state_codec(state.dtype, context.metadata[self.name].rounding)
+        if codec is None:
+            return None
+        views = context.views[self.name]
+        return RoundedStates(codec, views[self.roles.index("state") :], self.name)
+
     def read_states(self, context: ForwardContext, metadata: MambaMetadata) -> Tensors:
+        rounded = self.rounded(context)
+        if rounded is not None:
+            return (rounded.read(metadata.source_indices),)
         # Row whose state is read here.
         first = 0 if metadata.rollback.history is None else metadata.num_decodes
         return tuple(
@@ -231,7 +245,15 @@ class RecurrentMixer(ConvMixer):
         dtype = self._dtype(conv_out, states)
         before = [state[: metadata.num_decodes].to(dtype) for state in states]
         inputs = tuple(map(rows.padded, decodes.inputs))
-        y, *after = self.update(*before, *self.operands(conv_out, inputs, dtype))
+        operands = self.operands(conv_out, inputs, dtype)
+        rounded = self.rounded(context)
+        if rounded is not None:
+            positions = rows.padded(metadata.positions[: metadata.num_decode_tokens])
+            targets = metadata.decode_targets.view(positions.shape)
+            wanted = WantedBlocks.of_every_token(targets)
+            y = rounded.run(self.update, *before, operands, positions, wanted)
+            return rows.flat(y).flatten(1)
+        y, *after = self.update(*before, *operands)
         for view, values in zip(self.parts(context, "state"), after, strict=True):
             # What padding leaves goes to the null block.
             copy_blocks(view, metadata.decode_targets, values.flatten(0, 1).to(view.dtype))
@@ -250,6 +272,11 @@ class RecurrentMixer(ConvMixer):
             ]
         row, offsets, blocks = metadata.prefill_states
         operands = self.operands(conv_out, tuple(map(rows.padded, prefills.inputs)), dtype)
+        rounded = self.rounded(context)
+        if rounded is not None:
+            positions = rows.padded(metadata.positions[metadata.num_decode_tokens :])
+            wanted = WantedBlocks(row, offsets, blocks)
+            return rounded.run(self.update, *before, operands, positions, wanted).flatten(2)
         y, *kept = self.scan(*operands, *before, self.chunk_size, row, offsets)
         for view, values in zip(self.parts(context, "state"), kept, strict=True):
             write_states(view, blocks, values)

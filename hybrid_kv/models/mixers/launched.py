@@ -27,7 +27,8 @@ class LaunchedMixer(RecurrentMixer):
 
     def launches(self, context: ForwardContext) -> bool:
         """Return whether Triton kernels run this layer: they are chosen, and take its dtypes."""
-        if context.kernels != "triton":
+        metadata = context.metadata.get(self.name)  # a flush has none
+        if context.kernels != "triton" or getattr(metadata, "rounding", None) is not None:
             return False
         return {view.dtype for view in context.views[self.name]} <= {*FLOATS, torch.int16}
 
