@@ -49,6 +49,11 @@ PRIME = 2**31 - 1  # int64 holds the product of a residue and the sum of two, an
 # convolution: what would be its state has no elements, as in engines where each layer must have
 # one.
 PARTS: dict[str, tuple[int, int]] = {"M": (1, 1), "W": (1, 0), "T": (1, 2), "V": (3, 2)}
+# With states that are rounded after each token and stored with scales: what is rounded depends on
+# the seed and the token's position, what is stored on the state.
+ROUNDED: dict[str, tuple[int, int]] = {"Q": (1, 1)}
+STATEFUL = PARTS | ROUNDED
+NUM_SCALES = 61
 # K/V heads of an attention layer, all but the last one unused: bytes per token alone tell these
 # layers apart.
 KV_HEADS = {"*": 1, "+": 2, "#": 3}
@@ -64,7 +69,7 @@ ATTENTION = (*KV_HEADS, LATENT, *WINDOWS)
 class ExactConfig:
     """Geometry: `width` residues per token, and a `pattern` with one letter per layer.
 
-    The letters of `PARTS` are layers with states, those of `KV_HEADS` attention with one, two or
+    The letters of `STATEFUL` are layers with states, those of `KV_HEADS` attention with one, two or
     three times the bytes per token: next to states that makes blocks of other sizes share the pool,
     alone pages of other sizes share a table. `LATENT` has the bytes of `*` in one part. Those of
     `WINDOWS` see the last tokens alone.
@@ -169,8 +174,7 @@ class ExactMamba:
             metadata.window_rows.numpy()[:, None] + window_rows,
         )
         before = [window[places].astype(np.int64) for window in windows]
-        sources = metadata.source_indices.numpy()
-        start = [state[sources].astype(np.int64) for state in states]
+        start = self.load(views, metadata.source_indices.numpy())
         if metadata.has_initial_state is not None:
             fresh = split + np.flatnonzero(~metadata.has_initial_state.numpy())
             for values in (*before, *start):
@@ -182,6 +186,7 @@ class ExactMamba:
             for old, new in zip(before, self.inputs(x), strict=True)
         ]
         c = self.convolve([both[:, taps] for both in inputs])
+        noise = self.noise(metadata, tokens)
         outputs = []
         if metadata.decode_rows is not None:
             width = metadata.decode_rows.max_len
@@ -191,25 +196,45 @@ class ExactMamba:
                 ring = context.row_memory[self.name].x.numpy()[:, 0]
                 outputs.append(self.recompute(*decodes, states, ring, history))
             else:
-                y, after = self.scan(*decodes, [s[:split] for s in start])
+                y, after = self.scan(*decodes, [s[:split] for s in start], noise[:split, :width])
                 outputs.append(y)
                 targets = metadata.decode_targets.numpy()  # the null block of what padding leaves
-                for state, values in zip(states, after, strict=True):
-                    state[targets] = values.reshape(-1, *values.shape[2:])
+                self.store(views, targets, [v.reshape(-1, *v.shape[2:]) for v in after])
             for window, both in zip(windows, inputs, strict=True):
                 window[indices[:split, 0], : size - 1 + width] = both[:split, 1 : size + width]
         if metadata.prefill_rows is not None:
-            y, after = self.scan(c[split:], lengths[split:], [s[split:] for s in start])
+            y, after = self.scan(
+                c[split:], lengths[split:], [s[split:] for s in start], noise[split:]
+            )
             outputs.append(y)
             rows, ends, blocks = (values.numpy() for values in metadata.prefill_states)
-            for state, values in zip(states, after, strict=True):
-                state[blocks] = values[rows, ends - 1]
+            self.store(views, blocks, [values[rows, ends - 1] for values in after])
             for window, both in zip(windows, inputs, strict=True):
                 window[blocks, :size] = both[split + rows[:, None], ends[:, None] + window_rows]
         return outputs[0] if len(outputs) == 1 else np.concatenate(outputs)
 
+    def load(self, views: Sequence[Residues], blocks: Residues) -> list[Residues]:
+        """Return the states [n, state_size, width] in `blocks` [n]."""
+        states = views[len(self.conv) :][: len(self.out)]
+        return [state[blocks].astype(np.int64) for state in states]
+
+    def store(
+        self, views: Sequence[Residues], blocks: Residues, states: Sequence[Residues]
+    ) -> None:
+        """Put states [n, state_size, width] each into `blocks` [n]."""
+        for view, values in zip(views[len(self.conv) :], states, strict=False):
+            view[blocks] = values
+
+    def noise(self, metadata: MambaMetadata, tokens: Residues) -> Residues:
+        """Return what rounding adds to the states after `tokens` [rows, len]: [rows, len, …]."""
+        return np.zeros((*tokens.shape, 1, 1), dtype=np.int64)
+
     def scan(
-        self, c: Residues, lengths: Residues, states: Sequence[Residues]
+        self,
+        c: Residues,
+        lengths: Residues,
+        states: Sequence[Residues],
+        noise: Residues | int = 0,
     ) -> tuple[Residues, list[Residues]]:
         """Return outputs [num_tokens, width], and each state after every token.
 
@@ -219,10 +244,12 @@ class ExactMamba:
             c: [rows, len, width], the tokens of a step's decodes, or of its prefills, after the
                 convolutions; padded.
             lengths: [rows].
+            noise: [rows, len, state_size, width], added to each state.
         """
         after = []
         for i, state in enumerate(states):
             a, b = self.maps(c, i)
+            b = (b + noise) % PRIME
             b[:, 0] = (a[:, 0] * state + b[:, 0]) % PRIME
             affine_scan(a, b)
             after.append(b)
@@ -279,6 +306,39 @@ class ExactMamba:
             view[dst[due]] = states[due, flush[due]]
             after.append(states[:, -1])
         return after
+
+
+class ExactRounded(ExactMamba):
+    """A layer whose state is rounded after each token, and stored with scales [width].
+
+    Rounding adds to a state what depends on the engine's seed, on the token's position and on the
+    element: a state that is rounded twice, or as that of another token, is another one. A scale is
+    chosen by the state; what is stored is the state over it.
+    """
+
+    def __init__(self, name: str, config: ExactConfig, generator: np.random.Generator) -> None:
+        super().__init__(name, config, generator)
+        self.mark = _draw(generator, config.state_size, config.width)
+        self._scales = _draw(generator, NUM_SCALES)
+        self._inverses = np.array([pow(scale, -1, PRIME) for scale in self._scales.tolist()])
+
+    def load(self, views: Sequence[Residues], blocks: Residues) -> list[Residues]:
+        values, scales = (view[blocks].astype(np.int64) for view in views[1:])
+        return [values * scales[:, None] % PRIME]
+
+    def store(
+        self, views: Sequence[Residues], blocks: Residues, states: Sequence[Residues]
+    ) -> None:
+        _, values, scales = views
+        (state,) = states
+        chosen = state.sum(-2) % NUM_SCALES
+        values[blocks] = state * self._inverses[chosen][:, None] % PRIME
+        scales[blocks] = self._scales[chosen]
+
+    def noise(self, metadata: MambaMetadata, tokens: Residues) -> Residues:
+        seed = 0 if metadata.rounding is None else metadata.rounding.seed
+        turn = (metadata.positions.numpy()[tokens] + 1 + 1009 * seed) % PRIME
+        return (turn * turn % PRIME)[..., None, None] * self.mark % PRIME
 
 
 class ExactAttention:
@@ -364,7 +424,9 @@ class ExactAttention:
         return np.concatenate(outputs)
 
 
-def _state_spec(config: ExactConfig, K: int, num_windows: int, num_states: int) -> MambaSpec:
+def _state_spec(
+    config: ExactConfig, K: int, num_windows: int, num_states: int, num_scales: int = 0
+) -> MambaSpec:
     window = (config.conv_kernel - 1 + K, config.width)
     state = (config.state_size, config.width)
     return MambaSpec(
@@ -373,6 +435,10 @@ def _state_spec(config: ExactConfig, K: int, num_windows: int, num_states: int) 
             *(StatePart(f"window{i}", window, torch.int32, "window") for i in range(num_windows)),
             *(StatePart(f"state{i}", state, torch.int32) for i in range(num_states)),
             *([] if num_states else [StatePart("nothing", (0, config.width), torch.int32)]),
+            *(
+                StatePart(f"scale{i}", (config.width,), torch.int32, "scale")
+                for i in range(num_scales)
+            ),
         ),
         rollback=SlotsSpec(K),
         # What `attention.rollback.Recompute` keeps, of which only x is used.
@@ -382,6 +448,17 @@ def _state_spec(config: ExactConfig, K: int, num_windows: int, num_states: int) 
             StatePart("dt", (1,), torch.float32),
         ),
     )
+
+
+def _layer(
+    name: str, letter: str, config: ExactConfig, generator: np.random.Generator
+) -> ExactMamba | ExactAttention:
+    if letter in ROUNDED:
+        return ExactRounded(name, config, generator)
+    if letter in PARTS:
+        return ExactMamba(name, config, generator, *PARTS[letter])
+    window = WINDOWS[letter][0] if letter in WINDOWS else None
+    return ExactAttention(name, config, generator, window)
 
 
 class ExactModel:
@@ -402,17 +479,17 @@ class ExactModel:
         self.embedding = _draw(generator, config.vocab_size, config.width)
         self.logit_map = _draw(generator, 2, config.vocab_size, config.width)
         self.layers: list[ExactMamba | ExactAttention] = [
-            ExactMamba(f"layers.{i}", config, generator, *PARTS[letter])
-            if letter in PARTS
-            else ExactAttention(
-                f"layers.{i}", config, generator, WINDOWS[letter][0] if letter in WINDOWS else None
-            )
+            _layer(f"layers.{i}", letter, config, generator)
             for i, letter in enumerate(config.pattern)
         ]
         specs: dict[str, KVCacheSpec] = {
             **{
                 letter: _state_spec(config, num_speculative_tokens, *counts)
                 for letter, counts in PARTS.items()
+            },
+            **{
+                letter: _state_spec(config, num_speculative_tokens, *counts, num_scales=counts[1])
+                for letter, counts in ROUNDED.items()
             },
             **{
                 letter: FullAttentionSpec(1, heads, config.width, torch.int32)
@@ -478,6 +555,7 @@ def _greedy(logits: Residues, position: int) -> int:
     return int(np.argmax(logits))
 
 
+_WEIGHTS = ("conv", "to_map", "out", "mark", "qkv", "write_mark", "read_mark")
 # Of one token, key and value of each channel.
 _Terms = list[tuple[int, int]]
 
@@ -486,13 +564,17 @@ class ExactOracle:
     """An oracle that runs a request alone: no batch, no cache, no paging, no chunk.
 
     A token at a time, in Python's integers.
+
+    Args:
+        seed: of the engine, for states that are rounded.
     """
 
-    def __init__(self, model: ExactModel) -> None:
+    def __init__(self, model: ExactModel, seed: int = 0) -> None:
         self.config = model.config
+        self._seed = seed
         self._embedding: list[list[int]] = model.embedding.tolist()
         self._layers = [
-            {k: _plain(v) for k, v in vars(layer).items() if k not in ("name", "window")}
+            {k: _plain(v) for k, v in vars(layer).items() if k in _WEIGHTS}
             for layer in model.layers
         ]
         self._logit_map = model.logit_map
@@ -511,7 +593,7 @@ class ExactOracle:
         """
         config = self.config
         channels = range(self.config.width)
-        counts = [PARTS.get(letter, (0, 0)) for letter in config.pattern]
+        counts = [STATEFUL.get(letter, (0, 0)) for letter in config.pattern]
         windows = [
             [_zeros(config.conv_kernel - 1, config.width) for _ in range(n)] for n, _ in counts
         ]
@@ -524,8 +606,9 @@ class ExactOracle:
         while position < len(tokens):
             x = self._embedding[tokens[position]]
             for i, letter in enumerate(config.pattern):
-                if letter in PARTS:
-                    y = self._mamba(self._layers[i], x, windows[i], states[i])
+                if letter in STATEFUL:
+                    turn = (position + 1 + 1009 * self._seed) ** 2
+                    y = self._mamba(self._layers[i], x, windows[i], states[i], turn)
                 else:
                     if letter in WINDOWS:
                         self._forget(sums[i], seen[i], WINDOWS[letter][0])
@@ -548,6 +631,7 @@ class ExactOracle:
         x: list[int],
         windows: list[list[list[int]]],
         states: list[list[list[int]]],
+        turn: int,
     ) -> list[int]:
         for j, window in enumerate(windows):
             window.append([(value * (j + 1) + j - 1) % PRIME for value in x] if j else x)
@@ -566,7 +650,8 @@ class ExactOracle:
                 for n, row in enumerate(state):
                     a = max((c * a_scale[n][i] + a_offset[n][i]) % PRIME, 1)
                     b = c * b_scale[n][i] + b_offset[n][i]
-                    row[i] = (row[i] * a + b) % PRIME
+                    noise = turn * weights["mark"][n][i] if "mark" in weights else 0
+                    row[i] = (row[i] * a + b + noise) % PRIME
                     total += row[i] * out[n][i]
                 y = (total + y) * total % PRIME
             result.append(y)

@@ -19,7 +19,14 @@ from hybrid_kv.cache.backend import (
     register_backend,
 )
 from hybrid_kv.cache.modes import MODES
-from hybrid_kv.models.exact import ATTENTION, PARTS, ExactConfig, ExactModel, ExactOracle, Residues
+from hybrid_kv.models.exact import (
+    ATTENTION,
+    STATEFUL,
+    ExactConfig,
+    ExactModel,
+    ExactOracle,
+    Residues,
+)
 from hybrid_kv.request import Request
 from hybrid_kv.sampling import SamplingParams, uniform_noise
 
@@ -191,7 +198,7 @@ def drawn(logits: Residues, params: SamplingParams, position: int) -> int:
 
 def num_states(layers: str) -> int:
     """Return how many of a pattern's layers have states."""
-    return sum(letter in PARTS for letter in layers)
+    return sum(letter in STATEFUL for letter in layers)
 
 
 def has_attention(layers: str) -> bool:
