@@ -83,6 +83,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/engine/test_limits.py",
     ),
     "attention/*": ("tests/attention", "tests/engine/test_runner.py"),
+    "models/mixers/rounded.py": ("tests/models/test_rounded.py",),
     "models/*": ("tests/models/test_layers.py", "tests/models/test_families.py"),
     "spec_decode/*": ("tests/spec_decode",),
     "config.py": ("tests/test_config.py", "tests/engine/test_limits.py"),
