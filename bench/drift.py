@@ -93,9 +93,10 @@ def drift(codec: StateCodec, num_tokens: int, seed: int = 0) -> list[Drift]:
 
 def _noise(codec: StateCodec, shape: torch.Size) -> Iterator[torch.Tensor | None]:
     """Yield the noise of token after token, computed for many of them at a time."""
+    if codec.rounding is None:
+        yield from repeat(None)
+        return
     for first in count(0, AT_ONCE):
-        if codec.rounding is None:
-            yield from repeat(None)
         positions = torch.arange(first, first + AT_ONCE)
         yield from rounding_noise((AT_ONCE, *shape), positions, codec.rounding, stream=0)
 
