@@ -188,6 +188,10 @@ class CacheConfig:
         "States and windows that stay in the prefix cache: those that a prompt is resumed from (0),"
         " and one in so many tokens; default: all.",
     ] = None
+    prefix_match_unit: Annotated[
+        int | None,
+        "Tokens of which a hit is a multiple, inside a block, too (mode align); default: a block.",
+    ] = None
     kv_cache_dtype: Annotated[str, "K/V dtype; auto takes the model's."] = "auto"
     mamba_ssm_cache_dtype: Annotated[
         str,
@@ -214,6 +218,7 @@ class CacheConfig:
             "num_blocks",
             "memory_bytes",
             "recompute_ring_len",
+            "prefix_match_unit",
         )
         require_int(self, 1, "kv_offload_folder_bytes")
         require_int(self, 0, "kv_offload_bytes", "prefix_cache_retention_interval")
@@ -290,6 +295,12 @@ class CacheConfig:
             raise ConfigError(
                 f"prefix_cache_retention_interval={self.prefix_cache_retention_interval} says what "
                 "stays in the prefix cache, which is off; add enable_prefix_caching=True"
+            )
+        if self.prefix_match_unit is not None and not MODES[self.mamba_cache_mode].takes_match_unit:
+            able = " or ".join(name for name, mode in MODES.items() if mode.takes_match_unit)
+            raise ConfigError(
+                f"prefix_match_unit={self.prefix_match_unit} is for mamba_cache_mode {able}, not "
+                f"{self.mamba_cache_mode}; choose that or leave it out"
             )
 
 

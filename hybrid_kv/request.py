@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hybrid_kv.cache.block_hash import BlockHashes
+from hybrid_kv.cache.partial_blocks import PartialBlocks
 from hybrid_kv.cache.request_blocks import NO_BLOCKS, NO_HIT, NewBlocks, PrefixHit
 from hybrid_kv.cache.spec import StateProgress
 from hybrid_kv.sampling import SamplingParams, TokenLogprobs
@@ -79,7 +80,9 @@ class ScheduledRequest:
     num_computed_tokens: int
     samples: bool  # the step computes the last known token, so that its logits give the next one
     overwrite: bool = False  # the row has a new owner
-    new_blocks: NewBlocks = NO_BLOCKS  # filled in once there is room; nothing changes after that
+    # These two are filled in once there is room; nothing changes after that.
+    new_blocks: NewBlocks = NO_BLOCKS
+    partial: PartialBlocks | None = None  # that a prefill leaves
     awaits_drafts: bool = False
     drafts: tuple[int, ...] = ()
     num_drafts: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,17 @@ import torch
 
 from hybrid_kv.kernels.common.ragged import Ragged
 from hybrid_kv.kernels.common.upload import Staged, together
+
+
+class PartialStates(NamedTuple):
+    """Places inside of prefills whose states go to partial blocks (`cache.partial_blocks`).
+
+    All int64, on the host.
+    """
+
+    rows: npt.NDArray[np.int64]  # [n], of the prefills
+    offsets: npt.NDArray[np.int64]  # [n], tokens of the row up to there
+    blocks: npt.NDArray[np.int64]  # [num_groups, n]; 0 of groups without states
 
 
 @dataclass(frozen=True)
@@ -34,6 +46,7 @@ class CommonAttentionMetadata:
     query_lens: npt.NDArray[np.int64]  # [num_reqs_padded]
     num_computed_tokens: npt.NDArray[np.int64]  # [num_reqs_padded], before this step
     positions: torch.Tensor  # [T] int64
+    partial: PartialStates | None = None
     decode_rows: Ragged | None = field(init=False, default=None)
     prefill_rows: Ragged | None = field(init=False, default=None)
 

@@ -158,7 +158,7 @@ class MambaIndices:
     is_block: Any  # as `cells`: 1, or 0 where a row has no token and the null block is meant
     has_initial_state: Any  # [P] bool
     boundary_rows: Any  # [M], of the prefills
-    boundary_cells: Any  # [M]
+    boundary_cells: Any  # [M], without the last ones, which go to partial blocks
     boundary_offsets: Any  # [M], tokens of the row up to the boundary
 
     @staticmethod
@@ -180,11 +180,17 @@ class MambaIndices:
             targets=blocks[2 * num_rows :].view(num_rows, -1),
         )
 
-    def boundaries(self, table: torch.Tensor) -> Boundaries | None:
-        """Gather the blocks of the states inside of prefills; None if there are none."""
+    def boundaries(
+        self, table: torch.Tensor, partial_blocks: Sequence[torch.Tensor]
+    ) -> Boundaries | None:
+        """Gather the blocks of the states inside of prefills; None if there are none.
+
+        Args:
+            partial_blocks: of the last ones, which are in no table; nothing if there are none.
+        """
         if not len(self.boundary_rows):
             return None
-        blocks = table.index_select(0, self.boundary_cells).long()
+        blocks = torch.cat([table.index_select(0, self.boundary_cells).long(), *partial_blocks])
         return Boundaries(self.boundary_rows, self.boundary_offsets, blocks)
 
 
@@ -198,15 +204,22 @@ class MambaMetadataBuilder:
         spec: the group's.
         max_num_seqs: rows.
         launches: for layers that launch Triton kernels.
+        group_id: of the group.
 
     Attributes:
         rollback: the group's scheme.
     """
 
     def __init__(
-        self, spec: MambaSpec, max_num_seqs: int, device: torch.device, launches: bool
+        self,
+        spec: MambaSpec,
+        max_num_seqs: int,
+        device: torch.device,
+        launches: bool,
+        group_id: int = 0,
     ) -> None:
         self.spec = spec
+        self.group_id = group_id
         self.launches = launches
         self._chunk_size = CHUNK_BYTES // spec.parts[0].dtype.itemsize
         self.offsets = np.arange(1 + spec.num_speculative_blocks)
@@ -260,7 +273,10 @@ class MambaMetadataBuilder:
                 indices.boundary_offsets,
                 self._chunk_size,
             )
-        arrays, make_all = together(stage_fields(indices), move(*cuts), rollback)
+        kept: Sequence[Array] = ()
+        if common.partial is not None:
+            kept = (common.partial.blocks[self.group_id],)
+        arrays, make_all = together(stage_fields(indices), move(*cuts), move(*kept), rollback)
 
         def make(*moved: torch.Tensor) -> MambaMetadata:
             built = self._make(common, block_table, *make_all(*moved))
@@ -306,6 +322,10 @@ class MambaMetadataBuilder:
             row, block_idx, offset = boundaries_inside(
                 self.spec, common.num_computed_tokens[split:], state_block_idx[split:]
             )
+        boundary_rows = row
+        if common.partial is not None:
+            boundary_rows = np.concatenate([row, common.partial.rows])
+            offset = np.concatenate([offset, common.partial.offsets])
         starts = np.arange(num_rows) * width
         sources = self.rollback.source_logical_blocks(prev_state_block_idx, window_rows)
         is_target = self.offsets < num_states[:, None]
@@ -318,7 +338,7 @@ class MambaMetadataBuilder:
             cells=cells,
             is_block=is_block,
             has_initial_state=common.num_computed_tokens[split:] > 0,
-            boundary_rows=row,
+            boundary_rows=boundary_rows,
             boundary_cells=starts[row + split] + block_idx,
             boundary_offsets=offset,
         )
@@ -329,6 +349,7 @@ class MambaMetadataBuilder:
         block_table: torch.Tensor,
         indices: MambaIndices,
         cuts: Sequence[torch.Tensor],
+        partial_blocks: Sequence[torch.Tensor],
         rollback: RollbackStep,
     ) -> MambaMetadata:
         """Make the metadata of what `build` staged, on the device."""
@@ -337,7 +358,7 @@ class MambaMetadataBuilder:
         window_rows.copy_(indices.window_rows)
         table = block_table.view(-1)
         blocks = indices.row_blocks(table, self.blocks[: len(indices.cells)])
-        boundaries = indices.boundaries(table)
+        boundaries = indices.boundaries(table, partial_blocks)
         spans = None
         if cuts:
             lengths = torch.from_numpy(common.query_lens[split:])

@@ -17,7 +17,8 @@ logical blocks wholly before the window of the next token are freed, in every mo
 A rollback scheme may write states some tokens late (`StateProgress`): only then is that of a
 logical block published, and are the logical blocks before it freed.
 
-Of states and windows only those are published that `cache.retention` keeps.
+Of states and windows only those are published that `cache.retention` keeps. With a
+`prefix_match_unit` hits may end inside blocks: see `cache.partial_blocks`.
 
 A block is *published* under the hash of all tokens up to its end once it holds exactly their K/V or
 the state after them: after the step that computed them, never when it is scheduled (vllm!56525),
@@ -38,7 +39,8 @@ import numpy as np
 from hybrid_kv.cache.block_hash import BlockHashes
 from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds, BlockKey, BlockPool
 from hybrid_kv.cache.observe import CacheObserver
-from hybrid_kv.cache.offload import KVOffload
+from hybrid_kv.cache.offload import KVOffload, Page
+from hybrid_kv.cache.partial_blocks import PartialBlockManager
 from hybrid_kv.cache.prefix import LocatedHit, longest_hit, shared_tokens
 from hybrid_kv.cache.request_blocks import (
     NO_HIT,
@@ -81,8 +83,8 @@ class KVCacheManager:
         retention_interval: of `cache.retention`.
 
     Attributes:
-        hit_granularity: tokens; every hit is a multiple of it.
         retention: what stays of states and windows.
+        partial: the blocks of hits that end inside one; None unless `match_at` was called.
         offload: a further tier for published blocks; a hit may come from both.
     """
 
@@ -124,9 +126,11 @@ class KVCacheManager:
                     f"at least {needed} "
                     f"tokens, not {spec.block_size}; raise block_size"
                 )
-        self.hit_granularity = lcm(*(spec.block_size for spec in self._specs))
-        self.retention = Retention(retention_interval, self.hit_granularity)
+        self.retention = Retention(
+            retention_interval, lcm(*(spec.block_size for spec in self._specs))
+        )
         self._groups = [LogicalBlockRules(spec) for spec in self._specs]
+        self.partial: PartialBlockManager | None = None
         self._giving_back = [i for i, group in enumerate(self._groups) if group.gives_back]
         # All groups of states have one mode, and one block size.
         self._states = next((spec for spec in self._specs if isinstance(spec, MambaSpec)), None)
@@ -139,13 +143,31 @@ class KVCacheManager:
         # evicted since is another's.
         self._given_back: dict[str, dict[int, tuple[int, BlockKey]]] = {}
 
+    def match_at(self, unit: int) -> None:
+        """Let hits end at every multiple of `unit` tokens from here on, inside of blocks, too.
+
+        No request holds blocks yet.
+
+        Raises:
+            ConfigError: the unit divides not all block sizes, or no group has states.
+        """
+        self._groups = [LogicalBlockRules(spec, unit) for spec in self._specs]
+        self.partial = PartialBlockManager(
+            unit, self.retention.unit, self._groups, self.pool, self.observers
+        )
+
+    @property
+    def hit_granularity(self) -> int:
+        """Tokens of which every hit is a multiple."""
+        return self.retention.unit if self.partial is None else self.partial.unit
+
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Return whether a request of `num_tokens` cached tokens fits in an empty pool."""
         longest = self._with_lookahead(num_tokens)
-        return (
-            sum(spec.max_blocks_per_request(longest) for spec in self._specs)
-            <= self.pool.num_blocks - 1
-        )
+        most = sum(spec.max_blocks_per_request(longest) for spec in self._specs)
+        if self.partial is not None:
+            most += self.partial.most_blocks
+        return most <= self.pool.num_blocks - 1
 
     def _with_lookahead(self, num_tokens: int) -> int:
         return min(num_tokens + self.num_lookahead_tokens, self.max_model_len or num_tokens)
@@ -179,8 +201,10 @@ class KVCacheManager:
         states = self._states
         if states is None:
             return end
+        if self.partial is not None and self.retention.interval is None:
+            end = self.partial.chunk_end(start, end)
         return states.mode.chunk_end(
-            start, end, num_tokens, states.block_size, self.hit_granularity, junction
+            start, end, num_tokens, states.block_size, self.retention.unit, junction
         )
 
     def find_longest_cache_hit(
@@ -193,6 +217,8 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return NO_HIT
         offload = self.offload if use_offload else None
+        if self.partial is not None:
+            return self.partial.longest_hit(offload, hashes, token_ids)
         return longest_hit(
             self._groups, self.hit_granularity, self.pool, offload, hashes, token_ids
         )
@@ -210,10 +236,10 @@ class KVCacheManager:
         All of those are taken to be cached.
         """
         texts = (hashes, token_ids), (other, other_ids)
-        return shared_tokens(self._specs[0].block_size, self.hit_granularity, *texts, end)
+        return shared_tokens(self._groups[0].hash_size, self.hit_granularity, *texts, end)
 
     def longest_kept(self, num_tokens: int, resume_points: Sequence[int]) -> int:
-        """Return how much of a prefix can be restored once a request has computed it.
+        """Return how much of a prefix whole blocks can restore once a request has computed it.
 
         Args:
             resume_points: of that request.
@@ -242,6 +268,7 @@ class KVCacheManager:
         is_decode: bool,
         hit: PrefixHit = NO_HIT,
         num_seen_tokens: int = 0,
+        num_partial_tokens: int = 0,
     ) -> NewBlocks | None:
         """Make room for `num_new_tokens` tokens after `num_computed_tokens`.
 
@@ -256,6 +283,8 @@ class KVCacheManager:
             hit: of a request that starts; then `num_computed_tokens` is its length.
             num_seen_tokens: by the state that the next step reads (`RollbackSpec.num_seen`); of a
                 request that starts, any.
+            num_partial_tokens: after which the step leaves partial blocks
+                (`PartialBlockManager.due`); 0: it leaves none.
 
         Raises:
             HitLostError: what the hit needs of the offload tier is not there any more; look again
@@ -265,31 +294,50 @@ class KVCacheManager:
         ahead = self._with_lookahead(end)
         rows = self._held.get(request_id)
         if rows is None:
-            return self._start(request_id, end, ahead, is_decode, hit)
+            return self._start(request_id, (end, ahead), is_decode, hit, num_partial_tokens)
         if self._giving_back:
             self._give_back(request_id, rows, num_computed_tokens, num_seen_tokens)
         if is_decode and ahead <= self._covered.get(request_id, 0):
             return self._nothing
         counts, needed = self._count_missing(rows, end, ahead, is_decode)
-        if not any(counts):
+        num_partial = self._num_partial(num_partial_tokens)
+        if not any(counts) and not num_partial:
             if is_decode:
                 self._covered[request_id] = self._num_covered(rows)
             return self._nothing
-        ids = self.pool.allocate(needed)
+        ids = self.pool.allocate(needed + num_partial)
         if ids is None:
             return None
-        new = self._append(rows, counts, ids, is_decode)
+        new = self._append(rows, counts, ids[:needed], is_decode)
         for observer in self.observers:
             observer.on_allocate(request_id, new.per_group())
+        if self.partial is not None:
+            self.partial.reserve(request_id, num_partial_tokens, ids[needed:])
         return new
 
+    def _num_partial(self, num_tokens: int) -> int:
+        """Return how many partial blocks a step leaves after so many tokens; 0 if these are 0."""
+        if self.partial is None or not num_tokens:
+            return 0
+        return len(self.partial.groups_of(num_tokens))
+
     def _start(
-        self, request_id: str, end: int, ahead: int, is_decode: bool, hit: PrefixHit
+        self,
+        request_id: str,
+        ends: tuple[int, int],
+        is_decode: bool,
+        hit: PrefixHit,
+        num_partial_tokens: int,
     ) -> NewBlocks | None:
-        """Allocate for a request that holds nothing yet: its hit, and room after that."""
+        """Allocate for a request that holds nothing yet: its hit, and room after that.
+
+        Args:
+            ends: of the step, and of what it may write.
+        """
         located = LocatedHit(hit, self._groups, self.pool)
-        counts, needed = self._count_missing(located.rows, end, ahead, is_decode)
-        room = needed + located.num_needed(self.pool)
+        counts, needed = self._count_missing(located.rows, *ends, is_decode)
+        num_partial = self._num_partial(num_partial_tokens)
+        room = needed + num_partial + located.num_needed(self.pool)
         if room > self.pool.num_free_blocks:
             self._refusal = Refusal(request_id, room, hit.keys())
             return None
@@ -299,28 +347,44 @@ class KVCacheManager:
                 f"request {request_id}: {len(located.absent)} blocks of its hit are lost"
             )
         self._refusal = None
-        loaded, fresh = located.take(self.pool, needed)
+        loaded, fresh = located.take(self.pool, needed + num_partial)
         # From here on all of it is the request's: whatever is raised, `free` finds it.
         self._held[request_id] = located.rows
-        new = self._append(located.rows, counts, fresh, is_decode)
+        new = self._append(located.rows, counts, fresh[:needed], is_decode)
         try:
-            for observer in self.observers:
-                if len(located.pooled):
-                    observer.on_hit(request_id, located.pooled_rows)
-                observer.on_allocate(request_id, new.per_group())
-                if located.absent:
-                    places = [(absent.key, absent.block_idx) for absent in located.absent]
-                    observer.on_load(request_id, places, loaded)
-            if located.absent:
-                assert self.offload is not None
-                self.offload.load(pages, loaded.tolist())
+            self._fill(request_id, located, new, pages, loaded)
+            if self.partial is not None:
+                self.partial.reserve(request_id, num_partial_tokens, fresh[needed:])
+                self.partial.restore(request_id, hit.num_tokens, located.copies())
         except BaseException:
             self.free(request_id)
             raise
+        finally:
+            located.release(self.pool)
         # Only now: what failed to load must not be found.
         for absent, block in zip(located.absent, loaded.tolist(), strict=True):
             self.pool.publish(absent.key, block)
         return NewBlocks.of(located.rows) if hit.num_tokens else new
+
+    def _fill(
+        self,
+        request_id: str,
+        located: LocatedHit,
+        new: NewBlocks,
+        pages: Sequence[Page],
+        loaded: BlockIds,
+    ) -> None:
+        """Report a hit that was taken and what follows it, and load what the pool lacks of it."""
+        for observer in self.observers:
+            if len(located.pooled):
+                observer.on_hit(request_id, located.pooled_rows)
+            observer.on_allocate(request_id, new.per_group())
+            if located.absent:
+                places = [(absent.key, absent.block_idx) for absent in located.absent]
+                observer.on_load(request_id, places, loaded)
+        if located.absent:
+            assert self.offload is not None
+            self.offload.load(pages, loaded.tolist())
 
     def adopt(self, request_id: str, num_computed_tokens: int) -> NewBlocks | None:
         """Make room for a decode of a request whose first tokens were computed elsewhere.
@@ -445,7 +509,7 @@ class KVCacheManager:
         for group, row in zip(self._groups, self._held[request_id], strict=True):
             if row.published < group.num_complete(progress):
                 return True
-        return False
+        return self.partial is not None and self.partial.is_complete(request_id, progress.computed)
 
     def cache_blocks(
         self,
@@ -475,23 +539,51 @@ class KVCacheManager:
             end = group.num_complete(progress)
             if first >= end:
                 continue
-            chain = hashes.chain(block_size, token_ids, progress.computed)
+            chain = hashes.chain(group.hash_size, token_ids, progress.computed)
             if mode is not None:
                 first = mode.first_published(first, end, progress.computed, block_size, is_decode)
             kept = self.retention.kept_blocks(
                 range(first, end), block_size, group.num_tail_blocks, resume_points
             )
-            keys = [((index, chain[block_idx]), row[block_idx]) for block_idx in kept]
+            if self.partial is not None:
+                kept = self.partial.kept_blocks(group, range(first, end), kept, resume_points)
+            step = block_size // group.hash_size
+            keys = [
+                ((index, chain[(block_idx + 1) * step - 1]), row[block_idx]) for block_idx in kept
+            ]
             published += [(key, block) for key, block in keys if self.pool.publish(key, block)]
             for observer in self.observers:
                 observer.on_publish(request_id, index, kept, keys)
             row.published = end
+        if published and self.offload is not None:
+            self.offload.store(published)
+        published += self._publish_partial(request_id, hashes, token_ids, progress.computed)
         if self._refusal is not None and not self._refusal.keys.isdisjoint(
             key for key, _ in published
         ):
             self._refusal = None
-        if published and self.offload is not None:
-            self.offload.store(published)
+
+    def _publish_partial(
+        self, request_id: str, hashes: BlockHashes, token_ids: Sequence[int], num_computed: int
+    ) -> list[tuple[BlockKey, int]]:
+        """Publish the partial blocks that a step has filled, and drop the request's references.
+
+        They are lost with its other blocks, by their depth: see `free`.
+        """
+        partial = self.partial
+        if partial is None or not partial.is_complete(request_id, num_computed):
+            return []
+        num_tokens = partial.pending[request_id].num_tokens
+        chain = hashes.chain(partial.unit, token_ids, num_tokens)
+        published = partial.publish(request_id, self._held[request_id], chain)
+        ids = np.array([block for _, block in published], dtype=np.int32)
+        for observer in self.observers:
+            observer.on_free(request_id, ids)
+        self.pool.free(ids)
+        self._given_back.setdefault(request_id, {}).update(
+            (block, (num_tokens, key)) for key, block in published if self.pool.key_of(block) == key
+        )
+        return published
 
     def block_ids(self, request_id: str) -> list[BlockIds]:
         """Return all ids that the request holds, per group, in table order."""
@@ -513,6 +605,10 @@ class KVCacheManager:
         ends = np.concatenate(
             [row.ends(spec.block_size) for spec, row in zip(self._specs, rows, strict=True)]
         )
+        if self.partial is not None:
+            pending, num_tokens = self.partial.release(request_id)
+            ids = np.concatenate([ids, pending])
+            ends = np.concatenate([ends, np.full(len(pending), num_tokens)])
         for observer in self.observers:
             observer.on_free(request_id, ids, ended=True)
         self.pool.free(ids[np.argsort(-ends, kind="stable")])
@@ -552,6 +648,10 @@ class KVCacheManager:
         owned = np.concatenate(
             [NO_IDS, *(ids for request in self._held for ids in self.block_ids(request))]
         )
+        if self.partial is not None:
+            assert self.partial.pending.keys() <= self._held.keys(), "partial blocks have no owner"
+            filling = [[*pending.blocks.values()] for pending in self.partial.pending.values()]
+            owned = np.concatenate([owned, *filling]).astype(np.int32)
         counts = np.bincount(owned, minlength=self.pool.num_blocks)
         counts[NULL_BLOCK] = 1
         wrong = np.flatnonzero(counts != self.pool.ref_count)

@@ -43,6 +43,8 @@ class Mode(ABC):
         gives_back: logical blocks are freed while the request runs.
         needs_unit: the block size is a multiple of the model's chunk size, or of the size that the
             user gave.
+        takes_match_unit: hits may end inside a block, at a state that a prefill leaves there
+            (`cache.partial_blocks`).
     """
 
     name: ClassVar[str]
@@ -50,6 +52,7 @@ class Mode(ABC):
     keeps_inside: ClassVar[bool]
     gives_back: ClassVar[bool]
     needs_unit: ClassVar[bool]
+    takes_match_unit: ClassVar[bool] = False
 
     @abstractmethod
     def num_logical_blocks(self, num_tokens: Ints, block_size: int) -> Ints:
@@ -239,6 +242,7 @@ class Align(States):
     keeps_inside = False
     gives_back = True
     needs_unit = False
+    takes_match_unit = True
 
     def num_blocks(self, num_logical_blocks: int, is_decode: bool) -> int:
         return num_logical_blocks if is_decode else min(num_logical_blocks, 1)

@@ -8,8 +8,17 @@ override what they want to hear of: by default nothing happens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from hybrid_kv.cache.block_pool import BlockIds, BlockKey
+
+
+class BlockCopy(NamedTuple):
+    """A block of a group whose content another one gets."""
+
+    group: int
+    source: int
+    target: int
 
 
 class CacheObserver:
@@ -46,6 +55,21 @@ class CacheObserver:
 
         Where another block came first they find that one. It is called once for each group that has
         completed some, also where none of these is kept.
+        """
+
+    def on_copy_blocks(self, request_id: str, num_tokens: int, copies: Sequence[BlockCopy]) -> None:
+        """Hear that fresh blocks of a request are about to get the content of others.
+
+        Of attention it counts as far as the first `num_tokens` tokens go, which end inside the
+        block; a state is that after these.
+        """
+
+    def on_publish_partial(
+        self, request_id: str, num_tokens: int, blocks: Sequence[tuple[BlockKey, int]]
+    ) -> None:
+        """Hear that lookups find blocks for a request's first `num_tokens` tokens.
+
+        They are no logical blocks of it (`cache.partial_blocks`).
         """
 
     def on_unpublish(self, keys: Sequence[BlockKey]) -> None:

@@ -401,7 +401,7 @@ def plan_cache(
         )
 
     def sizes_in(mode: str) -> BlockSizes:
-        other = replace(cache, mamba_cache_mode=mode, mamba_block_size=None)
+        other = replace(cache, mamba_cache_mode=mode, mamba_block_size=None, prefix_match_unit=None)
         return update_block_size_for_backend(
             layers, other, backend, context, max_model_len, mamba_chunk_size
         )

@@ -10,8 +10,10 @@ import numpy as np
 
 from hybrid_kv.cache.block_hash import BlockHashes
 from hybrid_kv.cache.block_pool import BlockIds, BlockKey, BlockPool
+from hybrid_kv.cache.observe import BlockCopy
 from hybrid_kv.cache.offload import KVOffload, Page
 from hybrid_kv.cache.request_blocks import LogicalBlockRules, PrefixHit, RequestBlocks
+from hybrid_kv.kernels.common.integers import cdiv
 
 # Of a request: its hashes, and the tokens that they are of.
 Text = tuple[BlockHashes, Sequence[int]]
@@ -87,6 +89,32 @@ class AbsentBlock(NamedTuple):
     block_idx: int
 
 
+class Tail(NamedTuple):
+    """The null logical block that a hit ends in, and the block that is copied for it."""
+
+    group: int
+    row: RequestBlocks
+    block_idx: int
+    source: int
+
+
+def tail_source(
+    index: int, group: LogicalBlockRules, chain: Sequence[bytes], end: int, pool: BlockPool
+) -> int | None:
+    """Return the block that has what a prefix needs of the block that it ends in; None: no one has.
+
+    Of a state only a block that was left after exactly `end` tokens has it; the K and V of a whole
+    block are those of each of its parts, too (`cache.partial_blocks`).
+    """
+    block = pool.lookup((index, group.digest(chain, end)))
+    if block is not None or group.mode is not None:
+        return block
+    whole = cdiv(end, group.block_size) * group.block_size
+    if whole > len(chain) * group.hash_size:
+        return None
+    return pool.lookup((index, group.digest(chain, whole)))
+
+
 class LocatedHit:
     """A hit's blocks, found in the pool or left to the offload tier; `take` takes them.
 
@@ -95,6 +123,8 @@ class LocatedHit:
         pooled: ids of the blocks that the pool has.
         pooled_rows: ids of each group's logical blocks, those of absent blocks null.
         absent: the other blocks.
+        tails: the logical blocks that the hit ends in, which are absent, too.
+        sources: ids of the blocks that these are copied from, held from `take` on.
     """
 
     def __init__(
@@ -103,13 +133,15 @@ class LocatedHit:
         self.rows: list[RequestBlocks] = []
         self.pooled_rows: list[BlockIds] = []
         self.absent: list[AbsentBlock] = []
+        self.tails: list[Tail] = []
         pooled: list[int] = []
         for index, group in enumerate(groups):
             row = RequestBlocks()
             count = hit.num_tokens // group.block_size
             ids = np.zeros(count, dtype=np.int32)
-            for block_idx in group.restored(count):
-                key = index, hit.chains[index][block_idx]
+            hashes = group.block_size // group.hash_size  # of a block
+            for block_idx in group.restored(hit.num_tokens):
+                key = index, hit.chains[index][(block_idx + 1) * hashes - 1]
                 block = pool.lookup(key)
                 if block is None:
                     self.absent.append(AbsentBlock(key, row, block_idx))
@@ -118,15 +150,23 @@ class LocatedHit:
                     pooled.append(block)
             row.extend(ids)
             row.published = count
+            if group.reads_tail(hit.num_tokens):
+                source = tail_source(index, group, hit.chains[index], hit.num_tokens, pool)
+                assert source is not None, f"group {index} has nothing of the end of a hit"
+                row.extend(np.zeros(1, dtype=np.int32))
+                self.tails.append(Tail(index, row, count, source))
             self.rows.append(row)
             self.pooled_rows.append(ids)
         self.pooled: BlockIds = np.array(pooled, dtype=np.int32)
+        self.sources: BlockIds = np.array([tail.source for tail in self.tails], dtype=np.int32)
 
     def num_needed(self, pool: BlockPool) -> int:
         """Return how many free blocks of the pool it takes."""
-        num_needed = len(self.absent)
+        num_needed = len(self.absent) + len(self.tails)
         if self.pooled.size:  # or numpy takes microseconds for nothing, as for most prompts
             num_needed += int(np.count_nonzero(pool.is_idle(self.pooled)))
+        if self.tails:
+            num_needed += int(np.count_nonzero(pool.is_idle(self.sources)))
         return num_needed
 
     def fetch(self, offload: KVOffload | None) -> list[Page] | None:
@@ -146,12 +186,23 @@ class LocatedHit:
         """
         if self.pooled.size:
             pool.touch(self.pooled)
-        ids = pool.allocate(len(self.absent) + num_more)
+        if self.tails:
+            pool.touch(self.sources)
+        ids = pool.allocate(len(self.absent) + len(self.tails) + num_more)
         assert ids is not None
-        loaded = ids[: len(self.absent)]
-        for absent, block in zip(self.absent, loaded.tolist(), strict=True):
-            absent.row.set(absent.block_idx, block)
-        return loaded, ids[len(self.absent) :]
+        gaps = [*self.absent, *self.tails]
+        for gap, block in zip(gaps, ids[: len(gaps)].tolist(), strict=True):
+            gap.row.set(gap.block_idx, block)
+        return ids[: len(self.absent)], ids[len(gaps) :]
+
+    def release(self, pool: BlockPool) -> None:
+        """Drop the blocks that tails were copied from."""
+        if self.tails:
+            pool.free(self.sources)
+
+    def copies(self) -> list[BlockCopy]:
+        """Return the copies that fill `tails`, once they are taken."""
+        return [BlockCopy(tail.group, tail.source, tail.row[tail.block_idx]) for tail in self.tails]
 
 
 def shared_tokens(block_size: int, unit: int, prompt: Text, other: Text, end: int) -> int:

@@ -89,10 +89,11 @@ class LogicalBlockRules:
     A decode step reads them for every request and group.
     """
 
-    __slots__ = ("block_size", "drafts", "mode", "num_tail_blocks", "window")
+    __slots__ = ("block_size", "drafts", "hash_size", "mode", "num_tail_blocks", "window")
 
-    def __init__(self, spec: KVCacheSpec) -> None:
+    def __init__(self, spec: KVCacheSpec, prefix_match_unit: int | None = None) -> None:
         self.block_size = spec.block_size
+        self.hash_size = prefix_match_unit or spec.block_size  # tokens of a hash of its chain
         # None: attention, a block for every logical block
         self.mode = spec.mode if isinstance(spec, MambaSpec) else None
         self.drafts = spec.num_speculative_blocks if isinstance(spec, MambaSpec) else 0
@@ -120,14 +121,26 @@ class LogicalBlockRules:
             return self.mode.first_needed(num_seen, self.block_size)
         return 0 if self.window is None else self.window.first_needed(num_computed)
 
-    def restored(self, num_blocks: int) -> range:
-        """Return the logical blocks that a prefix of `num_blocks` blocks is restored from.
+    def digest(self, chain: Sequence[bytes], num_tokens: int) -> bytes:
+        """Return the hash of the first `num_tokens` tokens, a multiple of `hash_size`."""
+        return chain[num_tokens // self.hash_size - 1]
 
-        All of attention, the last ones of a sliding window, the last state of Mamba.
+    def restored(self, num_tokens: int) -> range:
+        """Return the whole logical blocks that a prefix of `num_tokens` tokens is restored from.
+
+        All of attention, the last ones of a sliding window, the last state of Mamba. A prefix that
+        ends inside a block needs a part of one more (`reads_tail`), and of Mamba nothing else.
         """
-        if self.num_tail_blocks is None:
-            return range(num_blocks)
-        return range(max(0, num_blocks - self.num_tail_blocks), num_blocks)
+        count = num_tokens // self.block_size
+        if self.window is not None:
+            return range(min(count, self.window.first_needed(num_tokens)), count)
+        if self.mode is not None:
+            return range(count if num_tokens % self.block_size else max(0, count - 1), count)
+        return range(count)
+
+    def reads_tail(self, num_tokens: int) -> bool:
+        """Return whether a prefix of `num_tokens` tokens is restored from a part of a block."""
+        return num_tokens % self.block_size > 0 and self.num_tail_blocks != 0
 
     def longest(self, num_blocks: int, has: Callable[[int], bool]) -> int:
         """Return the most blocks, up to `num_blocks`, of a prefix that can be restored.

@@ -108,11 +108,13 @@ def build(
     observers: list[EngineObserver] = []
     manager = _manager(plan, drafts, config, observers)
     if drafts.head is not None:
-        # Hits end at multiples of the block size. Without a cache too, so that the head drafts the
-        # same there.
-        drafts.head.grid = plan.sizes.block_size
+        # Hits end at multiples of the block size, or of a unit. Without a cache too, so that the
+        # head drafts the same there.
+        drafts.head.grid = config.cache.prefix_match_unit or plan.sizes.block_size
     groups = init_attn_backend(plan.config, backend, context)
     runner = ModelRunner(target, plan, groups, config, device, observers, drafts)
+    if manager.partial is not None:
+        manager.partial.copy_blocks = runner.copy_blocks
     if _has_offload(config.cache):
         manager.offload = _offload(model, plan, runner, backend, config.cache)
     if config.sanitize:
@@ -161,7 +163,7 @@ def _manager(
     plan: CachePlan, drafts: DraftSource, config: EngineConfig, observers: list[EngineObserver]
 ) -> KVCacheManager:
     num_speculative_tokens = config.speculative.num_speculative_tokens
-    return KVCacheManager(
+    manager = KVCacheManager(
         plan.config,
         config.cache.enable_prefix_caching,
         num_lookahead_tokens=num_speculative_tokens if drafts.head is not None else 0,
@@ -170,6 +172,9 @@ def _manager(
         observers=observers,
         retention_interval=config.cache.prefix_cache_retention_interval,
     )
+    if config.cache.prefix_match_unit is not None:
+        manager.match_at(config.cache.prefix_match_unit)
+    return manager
 
 
 def _sanitizer(

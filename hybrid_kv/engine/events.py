@@ -17,7 +17,8 @@ What is reported is the difference since the last time, so that a key is in one 
 events have no order. A router that misses one forgets all that it knew: it predicts too little
 until the next `snapshot`, never too much. Events that come twice, or after later ones, say
 nothing, and neither do those of a log that another one has followed. What an offload tier holds is
-not reported: the engine may restore more than is predicted.
+not reported, and neither are partial blocks (`cache.partial_blocks`): the engine may restore more
+than is predicted.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ class Group:
     """Blocks of `block_size` tokens.
 
     `num_tail_blocks`: from so many blocks before its end a prefix is restored: a state's own, those
-    of a sliding window. None: all blocks are needed.
+    of a sliding window. None: all blocks are needed. `hash_size`: tokens of a hash of its chain, if
+    not those of a block.
     """
 
     block_size: int
     num_tail_blocks: int | None = None
+    hash_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,11 @@ class EventLog(EngineObserver):
     """Hears from now on what an engine publishes and loses; the first events are a snapshot."""
 
     def __init__(self, llm: LLM) -> None:
+        partial = llm.manager.partial
+        unit = None if partial is None else partial.unit
         rules = [LogicalBlockRules(group.layer_specs[0]) for group in llm.manager.config.groups]
-        self.groups = tuple(Group(group.block_size, group.num_tail_blocks) for group in rules)
-        self.hit_granularity = llm.manager.hit_granularity
+        self.groups = tuple(Group(group.block_size, group.num_tail_blocks, unit) for group in rules)
+        self.hit_granularity = llm.manager.retention.unit
         self._pool = llm.manager.pool
         self._name = secrets.token_hex(8)
         self._number = 0
@@ -152,7 +157,11 @@ class KnownCache:
         """
         limit = len(token_ids) - 1
         hashes = BlockHashes(salt)
-        chains = [hashes.chain(group.block_size, token_ids, limit) for group in self.groups]
+        chains = []
+        for group in self.groups:
+            hash_size = group.hash_size or group.block_size
+            step = group.block_size // hash_size
+            chains.append(hashes.chain(hash_size, token_ids, limit)[step - 1 :: step])
         ends = range(limit // self.hit_granularity * self.hit_granularity, 0, -self.hit_granularity)
         return next(
             (

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hybrid_kv.attention.common import CommonAttentionMetadata
+from hybrid_kv.attention.common import CommonAttentionMetadata, PartialStates
 from hybrid_kv.attention.mamba import (
     BoundaryCopies,
     MambaMetadata,
@@ -27,6 +27,7 @@ from hybrid_kv.cache.backend import (
     CUDAGraphSupport,
     get_attention_cg_support_info,
 )
+from hybrid_kv.cache.block_pool import BlockIds
 from hybrid_kv.cache.block_table import BlockTables, LaunchedBlockTables
 from hybrid_kv.cache.layout import allocate_raw_buffers, allocate_row_memory, bind_views
 from hybrid_kv.cache.plan import CachePlan
@@ -36,7 +37,7 @@ from hybrid_kv.engine.drafter import Drafting, MTPDrafter
 from hybrid_kv.engine.state_cursor import StateCursor
 from hybrid_kv.engine.step_inputs import StepInputs, padded_size
 from hybrid_kv.kernels.common.launch import choose
-from hybrid_kv.kernels.common.upload import Pending, StepUpload, download, fill
+from hybrid_kv.kernels.common.upload import Pending, StepUpload, download, fill, upload
 from hybrid_kv.kernels.recompute import RecomputeStep
 from hybrid_kv.models.attention import layers_with_sinks
 from hybrid_kv.models.interface import DraftHead, Model
@@ -179,7 +180,9 @@ class ModelRunner:
         self.block_tables = self._make_block_tables(limits, max_tokens)
         launches = self.kernels == "triton"
         self.builders = {
-            group.group_id: MambaMetadataBuilder(group.spec, limits.max_num_seqs, device, launches)
+            group.group_id: MambaMetadataBuilder(
+                group.spec, limits.max_num_seqs, device, launches, group.group_id
+            )
             for group in groups
             if isinstance(group.spec, MambaSpec)
         }
@@ -243,6 +246,17 @@ class ModelRunner:
             held.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def copy_blocks(self, sources: BlockIds, targets: BlockIds) -> None:
+        """Copy pages from blocks to others, in every layer, after all steps that have begun.
+
+        Args:
+            sources, targets: [n], no target twice or among the sources.
+        """
+        source, target = upload(self.device, sources.astype(np.int64), targets.astype(np.int64))
+        for buffer in self.raw_buffers:
+            pages = buffer.view(self._memory[0].num_blocks, -1)
+            pages[target] = pages[source]
 
     def padded_size(self, num_reqs: int) -> int:
         """Return the rows of a pure decode step of `num_reqs` requests."""
@@ -527,6 +541,7 @@ class ModelRunner:
             query_lens=inputs.query_lens,
             num_computed_tokens=inputs.num_computed_tokens,
             positions=self.positions[: inputs.num_tokens_padded],
+            partial=_partial_states(batch, inputs.num_decodes, len(self.groups)),
         )
         split = min(inputs.num_decodes, inputs.num_reqs)
         copies = boundary_copies(
@@ -632,6 +647,24 @@ class ModelRunner:
             )
             metadata.update(dict.fromkeys(group.layer_names, group_metadata))
         return ForwardContext(metadata, self.views, self.row_memory, self.kernels)
+
+
+def _partial_states(
+    batch: Sequence[ScheduledRequest], num_decodes: int, num_groups: int
+) -> PartialStates | None:
+    """Return where the prefills of a batch leave states in partial blocks; None: nowhere."""
+    places = [place for place, item in enumerate(batch) if item.partial is not None]
+    if not places:
+        return None
+    blocks = np.zeros((num_groups, len(places)), dtype=np.int64)
+    offsets = np.zeros(len(places), dtype=np.int64)
+    for column, place in enumerate(places):
+        item = batch[place]
+        assert item.partial is not None
+        offsets[column] = item.partial.num_tokens - item.num_computed_tokens
+        for group_id, block in item.partial.blocks.items():
+            blocks[group_id, column] = block
+    return PartialStates(np.array(places, dtype=np.int64) - num_decodes, offsets, blocks)
 
 
 def _is_prefill(item: ScheduledRequest) -> bool:

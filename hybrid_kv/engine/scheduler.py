@@ -269,6 +269,8 @@ class Scheduler:
                 request.block_hashes, request.token_ids, other.block_hashes, other.token_ids, end
             )
             if shared > num_cached:
+                if item.partial is not None and num_cached < item.partial.num_tokens <= shared:
+                    return True
                 kept = self.manager.longest_kept(shared, other.resume_points)
                 if kept > num_cached and (self.manager.keeps_inside or kept == end):
                     return True
@@ -285,14 +287,16 @@ class Scheduler:
         is_prefill = flight is not None and not flight.is_decode
         start = item.num_computed_tokens
         seen = start if is_prefill else self.rollback.num_seen(request.progress, start)
-        return self.manager.allocate_slots(
-            request.request_id,
-            item.num_computed_tokens,
-            end - item.num_computed_tokens,
-            item.is_decode,
-            hit,
-            seen,
+        partial = self.manager.partial
+        due = 0
+        if partial is not None and not item.is_decode:
+            due = partial.due(start, end, len(request.prompt_token_ids))
+        new = self.manager.allocate_slots(
+            request.request_id, start, end - start, item.is_decode, hit, seen, due
         )
+        if new is not None and partial is not None and due:
+            item.partial = partial.pending[request.request_id]
+        return new
 
     def _next(self, request: Request, budget: int, draft_budget: int) -> ScheduledRequest | None:
         """Return the next step of a running request; None if the step in flight is its last."""

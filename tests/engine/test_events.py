@@ -46,6 +46,18 @@ def test_a_router_predicts_what_the_engine_restores() -> None:
     assert known.predict(longer) == send(llm, longer) == 64
 
 
+def test_hits_inside_a_block_are_not_predicted() -> None:
+    """The engine restores 36 of 40 tokens; its events are of whole blocks."""
+    llm = engine(prefix_match_unit=4)
+    log = EventLog(llm)
+    known = KnownCache(log.groups, log.hit_granularity)
+    known.apply(log.take())
+    assert [send(llm, PROMPT), send(llm, PROMPT)] == [0, 36]
+    known.apply(log.take())
+    assert known.predict(PROMPT) == 32
+    assert known.predict(PROMPT[:32]) == 0, "the state after 16 tokens was passed over"
+
+
 def test_what_is_evicted_or_reset_is_unknown_again() -> None:
     llm = engine(num_blocks=16)
     log = EventLog(llm)
