@@ -22,7 +22,9 @@ hashes are trusted, and the first broken rule is named before the model runs:
   states.
 - `publish-unaccepted`, `publish-unheld`, `publish-slots`, `publish-state`: a published block is not
   exactly its tokens, all of them accepted. `hit-unpublished`, `hit-overwritten`, `hit-prefix`,
-  `load-bytes`: a hit is not that.
+  `load-bytes`: a hit is not that. Of a hit that ends inside a block all slots after its end count
+  as empty: `read-slot` names who reads one. `copy-bytes`: the copy for it has not arrived, or its
+  source was overwritten before.
 - In scheme `recompute` `read-history`, `history-length`, `ring-row`, `ring-full`: what a decode
   recomputes from its ring is not what follows its state, or the ring is not its own.
   `flush-unaccepted`, `flush-boundary`, `flush-shared`, `flush-unheld`: what is flushed was not

@@ -13,6 +13,7 @@ from hybrid_kv.attention.mamba import BoundaryCopies
 from hybrid_kv.attention.rollback import RollbackStep
 from hybrid_kv.cache.backend import AttentionGroup
 from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds, BlockKey, BlockPool
+from hybrid_kv.cache.observe import BlockCopy
 from hybrid_kv.cache.spec import MambaSpec, window_of
 from hybrid_kv.config import SchedulerConfig
 from hybrid_kv.observe import EngineObserver
@@ -67,6 +68,8 @@ class Sanitizer(EngineObserver):
         self._copies: list[
             Callable[[TrackedStep], None]
         ] = []  # checks of those of the step in flight
+        # Copies that are due: owner, group, target, and a checksum of the source.
+        self._copied: list[tuple[Owner, Shadow, int, int]] = []
 
     # Blocks change hands.
 
@@ -90,7 +93,7 @@ class Sanitizer(EngineObserver):
                         shadow,
                         block,
                     )
-                owner.restored.append((shadow, block_idx, block))
+                owner.restored.append((shadow, (block_idx + 1) * shadow.block_size, block))
             ledger.references[ids] += 1
             ledger.held[owner.index, ids] = shadow.id + 1
 
@@ -122,38 +125,73 @@ class Sanitizer(EngineObserver):
         blocks: Sequence[tuple[BlockKey, int]],
     ) -> None:
         """Check that blocks which lookups find from now on hold the request's accepted tokens."""
-        ledger = self.ledger
         owner = self.ledger.owner(request_id)
         shadow = self.shadows[group]
+        for block_idx, (key, block) in zip(logical_blocks, blocks, strict=True):
+            self._publish(owner, shadow, (block_idx + 1) * shadow.block_size, key, block)
+
+    def on_publish_partial(
+        self, request_id: str, num_tokens: int, blocks: Sequence[tuple[BlockKey, int]]
+    ) -> None:
+        """Check what lookups find for the first tokens of a request that end inside a block."""
+        self._check_copied()
+        owner = self.ledger.owner(request_id)
+        for key, block in blocks:
+            self._publish(owner, self.shadows[key[0]], num_tokens, key, block)
+
+    def _publish(self, owner: Owner, shadow: Shadow, end: int, key: BlockKey, block: int) -> None:
+        """Check that a block holds what a prefix of `end` tokens reads of it; it is published."""
+        ledger = self.ledger
         accepted = min(
             owner.request.num_tokens if owner.request is not None else 0, owner.computed or 0
         )
-        for block_idx, (key, block) in zip(logical_blocks, blocks, strict=True):
-            ledger.log(ledger.step, "publish", shadow, np.array([block]), request_id)
-            if ledger.held[owner.index, block] != group + 1:
-                ledger.fail(
-                    "publish-unheld",
-                    "published by a request that does not hold it",
-                    owner,
-                    shadow,
-                    block,
-                )
-            end = (block_idx + 1) * shadow.block_size
-            if end > accepted:
-                problem = (
-                    f"published for {end} tokens, {accepted} of them are computed and accepted"
-                )
-                ledger.fail("publish-unaccepted", problem, owner, shadow, block)
-            self.rollback[group].check_publish(owner, end, block)
-            rule = "publish-state" if shadow.is_mamba else "publish-slots"
-            ledger.check_prefix(rule, owner, shadow, block_idx, block)
-            ledger.published[block] = True
-            checksum = ledger.checksum(shadow, block)
-            ledger.keys[block] = key, checksum
-            # A key that went and came again would lack the bytes that a tier may still have.
-            if key in self._published_bytes or len(self._published_bytes) < NUM_KEYS:
-                self._published_bytes.setdefault(key, set()).add(checksum)
-                self._all_bytes.add(checksum)
+        ledger.log(ledger.step, "publish", shadow, np.array([block]), owner.name)
+        if ledger.held[owner.index, block] != shadow.id + 1:
+            problem = "published by a request that does not hold it"
+            ledger.fail("publish-unheld", problem, owner, shadow, block)
+        if end > accepted:
+            problem = f"published for {end} tokens, {accepted} of them are computed and accepted"
+            ledger.fail("publish-unaccepted", problem, owner, shadow, block)
+        self.rollback[shadow.id].check_publish(owner, end, block)
+        rule = "publish-state" if shadow.is_mamba else "publish-slots"
+        ledger.check_prefix(rule, owner, shadow, end, block)
+        ledger.published[block] = True
+        checksum = ledger.checksum(shadow, block)
+        ledger.keys[block] = key, checksum
+        # A key that went and came again would lack the bytes that a tier may still have.
+        if key in self._published_bytes or len(self._published_bytes) < NUM_KEYS:
+            self._published_bytes.setdefault(key, set()).add(checksum)
+            self._all_bytes.add(checksum)
+
+    def on_copy_blocks(self, request_id: str, num_tokens: int, copies: Sequence[BlockCopy]) -> None:
+        """Check where blocks are copied from and to; `_check_copied` checks that they were."""
+        ledger = self.ledger
+        owner = ledger.owner(request_id)
+        for group, source, target in copies:
+            shadow = self.shadows[group]
+            ledger.log(ledger.step + 1, "copy", shadow, np.array([source, target]), request_id)
+            checksum = ledger.checksum(shadow, source)
+            if ledger.held[owner.index, source] != group + 1:
+                if not ledger.published[source]:
+                    problem = "copied, and neither published nor the request's"
+                    ledger.fail("hit-unpublished", problem, owner, shadow, source)
+                if ledger.keys[source][1] not in (None, checksum):
+                    problem = "its bytes changed after it was published"
+                    ledger.fail("hit-overwritten", problem, owner, shadow, source)
+                owner.restored.append((shadow, num_tokens, target))
+            if ledger.references[target] != 1 or ledger.held[owner.index, target] != group + 1:
+                problem = "copied into, and not the request's alone"
+                ledger.fail("write-unheld", problem, owner, shadow, target)
+            shadow.copy(source, target, num_tokens)
+            self._copied.append((owner, shadow, target, checksum))
+
+    def _check_copied(self) -> None:
+        """Check that blocks hold the bytes that their sources had when the copy was due."""
+        for owner, shadow, target, checksum in self._copied:
+            if self.ledger.checksum(shadow, target) != checksum:
+                problem = "it is no copy of its source as that was when the copy was due"
+                self.ledger.fail("copy-bytes", problem, owner, shadow, target)
+        self._copied.clear()
 
     def on_reset(self) -> None:
         """Forget all that is published."""
@@ -220,12 +258,13 @@ class Sanitizer(EngineObserver):
                 f"{ledger.pool.ref_count[block]}"
             )
             ledger.fail("free-held", problem, None, None, block)
+        self._check_copied()
         owners = [ledger.owner(item.request.request_id) for item in batch]
         for owner, item in zip(owners, batch, strict=True):
             self._begin(owner, item)
         for owner in owners:
-            for shadow, block_idx, block in owner.restored:
-                ledger.check_prefix("hit-prefix", owner, shadow, block_idx, block)
+            for shadow, end, block in owner.restored:
+                ledger.check_prefix("hit-prefix", owner, shadow, end, block)
             owner.restored.clear()
         ledger.batch = step = TrackedStep(owners, batch, ledger.step)
         pairs = ("input-token", input_ids, step.tokens), ("position", positions, step.positions)

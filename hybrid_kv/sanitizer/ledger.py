@@ -260,20 +260,17 @@ class Ledger:
             ok, "write-twice", shadow, rows, blocks, "two tokens of the step write to {}", index
         )
 
-    def check_prefix(
-        self, rule: str, owner: Owner, shadow: Shadow, block_idx: int, block: int
-    ) -> None:
-        """Check that a block holds the request's tokens up to the end of `block_idx`.
+    def check_prefix(self, rule: str, owner: Owner, shadow: Shadow, end: int, block: int) -> None:
+        """Check that a block holds those of the request's first `end` tokens that lie in it.
 
         In a Mamba group it holds the state after them.
         """
-        begin = block_idx * shadow.block_size
-        end = (block_idx + 1) * shadow.block_size
+        begin = (end - 1) // shadow.block_size * shadow.block_size
         if shadow.is_mamba:
             entries = np.stack([shadow.cells[block, 0], shadow.state[block]])
             expected = owner.prefix[[end, end]]
         else:
-            entries = shadow.cells[block]
+            entries = shadow.cells[block, : end - begin]
             expected = owner.prefix[begin + 1 : end + 1]
         same = entries[:, HASH] == expected
         if shadow.layers and not same.all():

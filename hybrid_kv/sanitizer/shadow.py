@@ -42,9 +42,9 @@ class Owner:
         self.tokens = np.zeros(max_tokens, dtype=np.int64)
         self.prefix = np.zeros(max_tokens + 1, dtype=np.int64)  # [n]: hash of the first n tokens
         self.flushed = 0  # tokens that its last written states have seen
-        # Logical block and block of what the first step does not compute: hits …
+        # What the first step does not compute: of hits the last token and the block, …
         self.restored: list[tuple[Shadow, int, int]] = []
-        # … and what came from elsewhere.
+        # … of what came from elsewhere the logical block and the block.
         self.loaded: list[tuple[Shadow, int, int]] = []
 
 
@@ -71,6 +71,16 @@ class Shadow:
         self.slots = self.cells.reshape(-1, 3)
         self.state = np.zeros((num_blocks, 3), dtype=np.int64)
         self.keeps_boundaries = isinstance(spec, MambaSpec) and spec.mode.keeps_states
+
+    def copy(self, source: int, target: int, num_tokens: int) -> None:
+        """Copy what a block has of a prefix that ends in it; the rest counts as nothing.
+
+        Of attention these are the slots of its tokens, of states the window and the state there.
+        """
+        size = 1 if self.is_mamba else (num_tokens - 1) % self.block_size + 1
+        self.cells[target] = 0
+        self.cells[target, :size] = self.cells[source, :size]
+        self.state[target] = self.state[source]
 
 
 class TrackedStep:
