@@ -627,3 +627,28 @@ def _drafting_ends(d: Draw) -> Scenario:
         num_speculative_tokens_per_batch_size=ranges,
         **options,
     )
+
+
+@forces("hit_inside_block", "hit_inside_first_block")
+def _hit_inside_block(d: Draw) -> Scenario:
+    """Send prompts again, in one step, and one that goes on from inside a block of another.
+
+    Their hits end in the first block, and in a later one.
+    """
+    unit = 2 ** d.number(0, 3)
+    short, long = d.prompts(2 * BLOCK - 2, 4 * BLOCK + 3)
+    longer = [*long[: (len(long) - 1) // unit * unit], *d.prompts(9)[0]]
+    options: dict[str, Any] = {"num_drafts": d.number(0, 4), "drafts": "mixed"}
+    options |= {"async_scheduling": d.coin(), "state_scheme": d.one_of("slots", "recompute")}
+    return d.scenario(
+        [short, long, longer, short, long],
+        [12, 12, 6, 6, 6],
+        waves=(2, 3),
+        modes=("align",),
+        layers=d.one_of("M*", "M~*", "M*MM*", "M+*M"),
+        block_size=2 * BLOCK,
+        max_num_batched_tokens=2 * BLOCK * d.number(1, 4),
+        prefix_match_unit=unit,
+        sanitize=True,
+        **options,
+    )

@@ -12,7 +12,11 @@ from collections.abc import Hashable, Iterable, Sequence
 from hybrid_kv.attention.rollback import RollbackStep
 from hybrid_kv.cache.block_pool import BlockIds, BlockKey
 from hybrid_kv.cache.offload import Page
-from hybrid_kv.check.guard.published import longest_attended, longest_hit
+from hybrid_kv.check.guard.published import (
+    longest_attended,
+    longest_hit,
+    longest_hit_at_units,
+)
 from hybrid_kv.check.guard.step import RuleError, Track
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.observe import EngineObserver
@@ -169,6 +173,8 @@ class KeptBlocks(EngineObserver):
     @property
     def has_all(self) -> bool:
         """Return whether all that was ever published can be restored."""
+        if self._llm.config.cache.prefix_match_unit is not None:
+            return False  # The host has whole blocks alone.
         self._store()
         host = self.host
         return (
@@ -271,6 +277,13 @@ class KeptBlocks(EngineObserver):
             if self.device.publish(name, block):
                 self._new.append(name)
 
+    def on_publish_partial(
+        self, request_id: str, num_tokens: int, blocks: Sequence[tuple[BlockKey, int]]
+    ) -> None:
+        prefix = self._tracks[int(request_id)].prefix(num_tokens)
+        for (group, _), block in blocks:
+            self.device.publish((group, prefix), block)
+
     def on_free(self, request_id: str, ids: BlockIds, ended: bool = False) -> None:
         self.device.give_back(ids.tolist())
         if ended:
@@ -312,7 +325,15 @@ class KeptBlocks(EngineObserver):
                 self.host is not None and not self.has_lost and name in self.host
             )
 
-        hit = longest_hit(self._specs, request.num_tokens, is_there) if is_asked else 0
+        def is_at_hand(group: int, end: int) -> bool:
+            return (group, track.prefix(end)) in self.device
+
+        unit = self._llm.config.cache.prefix_match_unit
+        hit = 0
+        if is_asked and unit is not None:
+            hit = longest_hit_at_units(self._specs, request.num_tokens, unit, is_there, is_at_hand)
+        elif is_asked:
+            hit = longest_hit(self._specs, request.num_tokens, is_there)
         attended = longest_attended(self._specs, request.num_tokens, is_there) if is_asked else 0
         self.hits[request_id] = hit
         self.junctions[request_id] = attended if attended > hit else 0

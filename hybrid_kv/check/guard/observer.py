@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hybrid_kv.attention.mamba import MambaMetadata
 from hybrid_kv.attention.rollback import RollbackStep
 from hybrid_kv.cache.block_pool import BlockIds
+from hybrid_kv.cache.observe import BlockCopy
 from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec, window_of
 from hybrid_kv.check.guard.drafts import DraftRules
 from hybrid_kv.check.guard.kept import KeptBlocks
@@ -290,6 +291,10 @@ class Observer(EngineObserver):
         if ended:
             self._waiting.on_end()
 
+    def on_copy_blocks(self, request_id: str, num_tokens: int, copies: Sequence[BlockCopy]) -> None:
+        """Note the blocks that a hit which ends inside of them is copied from."""
+        self._waiting.on_copy([copy.source for copy in copies])
+
     def on_flush(self, request: Request, group: int, step: RollbackStep) -> None:
         """Count a state that is written because its request gives up its row."""
         if (
@@ -443,6 +448,9 @@ class Observer(EngineObserver):
         self.seen["exact_hit"] += is_exact and begin > 0
         self.seen["exact_hit_of_host"] += is_exact and begin > 0 and was_lost
         self.seen["junction"] += track.junction > 0
+        inside = begin % self.published.unit > 0
+        self.seen["hit_inside_block"] += inside
+        self.seen["hit_inside_first_block"] += inside and begin < self.published.unit
         self.seen["sparse_hit"] += self.published.is_sparse and begin > 0
         self.seen["junction_hit"] += track.prefix(begin) in self._junctions
         if track.junction:
@@ -542,7 +550,7 @@ class Observer(EngineObserver):
             return track.most[group] - max(0, track.hit // spec.block_size - 1)
         blocks = track.logical_blocks[group]
         if item.overwrite:
-            before = track.hit // spec.block_size
+            before = cdiv(track.hit, spec.block_size)
             blocks |= {before - 1} & set(range(before))
         else:
             flight = request.in_flight
@@ -652,6 +660,8 @@ class Observer(EngineObserver):
             _most_blocks(group.spec, tokens, llm.config.async_scheduling, _num_ahead(llm))
             for group in llm.plan.config.groups
         )
+        if self.published.match_unit is not None:
+            due += 2 * len(llm.plan.config.groups)
         return due > llm.manager.pool.num_blocks - 1
 
     def _check_metrics(self, outputs: Sequence[RequestOutput]) -> None:

@@ -64,6 +64,49 @@ def longest_hit(
     return best
 
 
+IsThere = Callable[[int, int], bool]
+
+
+def longest_hit_at_units(
+    specs: Sequence[KVCacheSpec],
+    num_tokens: int,
+    unit: int,
+    is_there: IsThere,
+    is_at_hand: IsThere,
+) -> int:
+    """Return the longest prefix, a multiple of `unit` tokens, that can be restored.
+
+    The last token is excluded. Where a prefix ends inside a block, a state must be that after
+    exactly its tokens; of K and V a copy of the block's first part will do, or the whole block.
+
+    Args:
+        unit: of `prefix_match_unit`.
+        is_there: gets a spec's number and the end of a block or of a part of it.
+        is_at_hand: the same, on the device alone, from where parts are copied.
+    """
+
+    def is_restored(number: int, end: int) -> bool:
+        spec = specs[number]
+        size = spec.block_size
+        if isinstance(spec, MambaSpec):
+            return (is_at_hand if end % size else is_there)(number, end)
+        window = window_of(spec)
+        begin = 0 if window is None else max(0, end - window + 1)
+        ends = range(begin // size * size + size, end + 1, size)
+        if not all(is_there(number, block_end) for block_end in ends):
+            return False
+        if end % size == 0 or begin == end:
+            return True
+        block_end = cdiv(end, size) * size
+        is_whole = block_end < num_tokens and is_at_hand(number, block_end)
+        return is_whole or is_at_hand(number, end)
+
+    lengths = range((num_tokens - 1) // unit * unit, 0, -unit)
+    numbers = range(len(specs))
+    hits = (end for end in lengths if all(is_restored(number, end) for number in numbers))
+    return next(hits, 0)
+
+
 def longest_attended(
     specs: Sequence[KVCacheSpec], num_tokens: int, is_there: Callable[[int, int], bool]
 ) -> int:
@@ -97,7 +140,9 @@ class PublishedPrefixes:
     Attributes:
         is_sparse: states and windows stay only where a prompt is resumed.
         late: prefixes whose states scheme `recompute` wrote a step late, cleared or not.
-        unit: tokens between two places at which a hit can end.
+        unit: tokens between two boundaries of all groups.
+        match_unit: tokens between two places at which a hit can end inside of blocks; None: there
+            are none.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -105,6 +150,7 @@ class PublishedPrefixes:
         self._specs = list(dict.fromkeys(specs))
         self.late: set[Prefix] = set()
         self.unit = lcm(*(spec.block_size for spec in specs))
+        self.match_unit = llm.config.cache.prefix_match_unit
         self._interval = llm.config.cache.prefix_cache_retention_interval
         self.is_sparse = self._interval is not None and any(
             isinstance(spec, MambaSpec) or window_of(spec) is not None for spec in specs
@@ -133,14 +179,32 @@ class PublishedPrefixes:
             return self.is_resumed_at(track, end)
         if window is None:
             return True
+        resumed = self.left_inside(track)
+        if resumed - window + 1 < end <= resumed:
+            return True
         first = -(-end // self.unit) * self.unit
         # The last boundary whose window reaches back to the block's last token.
         last = end + window - 2
         boundaries = range(first, last + 1, self.unit)
         return any(self.is_resumed_at(track, boundary) for boundary in boundaries)
 
+    def left_inside(self, track: Track) -> int:
+        """Return after how many tokens, inside of blocks, a prompt leaves something; 0: nowhere."""
+        if self.match_unit is None:
+            return 0
+        end = (track.prompt - 1) // self.match_unit * self.match_unit
+        return end if end % self.unit else 0
+
     def add(self, ran: Ran) -> None:
         """Add the blocks that a step has completed."""
+        inside = self.left_inside(ran.track)
+        begin = ran.item.num_computed_tokens
+        if ran.is_prefill and begin < inside <= begin + ran.item.num_tokens:
+            self._seen.update(
+                (kind, ran.track.prefix(inside))
+                for kind, spec in enumerate(self._specs)
+                if isinstance(spec, MambaSpec) or inside % spec.block_size
+            )
         before = ran.track.base  # the same in all groups of states
         for kind, spec in enumerate(self._specs):
             first = ran.item.num_computed_tokens // spec.block_size
@@ -203,4 +267,8 @@ class PublishedPrefixes:
         def is_there(kind: int, end: int) -> bool:
             return (kind, track.prefix(end)) in self._seen
 
+        if self.match_unit is not None:
+            return longest_hit_at_units(
+                self._specs, num_tokens, self.match_unit, is_there, is_there
+            )
         return longest_hit(self._specs, num_tokens, is_there)

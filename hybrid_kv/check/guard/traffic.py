@@ -97,6 +97,7 @@ CHANCES |= {
     "third turn": 0.25,
     "retain": 0.25,
     "K by requests": 0.25,
+    "unit": 0.35,
 }  # in a scenario, drawn last
 _BLOCK_SIZES = {
     (SmallBlocksFirst.name, "one"): (4,),
@@ -401,6 +402,11 @@ def _random_scenario(
             (2, 3, middle),
             (4, 4, last),
         )
+    mode = MODES.get(cell["mode"])
+    if mode is not None and mode.takes_match_unit and rng.random() < chances["unit"]:
+        units = [unit for unit in (1, 2, 3, 4, 8) if block_size % unit == 0 and unit < block_size]
+        options["prefix_match_unit"] = int(rng.choice(units))
+        options["num_blocks"] += 2 * len(cell["layers"])
     return Scenario(
         seed,
         cell["layers"],

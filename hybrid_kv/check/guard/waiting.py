@@ -63,6 +63,10 @@ class Waiting:
         """Forget the order of free blocks: those that an ended request frees count as used now."""
         self._idle = NO_IDS
 
+    def on_copy(self, sources: Sequence[int]) -> None:
+        """Note that free blocks are used by copying from them."""
+        self._idle = self._idle[~np.isin(self._idle, sources)]
+
     def check(self, scheduled: Sequence[ScheduledRequest], is_exact: bool) -> None:
         """Check which requests start in a step, and which wait.
 
@@ -149,6 +153,9 @@ class Waiting:
         for spec in self._specs:
             drafts = spec.num_speculative_blocks if isinstance(spec, MambaSpec) else 0
             due += cdiv(ahead, spec.block_size) + drafts
+        if self._published.match_unit is not None:
+            # What its hit is copied from, and what it leaves inside of blocks.
+            due += 2 * len(self._specs)
         return due
 
     def _num_held(self, request: Request, num_known: int) -> int:
@@ -194,3 +201,6 @@ class Waiting:
             while shared and not self._published.is_resumed_at(other_track, shared):
                 shared -= unit
             yield shared > num_known and (self._keeps_inside or shared == end)
+            inside = self._published.left_inside(other_track)
+            longest = min(same, request.num_tokens - 1)
+            yield (max(num_known, item.num_computed_tokens) < inside <= min(end, longest))
