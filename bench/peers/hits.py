@@ -38,15 +38,21 @@ LONGEST = 300  # tokens of a prompt
 MOST_NEW = 24  # tokens of an answer
 VOCABULARY = 90  # of prompts
 ROUND = 25  # prompts until both caches are reset: 1,024 blocks hold them
-SETTINGS = tuple(
-    f"retain={retain} chunk={chunk}"
-    for retain in ("last", "all", "48")
-    for chunk in ("whole", "40")
+SETTINGS = (
+    *(
+        f"retain={retain} chunk={chunk}"
+        for retain in ("last", "all", "48")
+        for chunk in ("whole", "40")
+    ),
+    "retain=last chunk=whole match=8",
+    "retain=last chunk=40 match=8",
+    "retain=all chunk=whole match=4",
 )
 # Options of this engine for levels of the other one's factors.
 OPTIONS: dict[tuple[str, str], dict[str, Any]] = {
     ("retain", "last"): {"prefix_cache_retention_interval": 0},
     ("retain", "all"): {},
+    ("match", "block"): {},
     ("chunk", "whole"): {"max_num_batched_tokens": 2048},
 }
 
@@ -92,6 +98,8 @@ def options_of(settings: Mapping[str, str]) -> dict[str, Any]:
             options |= OPTIONS[factor, level]
         elif factor == "retain" and level.isdigit():
             options["prefix_cache_retention_interval"] = int(level)
+        elif factor == "match" and level.isdigit():
+            options["prefix_match_unit"] = int(level)
         elif factor == "chunk" and level.isdigit():
             options["max_num_batched_tokens"] = int(level)
         else:

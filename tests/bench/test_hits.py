@@ -90,13 +90,17 @@ def test_settings_are_factors_with_levels_that_this_engine_has() -> None:
     for settings in settings_of(SETTINGS):
         assert options_of(settings)["mamba_cache_mode"] == "align"
     assert options_of({"retain": "48"})["prefix_cache_retention_interval"] == 48
+    assert options_of({"match": "8"})["prefix_match_unit"] == 8
     with pytest.raises(ConfigError, match="chunk"):
         next(settings_of(["chunk"]))
     with pytest.raises(ConfigError, match="spec=mtp9"):
         options_of({"spec": "mtp9"})
 
 
-@pytest.mark.parametrize("setting", ["retain=last chunk=40", "retain=48 chunk=whole"])
+@pytest.mark.parametrize(
+    "setting",
+    ["retain=last chunk=40", "retain=48 chunk=whole", "retain=last chunk=whole match=8"],
+)
 def test_vllm_hits_the_same(folder: str, setting: str) -> None:
     try:
         python_of("vllm", "vllm")
