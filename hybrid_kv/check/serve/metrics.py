@@ -51,6 +51,10 @@ class Metrics(EngineObserver):
         self.hits = counter(
             "prefix_cache_hits", "Prompt tokens that were taken from the prefix cache."
         )
+        self.thrown_away = counter(
+            "prefix_cache_thrown_away",
+            "Prompt tokens whose K and V the prefix cache had, and no states: computed again.",
+        )
         self.drafts = counter("spec_decode_num_drafts", "Steps of a request that verified drafts.")
         self.draft_tokens = counter("spec_decode_num_draft_tokens", "Drafts that were verified.")
         self.accepted = counter("spec_decode_num_accepted_tokens", "Drafts that were right.")
@@ -82,7 +86,6 @@ class Metrics(EngineObserver):
         self._model = model
         self._scheduler = llm.scheduler
         self._pool = llm.manager.pool
-        self._caches = llm.config.cache.enable_prefix_caching
         self._describe(llm)
 
     def _describe(self, llm: LLM) -> None:
@@ -115,9 +118,12 @@ class Metrics(EngineObserver):
                 self.preemptions.inc()
             elif item.overwrite:
                 self.queue_time.observe(now - self._times[item.request.request_id][0])
-                if self._caches and item.request.params.reads_prefix_cache:
+                caches = self._scheduler.manager.enable_prefix_caching
+                if caches and item.request.params.reads_prefix_cache:
                     self.queries.inc(len(item.request.prompt_token_ids))
                     self.hits.inc(item.num_computed_tokens)
+                    junction = item.request.junction
+                    self.thrown_away.inc(max(0, junction - item.num_computed_tokens))
 
     def on_prepare(self, batch: Sequence[ScheduledRequest]) -> None:
         """Keep the batch: its drafts are known now."""

@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from hybrid_kv import LLM, SamplingParams
 from hybrid_kv.check.guard_model import FOLDER
 from hybrid_kv.check.serve.app import Access
+from hybrid_kv.check.serve.metrics import Metrics
 from hybrid_kv.models.exact import ExactConfig, ExactModel
 from tests.check.serve.conftest import OPTIONS, Served, served
 from tests.support.metrics import counters
@@ -39,6 +40,34 @@ def test_a_hit_is_counted_in_tokens(server: Served) -> None:
     assert again["request_success_total length"] == 1
     scored = send(server, echo=True, logprobs=0)
     assert "prefix_cache_queries_total" not in scored
+
+
+def test_a_shared_prefix_without_a_state_is_counted_as_thrown_away() -> None:
+    """Of three prompts that share 64 tokens the second finds K and V of them and no state."""
+    llm = LLM(
+        ExactModel(ExactConfig("M*")),
+        device="cpu",
+        block_size=16,
+        num_blocks=90,
+        max_model_len=128,
+        max_num_batched_tokens=128,
+        mamba_cache_mode="align",
+    )
+    metrics = Metrics(llm, "exact")
+    llm.observers.append(metrics)
+    counts = []
+    for last in (3, 4, 5):
+        prompt = [*range(64), *[last] * 30]
+        request = llm.add_request(prompt, SamplingParams(max_tokens=1))
+        metrics.begun(request, 0.0)
+        while llm.has_work:
+            llm.step()
+        families = text_string_to_metric_families(metrics.text().decode())
+        samples = {sample.name: sample.value for family in families for sample in family.samples}
+        counts.append(
+            [samples[f"hybrid_kv:prefix_cache_{name}_total"] for name in ("hits", "thrown_away")]
+        )
+    assert counts == [[0, 0], [0, 64], [64, 64]]
 
 
 def test_cached_tokens_in_usage_and_metrics_are_those_of_the_engine(server: Served) -> None:
