@@ -650,8 +650,9 @@ class KVCacheManager:
         )
         if self.partial is not None:
             assert self.partial.pending.keys() <= self._held.keys(), "partial blocks have no owner"
-            filling = [[*pending.blocks.values()] for pending in self.partial.pending.values()]
-            owned = np.concatenate([owned, *filling]).astype(np.int32)
+            reserved = self.partial.pending.values()
+            filling = [block for pending in reserved for block in pending.blocks.values()]
+            owned = np.concatenate([owned, np.array(filling, dtype=np.int32)])
         counts = np.bincount(owned, minlength=self.pool.num_blocks)
         counts[NULL_BLOCK] = 1
         wrong = np.flatnonzero(counts != self.pool.ref_count)

@@ -190,7 +190,7 @@ class LocatedHit:
             pool.touch(self.sources)
         ids = pool.allocate(len(self.absent) + len(self.tails) + num_more)
         assert ids is not None
-        gaps = [*self.absent, *self.tails]
+        gaps: list[AbsentBlock | Tail] = [*self.absent, *self.tails]
         for gap, block in zip(gaps, ids[: len(gaps)].tolist(), strict=True):
             gap.row.set(gap.block_idx, block)
         return ids[: len(self.absent)], ids[len(gaps) :]
