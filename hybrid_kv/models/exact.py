@@ -60,8 +60,9 @@ KV_HEADS = {"*": 1, "+": 2, "#": 3}
 LATENT = "L"  # attention with one vector per token, K next to V
 # Attention with a sliding window: tokens that a query sees, and K/V heads. Next to the blocks of
 # the guard one is shorter than most of them, one longer than many; the third is as a drafter's,
-# whose tokens are wider than those of `*`.
-WINDOWS: dict[str, tuple[int, int]] = {"~": (6, 1), "=": (19, 1), "-": (6, 2)}
+# whose tokens are wider than those of `*`. Next to an engine's blocks of 16 tokens the last one is
+# sharp: before a block's first token it sees a block and one token more.
+WINDOWS: dict[str, tuple[int, int]] = {"~": (6, 1), "=": (19, 1), "-": (6, 2), "_": (18, 1)}
 ATTENTION = (*KV_HEADS, LATENT, *WINDOWS)
 
 

@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hybrid_kv.config import ConfigError
-from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle, Residues
+from hybrid_kv.models.exact import (
+    WINDOWS,
+    ExactAttention,
+    ExactConfig,
+    ExactMamba,
+    ExactModel,
+    ExactOracle,
+    Residues,
+)
 
 # Patterns of `models.exact`, and the engine's kind of each layer with states.
 PATTERNS: dict[str, tuple[str, dict[str, str]]] = {
@@ -25,11 +34,16 @@ PATTERNS: dict[str, tuple[str, dict[str, str]]] = {
     "gdn": ("M*MM*", {"M": "GDN_ATTN"}),
     "kda": ("V*VV*", {"V": "GDN_ATTN"}),
     "linear": ("M*MM*", {"M": "LINEAR"}),
+    # Two layers with windows: of one kind, in a group each.
+    "window": ("*__M", {"M": "MAMBA2"}),
+    "window_drafter": ("*M*M", {"M": "MAMBA2"}),
     # Some engines batch or roll back this one alone; vLLM rejects it as no hybrid.
     "attention": ("***", {}),
 }
 # A layer with the parts of another one, so that a pattern has two kinds of these parts.
 ALIASES = {"G": "M"}
+# Attention of a head for drafts that is of no layer; other heads have that of the first one.
+HEADS = {"window_drafter": "-"}
 VOCABULARY, ECHO, CYCLE = 100, 8, 5
 LONGEST = 4096
 
@@ -48,6 +62,16 @@ def _config(name: str) -> ExactConfig:
     return ExactConfig(pattern=pattern, vocab_size=VOCABULARY)
 
 
+def _weights(layer: ExactMamba | ExactAttention, letter: str) -> dict[str, Any]:
+    """Return the weights of a layer, and the numbers of its window, as JSON has them."""
+    weights = {
+        key: np.array(value).tolist()
+        for key, value in vars(layer).items()
+        if key != "name" and value is not None  # such as a sliding window that there is not
+    }
+    return weights | ({"heads": WINDOWS[letter][1]} if letter in WINDOWS else {})
+
+
 def write_exact_checkpoint(name: str, folder: str | Path) -> None:
     """Write the `config.json` of one of `PATTERNS`.
 
@@ -57,22 +81,20 @@ def write_exact_checkpoint(name: str, folder: str | Path) -> None:
     config = _config(name)
     model, (letters, kinds) = ExactModel(config), PATTERNS[name]
     layers = [
-        {
-            "kind": kinds.get(letter, ""),
-            "weights": {
-                key: np.array(value).tolist()
-                for key, value in vars(layer).items()
-                if key != "name" and value is not None  # such as a sliding window that there is not
-            },
-        }
+        {"kind": kinds.get(letter, ""), "weights": _weights(layer, letter)}
         for letter, layer in zip(letters, model.layers, strict=True)
     ]
+    head = HEADS.get(name, "")
+    drafting = ExactModel(replace(config, pattern=config.pattern + head)).layers[-1]
     exact = {
         "name": name,
         "echo": ECHO,
         "embedding": model.embedding.tolist(),
         "logit_map": model.logit_map.tolist(),
         "layers": layers,
+        "head": _weights(drafting, head)
+        if head
+        else next(each["weights"] for each in layers if not each["kind"]),
     }
     about: dict[str, Any] = {
         "architectures": ["ExactHybridForCausalLM"],
@@ -94,6 +116,11 @@ def write_exact_checkpoint(name: str, folder: str | Path) -> None:
         "exact": exact,
     }
     (Path(folder) / "config.json").write_text(json.dumps(about))
+
+
+def has_windows(name: str) -> bool:
+    """Return whether layers of a model, or its head, see the last tokens alone."""
+    return any(letter in WINDOWS for letter in PATTERNS[name][0] + HEADS.get(name, ""))
 
 
 def name_of(folder: str | Path) -> str:

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import cast
 
-from hybrid_kv.check.targets.exact import is_exact, name_of, write_exact_checkpoint
+from hybrid_kv.check.targets.exact import has_windows, is_exact, name_of, write_exact_checkpoint
 from hybrid_kv.check.targets.target import Kind
 from hybrid_kv.config import ConfigError
 from hybrid_kv.errors import require
@@ -67,6 +67,11 @@ def for_model(kind: Kind, folder: str) -> Kind:
     if (inside := kind.inside) is None:
         raise ConfigError(f"--exact: {kind.name} cannot run an exact model; leave it out")
     name = name_of(folder)
+    if has_windows(name) and not inside.has_windows:
+        raise ConfigError(
+            f"exact:{name}: {kind.name} runs no exact model with sliding windows; "
+            f"use exact:{inside.model}"
+        )
     return replace(
         kind,
         factors=inside.factors,

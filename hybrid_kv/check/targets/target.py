@@ -201,6 +201,7 @@ class Inside:
         is_only: the engine runs no other model here.
         keeps: gets levels by factor; whether the cache then keeps what `probes.bounds.Kept` says.
         looks_up: gets levels by factor; whether drafts are then looked up and none is cut short.
+        has_windows: its attention may see the last tokens alone.
         is_central: models leave caches and masks to the engine. Next to the exact model random
             weights then run in the settings of the prefix cache alone.
     """
@@ -213,6 +214,7 @@ class Inside:
     is_only: bool = False
     keeps: Callable[[Mapping[str, str]], bool] = lambda settings: False
     looks_up: Callable[[Mapping[str, str]], bool] = lambda settings: False
+    has_windows: bool = False
 
 
 @dataclass(frozen=True)

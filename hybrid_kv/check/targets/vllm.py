@@ -78,6 +78,7 @@ _INSIDE = Inside(
     is_central=True,
     keeps=_keeps,
     looks_up=_looks_up,
+    has_windows=True,
 )
 
 

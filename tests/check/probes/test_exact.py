@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from hybrid_kv.check.probes.script import script_of
 from hybrid_kv.check.probes.session import Outcome
 from hybrid_kv.check.targets import ours, vllm
 from hybrid_kv.check.targets.exact import PATTERNS, ExactAnswers, write_exact_checkpoint
+from hybrid_kv.check.targets.kinds import for_model
 from hybrid_kv.check.targets.target import CAPABILITIES, Answer, Ask, Inside, Kind, Known
 from hybrid_kv.config import ConfigError
 from tests.check.probes.toy import Toy, guard
@@ -203,6 +205,22 @@ def test_there_is_no_other_exact_model(tmp_path: Path) -> None:
         match=f"exact:mamba: there is no such exact model; use one of {', '.join(PATTERNS)}",
     ):
         write_exact_checkpoint("mamba", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "windows"),
+    [("window", [None, 18, 18, None, None]), ("window_drafter", [None] * 4 + [6])],
+)
+def test_windows_are_for_engines_that_have_them(
+    name: str, windows: list[int | None], tmp_path: Path
+) -> None:
+    write_exact_checkpoint(name, tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())["exact"]
+    weights = [*(layer["weights"] for layer in written["layers"]), written["head"]]
+    assert [each.get("window") for each in weights] == windows
+    with pytest.raises(ConfigError, match=f"exact:{name}: toy runs no exact model with sliding"):
+        for_model(kind(), str(tmp_path))
+    assert for_model(vllm.KIND, str(tmp_path)).factors["runner"]
 
 
 def test_a_failure_in_vllm_becomes_a_script(tmp_path: Path) -> None:

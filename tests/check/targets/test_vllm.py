@@ -146,6 +146,29 @@ def test_the_exact_model_inside_gives_its_oracles_tokens(
     assert target.counters()["hits"] > 0 and target.counters()["preemptions"] > 0
 
 
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        ("window", {"prefix": "on", "retain": "32", "chunk": "40", "blocks": "tight"}),
+        ("window_drafter", {"spec": "mtp3", "prefix": "on"}),
+    ],
+    ids=["model", "drafter"],
+)
+def test_sliding_windows_give_their_oracles_tokens(
+    model: str, settings: dict[str, str], tmp_path: Path
+) -> None:
+    """Prompts are longer than the windows, so that blocks are freed, and hits lack the first."""
+    write_exact_checkpoint(model, tmp_path)
+    installed()
+    answers = ExactAnswers(tmp_path)
+    requests = [Ask((*PROMPT[i % 3 :], *PROMPT), max_tokens=20 + i, step=3 * i) for i in range(6)]
+    with closing(vllm.KIND.start(str(tmp_path), {"runner": "cpu", **settings})) as target:
+        for _ in range(2):
+            found = [list(one.token_ids) for one in target.ask(requests)]
+            assert found == [answers.tokens(ask.prompt, ask.max_tokens) for ask in requests]
+        assert target.counters()["hits"] > 0
+
+
 def test_drafts_of_its_head_are_right_at_times_and_change_no_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,9 +242,14 @@ def test_a_script_exits_with_what_the_answer_is(
     assert "  step 3: request 0 1 tokens; request 1 (new) 1 tokens" in done.stdout.splitlines()
 
 
-@pytest.mark.parametrize(("kernel", "said"), [("own", ""), ("4", "stands for 0 tokens")])
-def test_the_sanitizer_names_the_first_wrong_read(kernel: str, said: str, tmp_path: Path) -> None:
-    write_exact_checkpoint("mixed", tmp_path)
+@pytest.mark.parametrize(
+    ("model", "kernel", "said"),
+    [("mixed", "own", ""), ("mixed", "4", "stands for 0 tokens"), ("window", "own", "")],
+)
+def test_the_sanitizer_names_the_first_wrong_read(
+    model: str, kernel: str, said: str, tmp_path: Path
+) -> None:
+    write_exact_checkpoint(model, tmp_path)
     installed()
     settings = {"runner": "cpu", "prefix": "on", "chunk": "40", "kernel": kernel, "sanitize": "on"}
     with closing(vllm.KIND.start(str(tmp_path), settings)) as target:

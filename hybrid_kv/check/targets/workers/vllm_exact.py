@@ -26,7 +26,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import get_conv_copy_spec, get
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 NAME = "ExactHybridForCausalLM"
 # vLLM knows heads for drafts by the names of models; this one's configuration is read as any
@@ -149,9 +149,10 @@ class VllmLayer(nn.Module):
 
 
 class VllmAttention(VllmLayer, AttentionLayerBase):
-    """Attention with `o_i = sum_{j <= i} (q_i + k_j)^2 v_j`.
+    """Attention with `o_i = sum_{i - window < j <= i} (q_i + k_j)^2 v_j`.
 
-    k_j has the position of its token, v_j its place in the block table.
+    k_j has the position of its token, v_j its place in the block table. Without a window the sum is
+    over all j <= i.
     """
 
     is_watched = True  # by the sanitizer
@@ -160,7 +161,10 @@ class VllmAttention(VllmLayer, AttentionLayerBase):
     read_mark: torch.Tensor
 
     def __init__(self, vllm_config: Any, prefix: str, weights: dict[str, Any]) -> None:
-        super().__init__(vllm_config, prefix, weights)
+        tensors = {name: value for name, value in weights.items() if isinstance(value, list)}
+        super().__init__(vllm_config, prefix, tensors)
+        self.window: int | None = weights.get("window")  # tokens that a query sees; None: all
+        self.num_kv_heads = weights.get("heads", 1)  # all but the first one are unused
         self.kv_cache = torch.tensor([])
         self.head_size = vllm_config.model_config.get_head_size()
 
@@ -169,9 +173,10 @@ class VllmAttention(VllmLayer, AttentionLayerBase):
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         size = vllm_config.cache_config.block_size
-        return FullAttentionSpec(
-            block_size=size, num_kv_heads=1, head_size=self.head_size, dtype=torch.int32
-        )
+        shape = {"block_size": size, "num_kv_heads": self.num_kv_heads, "head_size": self.head_size}
+        if self.window is None:
+            return FullAttentionSpec(**shape, dtype=torch.int32)
+        return SlidingWindowSpec(**shape, dtype=torch.int32, sliding_window=self.window)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the output [num_tokens, width] for x; tokens without slots are padding."""
@@ -197,7 +202,7 @@ class VllmAttention(VllmLayer, AttentionLayerBase):
         cache[blocks, slots % size] = torch.cat([(k + mark * mark) % PRIME, v], 1).to(cache.dtype)
 
         if sanitizer is not None and self.is_watched:
-            sanitizer.pages(self.prefix, marks, slots, m.block_table_tensor)
+            sanitizer.pages(self.prefix, marks, slots, m.block_table_tensor, self.window)
         starts, lengths = m.query_start_loc, m.seq_lens
         row, step = rows_of(starts, n)
         # A graph's padding comes after the last row, and beyond what its keys go to.
@@ -209,10 +214,15 @@ class VllmAttention(VllmLayer, AttentionLayerBase):
         order = (torch.arange(k.shape[1], device=x.device)[:, None] + 1) * self.read_mark % PRIME
         v = v * (order * order % PRIME) % PRIME
         # (q + k)^2 v = q^2 v + 2 q k v + k^2 v: three sums over the keys serve all queries.
-        sums = [
-            part.cumsum(1)[row, place] % PRIME
-            for part in (v, k * v % PRIME, k * k % PRIME * v % PRIME)
-        ]
+        upto = [part.cumsum(1) for part in (v, k * v % PRIME, k * k % PRIME * v % PRIME)]
+        sums = [part[row, place] for part in upto]
+        if self.window is not None:  # what a freed block holds now is in both sums
+            behind = (place >= self.window)[:, None]
+            hidden = (place - self.window).clamp(min=0)
+            sums = [
+                total - part[row, hidden] * behind for total, part in zip(sums, upto, strict=True)
+            ]
+        sums = [total % PRIME for total in sums]
         return (q * q % PRIME * sums[0] % PRIME + 2 * (q * sums[1] % PRIME) + sums[2]) % PRIME
 
 
@@ -538,9 +548,8 @@ class ExactHead(nn.Module):
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__()
         exact = vllm_config.speculative_config.draft_model_config.hf_config.exact
-        layers = exact["layers"]
-        weights = next(one["weights"] for one in layers if not one["kind"])
-        self.attention = VllmAttention(vllm_config, f"layers.{len(layers)}", weights)
+        place = f"layers.{len(exact['layers'])}"
+        self.attention = VllmAttention(vllm_config, place, exact["head"])
         self.attention.is_watched = False  # it reads what was rejected: a guess may be wrong
         self.echo, self.logit_map = (
             exact["echo"],

@@ -101,13 +101,19 @@ class VllmSanitizer:
         )
 
     def pages(
-        self, layer: str, marks: torch.Tensor, slots: torch.Tensor, table: torch.Tensor
+        self,
+        layer: str,
+        marks: torch.Tensor,
+        slots: torch.Tensor,
+        table: torch.Tensor,
+        window: int | None = None,
     ) -> None:
         """Mark what a step wrote to `slots` [num_tokens], and check all that its rows read.
 
         Args:
             marks: [blocks, block size, 2].
             table: blocks [rows, columns].
+            window: tokens that a query sees; None: all.
         """
         size, n = marks.shape[1], len(slots)
         row = self.rows_of(torch.arange(n))
@@ -115,10 +121,14 @@ class VllmSanitizer:
         written = self.marks_of(row, self._positions[:n] + 1)[real]
         marks[slots[real] // size, slots[real] % size] = written.to(marks.dtype)
         ends = (self._positions[self._starts[1:] - 1] + 1).tolist()
-        for i, end in enumerate(ends):
+        firsts = self._positions[self._starts[:-1]].tolist()
+        for i, (first, end) in enumerate(zip(firsts, ends, strict=True)):
+            begin = 0 if window is None else max(first + 1 - window, 0)
             got = marks[table[i, : -(-end // size)].long()].flatten(0, 1)[:end].long()
             want = self.marks_of(torch.full((end,), i), torch.arange(1, end + 1))
-            for place in (got != want).any(1).nonzero()[:1].flatten().tolist():
+            wrong = (got != want).any(1)
+            wrong[:begin] = False
+            for place in wrong.nonzero()[:1].flatten().tolist():
                 block = int(table[i, place // size])
                 where = f"slot {place % size} of block {block}"
                 # Attention's blocks may be smaller.
