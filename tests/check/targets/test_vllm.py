@@ -150,7 +150,7 @@ def test_the_exact_model_inside_gives_its_oracles_tokens(
     ("model", "settings"),
     [
         ("window", {"prefix": "on", "retain": "32", "chunk": "40", "blocks": "tight"}),
-        ("window_drafter", {"spec": "mtp3", "prefix": "on"}),
+        ("window_drafter", {"runner": "v2", "spec": "mtp3", "prefix": "align"}),
     ],
     ids=["model", "drafter"],
 )

@@ -172,8 +172,12 @@ class VllmAttention(VllmLayer, AttentionLayerBase):
         return Backend
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
-        size = vllm_config.cache_config.block_size
-        shape = {"block_size": size, "num_kv_heads": self.num_kv_heads, "head_size": self.head_size}
+        # Wider tokens have smaller blocks, as some drafters' have: pages stay as large.
+        shape = {
+            "block_size": vllm_config.cache_config.block_size // self.num_kv_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_size": self.head_size,
+        }
         if self.window is None:
             return FullAttentionSpec(**shape, dtype=torch.int32)
         return SlidingWindowSpec(**shape, dtype=torch.int32, sliding_window=self.window)
