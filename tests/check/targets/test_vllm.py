@@ -149,8 +149,11 @@ def test_the_exact_model_inside_gives_its_oracles_tokens(
 @pytest.mark.parametrize(
     ("model", "settings"),
     [
-        ("window", {"prefix": "on", "retain": "32", "chunk": "40", "blocks": "tight"}),
-        ("window_drafter", {"runner": "v2", "spec": "mtp3", "prefix": "align"}),
+        ("window", {"prefix": "on", "retain": "32", "chunk": "40"}),
+        (
+            "window_drafter",
+            {"runner": "v2", "spec": "mtp3", "prefix": "align", "retain": "all"},
+        ),
     ],
     ids=["model", "drafter"],
 )
