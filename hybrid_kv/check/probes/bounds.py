@@ -12,33 +12,6 @@ from hybrid_kv.check.targets.target import Answer, Ask
 MOST_KNOWN = 1024  # tokens: a pool may have to evict what comes after them
 
 
-class Seen:
-    """The texts that a cache may know, by salt: nothing else may be found in it."""
-
-    def __init__(self) -> None:
-        self._texts: dict[str, list[tuple[int, ...]]] = {}
-
-    def add(self, sent: Round, answers: Sequence[Answer]) -> None:
-        for ask, answer in zip(sent.requests, answers, strict=True):
-            for tokens in (answer.token_ids, *answer.others):
-                self._texts.setdefault(ask.salt, []).append((*ask.prompt, *tokens))
-
-    def shared(self, sent: Round, index: int, finds_itself: bool = False) -> int:
-        """Return how many tokens of an ask's prompt another text of its salt begins with.
-
-        The texts are the known ones, and those of the ask's round.
-        """
-        ask = sent.requests[index]
-        # One that is preempted, or has several answers, finds itself.
-        finds_itself = finds_itself or sent.preempt_every > 0 or ask.n > 1
-        beside = [other for i, other in enumerate(sent.requests) if i != index or finds_itself]
-        texts = [other.prompt for other in beside if other.salt == ask.salt]
-        return max(
-            (common_prefix(text, ask.prompt) for text in (*texts, *self._texts.get(ask.salt, ()))),
-            default=0,
-        )
-
-
 class Kept:
     """The boundaries at which a hybrid's prefix cache keeps a state, however sparse it is.
 
@@ -75,6 +48,46 @@ class Kept:
         # The answer's last token was never computed.
         self._texts.append((*first.prompt, *answer.token_ids[:-1]))
         self._is_sure &= sum(map(len, self._texts)) <= MOST_KNOWN
+
+
+class Seen:
+    """The texts that a cache may know, by salt: nothing else may be found in it.
+
+    Of those that it must have kept, see `Kept`.
+    """
+
+    def __init__(self) -> None:
+        self._texts: dict[str, list[tuple[int, ...]]] = {}
+        self._kept = Kept()
+
+    def add(self, sent: Round, answers: Sequence[Answer]) -> None:
+        for ask, answer in zip(sent.requests, answers, strict=True):
+            for tokens in (answer.token_ids, *answer.others):
+                self._texts.setdefault(ask.salt, []).append((*ask.prompt, *tokens))
+        self._kept.add(sent, answers)
+
+    def forget_kept(self) -> None:
+        """Note that the cache is empty; a further tier may still have what it knew."""
+        self._kept = Kept()
+
+    def least(self, sent: Round, unit: int) -> int:
+        """Return how many tokens of a round's prompt the cache has at least; see `Kept`."""
+        return self._kept.least(sent, unit)
+
+    def shared(self, sent: Round, index: int, finds_itself: bool = False) -> int:
+        """Return how many tokens of an ask's prompt another text of its salt begins with.
+
+        The texts are the known ones, and those of the ask's round.
+        """
+        ask = sent.requests[index]
+        # One that is preempted, or has several answers, finds itself.
+        finds_itself = finds_itself or sent.preempt_every > 0 or ask.n > 1
+        beside = [other for i, other in enumerate(sent.requests) if i != index or finds_itself]
+        texts = [other.prompt for other in beside if other.salt == ask.salt]
+        return max(
+            (common_prefix(text, ask.prompt) for text in (*texts, *self._texts.get(ask.salt, ()))),
+            default=0,
+        )
 
 
 def num_sure_drafts(ask: Ask, answer: Answer) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
-from hybrid_kv.check.probes.bounds import Kept, Seen, num_sure_drafts
+from hybrid_kv.check.probes.bounds import Seen, num_sure_drafts
 from hybrid_kv.check.probes.judge import AnswerJudgement, Judge
 from hybrid_kv.check.probes.known import name_known
 from hybrid_kv.check.probes.registry import Probe, Round, Rounds, Traffic, Verdict, send
@@ -204,7 +204,6 @@ class Session:
         self.unit = 0
         self.seen = Seen()
         self.sent = list[Round]()  # since the cache was empty
-        self._kept = Kept()
         self.shortest = load.shortest
         self._draws: dict[Ask, Answer] = {}
         self._preempted = 0.0  # requests, until the cache was emptied
@@ -379,7 +378,6 @@ class Session:
         self.target = self.kind.start(self.folder, self.settings)
         self.seen = Seen()
         self.sent = []
-        self._kept = Kept()
         self._preempted = 0.0
 
     def reset(self) -> None:
@@ -388,7 +386,7 @@ class Session:
         What was moved to a further tier may still come back.
         """
         self.sent = []
-        self._kept = Kept()
+        self.seen.forget_kept()
         self._preempted = self._preemptions()
         if "reset" in self.target.can:
             self.target.reset()
@@ -405,7 +403,6 @@ class Session:
             for i, (ask, answer) in enumerate(zip(sent.requests, answers, strict=True))
         ]
         self.seen.add(sent, answers)
-        self._kept.add(sent, answers)
         return answers, judgements
 
     def _judge(self, sent: Round, index: int, ask: Ask, answer: Answer) -> AnswerJudgement:
@@ -423,7 +420,7 @@ class Session:
             return AnswerJudgement("wrong", problem, most_cached=most)
         inside = self.kind.inside
         keeps = inside is not None and inside.keeps(self.settings)
-        least = self._kept.least(sent, self.unit or DEFAULT_UNIT) if keeps else 0
+        least = self.seen.least(sent, self.unit or DEFAULT_UNIT) if keeps else 0
         if judgement.verdict == "right" and cached < least:
             problem = f"{cached} cached tokens, but {least} of its prompt were kept"
             return AnswerJudgement("wrong", problem, least_cached=least)

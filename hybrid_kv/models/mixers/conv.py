@@ -251,7 +251,8 @@ class RecurrentMixer(ConvMixer):
             positions = rows.padded(metadata.positions[: metadata.num_decode_tokens])
             targets = metadata.decode_targets.view(positions.shape)
             wanted = WantedBlocks.of_every_token(targets)
-            y = rounded.run(self.update, *before, operands, positions, wanted)
+            (state,) = before
+            y = rounded.run(self.update, state, operands, positions, wanted)
             return rows.flat(y).flatten(1)
         y, *after = self.update(*before, *operands)
         for view, values in zip(self.parts(context, "state"), after, strict=True):
@@ -276,7 +277,8 @@ class RecurrentMixer(ConvMixer):
         if rounded is not None:
             positions = rows.padded(metadata.positions[metadata.num_decode_tokens :])
             wanted = WantedBlocks(row, offsets, blocks)
-            return rounded.run(self.update, *before, operands, positions, wanted).flatten(2)
+            (state,) = before
+            return rounded.run(self.update, state, operands, positions, wanted).flatten(2)
         y, *kept = self.scan(*operands, *before, self.chunk_size, row, offsets)
         for view, values in zip(self.parts(context, "state"), kept, strict=True):
             write_states(view, blocks, values)
