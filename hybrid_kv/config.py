@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 else:  # The command line reads this module before torch, which takes seconds to import.
     CacheMode = Literal[tuple(MODES)]
 
-DraftMethod = Literal["ngram", "mtp"]
+DraftMethod = Literal["ngram", "mtp", "dflash"]
 Kernels = Literal["auto", "torch", "triton"]
 DraftRanges = tuple[tuple[int, int, int], ...]
 # By name, the attribute of torch.
@@ -330,7 +330,8 @@ class SpeculativeConfig:
     """Drafts: each step verifies up to K = `num_speculative_tokens` of them.
 
     `ngram` looks the last `prompt_lookup_min` to `prompt_lookup_max` tokens up in the request
-    itself; `mtp` is the checkpoint's own multi-token-prediction head.
+    itself; `mtp` is the checkpoint's own multi-token-prediction head, `dflash` a head that drafts
+    all K tokens at once (DFlash, DSpark).
 
     `num_speculative_tokens_per_batch_size` has ranges `(first, last, K)` of requests in a step,
     both included, from 1 on: the step proposes at most K drafts for each, and none if K is 0. As in

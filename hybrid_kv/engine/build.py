@@ -44,7 +44,7 @@ from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.engine.text import Tokenizer
 from hybrid_kv.kernels.common.rounding import StateRounding
 from hybrid_kv.kernels.state_codec import DEFAULT_ROUNDS
-from hybrid_kv.models.interface import Model
+from hybrid_kv.models.interface import BlockDraftHead, Model
 from hybrid_kv.models.loader import (
     check_model,
     fingerprint,
@@ -132,7 +132,7 @@ def build(
 
 def _layers(target: Model, drafts: DraftSource, config: EngineConfig) -> dict[str, KVCacheSpec]:
     """Return the cache of every layer, with the memory that rolling back drafts takes."""
-    layers = target.layer_specs | (drafts.head.layer_specs if drafts.head is not None else {})
+    layers = target.layer_specs | drafts.layer_specs
     rollback = rollback_spec(
         config.cache,
         config.speculative.num_speculative_tokens,
@@ -140,8 +140,7 @@ def _layers(target: Model, drafts: DraftSource, config: EngineConfig) -> dict[st
         list(layers.values()),
     )
     max_step_tokens = config.scheduler.max_num_batched_tokens * (1 + config.async_scheduling)
-    if drafts.head is not None:
-        max_step_tokens += config.speculative.num_speculative_tokens
+    max_step_tokens += drafts.num_ahead(config.speculative.num_speculative_tokens)
     rounding = rounding_of(config)
     return {
         name: with_max_step_tokens(
@@ -166,7 +165,7 @@ def _manager(
     manager = KVCacheManager(
         plan.config,
         config.cache.enable_prefix_caching,
-        num_lookahead_tokens=num_speculative_tokens if drafts.head is not None else 0,
+        num_lookahead_tokens=drafts.num_ahead(num_speculative_tokens),
         max_model_len=config.scheduler.max_model_len,
         num_uncertain_tokens=num_speculative_tokens if config.async_scheduling else 0,
         observers=observers,
@@ -286,12 +285,30 @@ def _drafts(
                 speculative.prompt_lookup_min,
             )
         )
+    if speculative.speculative_method == "dflash":
+        return DraftSource(block_head=_block_head(model))
     if not isinstance(model, str | Path):
         raise ConfigError(
             'speculative_method="mtp" needs a checkpoint folder; give LLM(..., proposer=...) '
             "instead"
         )
     return DraftSource(head=load_head(model, target))
+
+
+def _block_head(model: str | Path | Model) -> BlockDraftHead:
+    """Return the block drafter that a model object brings along.
+
+    Raises:
+        ConfigError: it has none; no checkpoint has one that can be loaded.
+    """
+    head = None if isinstance(model, str | Path) else getattr(model, "block_head", None)
+    if head is None:
+        whose = model if isinstance(model, str | Path) else f"this {type(model).__name__}"
+        raise ConfigError(
+            f'speculative_method="dflash": {whose} has no block drafter (a `block_head`); draft '
+            "with n-grams instead"
+        )
+    return cast(BlockDraftHead, head)
 
 
 def _plan(

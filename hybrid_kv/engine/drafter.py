@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,65 @@ from hybrid_kv.observe import EngineObserver
 from hybrid_kv.request import ScheduledRequest
 
 Ints = npt.NDArray[np.int64]
+
+
+class Drafter(Protocol):
+    """Runs a head of the checkpoint, after the target in each step."""
+
+    def stage(
+        self, batch: Sequence[ScheduledRequest], token_rows: Ints, positions: Ints, num_drafts: int
+    ) -> Staged[Any]:
+        """Stage the inputs of drafting that the host knows before the step.
+
+        Args:
+            token_rows, positions: [num_tokens], of the batch.
+            num_drafts: K of this step.
+        """
+
+    def propose(
+        self,
+        step: Any,
+        hidden: torch.Tensor,
+        context: ForwardContext,
+        sampled: torch.Tensor | None,
+        rows: torch.Tensor | None,
+        accepted: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """Return drafts [num_requests, K] int64 of those that sample, on their device.
+
+        None if there are none, of a prefill or with K = 0: then too K and V are written.
+
+        Args:
+            step: what `stage` staged.
+            hidden: [num_tokens or more, hidden_size], the target's.
+            context: of the target's step.
+            sampled, rows: the drawn tokens, and whose of the batch's tokens they follow; None: of
+                all of them.
+            accepted: how many drafts of each reader; None: it had none.
+        """
+
+
+def draft_slots(
+    block_tables: BlockTables,
+    group_id: int,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    max_model_len: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return position and slot [num_tokens] of each token that a head writes.
+
+    One at the end of its row's room gets no slot and a position inside it: its draft is worthless,
+    those of the other rows must not be (vllm#58080).
+
+    Args:
+        rows, positions: [num_tokens] int64, of the engine and in them.
+        max_model_len: the room of a row; None: no token lies beyond it.
+    """
+    if max_model_len is None:
+        return positions, block_tables.slots_of(group_id, rows, positions)
+    place = positions.clamp(max=max_model_len - 1)
+    slots = block_tables.slots_of(group_id, rows, place)
+    return place, slots.masked_fill(positions >= max_model_len, PAD_SLOT)
 
 
 class Drafting(NamedTuple):
@@ -75,6 +134,7 @@ class MTPDrafter:
         group: the attention group that the head's layer joined.
         token_ids: the runner's rows.
         compute: of the group's attention.
+        observers: notified where K and V will go.
     """
 
     head: DraftHead
@@ -84,6 +144,7 @@ class MTPDrafter:
     token_ids: Ints
     max_model_len: int
     compute: Compute
+    observers: Sequence[EngineObserver]
 
     def stage(
         self,
@@ -122,22 +183,12 @@ class MTPDrafter:
         self,
         step: Drafting,
         hidden: torch.Tensor,
+        context: ForwardContext,
         sampled: torch.Tensor | None,
         rows: torch.Tensor | None,
         accepted: torch.Tensor | None,
-        observers: Sequence[EngineObserver] = (),
     ) -> torch.Tensor | None:
-        """Return drafts [num_requests, K] int64 of those that sample, on their device.
-
-        None if there are none, of a prefill or with K = 0.
-
-        Args:
-            hidden: [num_tokens or more, hidden_size], the target's.
-            sampled, rows: the drawn tokens, and whose of the batch's tokens they follow; None: of
-                all of them.
-            accepted: how many drafts of each reader; None: it had none.
-            observers: notified where K and V will go.
-        """
+        """Return the drafts; see `Drafter`."""
         next_ids = step.next_ids
         if sampled is not None:
             next_ids = sampled if rows is None else next_ids.index_copy_(0, rows, sampled)
@@ -146,7 +197,7 @@ class MTPDrafter:
         # each reader.
         positions = torch.cat([step.positions, (step.positions[wanted] + step.further).flatten()])
         all_places, all_slots = self.write_slots(step.token_rows, positions, step.fits)
-        for observer in observers:
+        for observer in self.observers:
             observer.on_draft(self.group.group_id, step.queried, positions, all_slots)
         num_readers = len(wanted)
         counts = [len(next_ids)] + [num_readers] * len(step.further)
@@ -172,12 +223,8 @@ class MTPDrafter:
                 window,
             )
             metadata = PagedAttentionMetadata(SlotMapping(slots[i]), (segment,), places[i])
-            context = ForwardContext(dict.fromkeys(self.head.layer_specs, metadata), self.views)
-            out = (
-                self.head(out, drafts[-1], context)
-                if i
-                else self.head(out, next_ids, context, wanted)
-            )
+            mine = ForwardContext(dict.fromkeys(self.head.layer_specs, metadata), self.views)
+            out = self.head(out, drafts[-1], mine) if i else self.head(out, next_ids, mine, wanted)
             if sampled is None or not step.num_drafts:
                 return None
             drafts.append(self.head.compute_logits(out).argmax(-1))
@@ -186,14 +233,6 @@ class MTPDrafter:
     def write_slots(
         self, rows: torch.Tensor, positions: torch.Tensor, fit: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Position and slot of each token.
-
-        One at the end of its row's room gets no slot and a position inside it: its draft is
-        worthless, those of the other rows must not be (vllm#58080).
-
-        Args:
-            fit: none is there.
-        """
-        place = positions if fit else positions.clamp(max=self.max_model_len - 1)
-        slots = self.block_tables.slots_of(self.group.group_id, rows, place)
-        return place, slots if fit else slots.masked_fill(positions >= self.max_model_len, PAD_SLOT)
+        """Return position and slot of each token (`draft_slots`); `fit`: all are in their rows."""
+        room = None if fit else self.max_model_len
+        return draft_slots(self.block_tables, self.group.group_id, rows, positions, room)

@@ -31,16 +31,17 @@ from hybrid_kv.cache.block_pool import BlockIds
 from hybrid_kv.cache.block_table import BlockTables, LaunchedBlockTables
 from hybrid_kv.cache.layout import allocate_raw_buffers, allocate_row_memory, bind_views
 from hybrid_kv.cache.plan import CachePlan
-from hybrid_kv.cache.spec import MambaSpec, layer_specs, window_of
+from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec, layer_specs, window_of
 from hybrid_kv.config import ConfigError, EngineConfig, SchedulerConfig
-from hybrid_kv.engine.drafter import Drafting, MTPDrafter
+from hybrid_kv.engine.block_drafter import BlockDrafter
+from hybrid_kv.engine.drafter import Drafter, MTPDrafter
 from hybrid_kv.engine.state_cursor import StateCursor
 from hybrid_kv.engine.step_inputs import StepInputs, padded_size
 from hybrid_kv.kernels.common.launch import choose
 from hybrid_kv.kernels.common.upload import Pending, StepUpload, download, fill, upload
 from hybrid_kv.kernels.recompute import RecomputeStep
 from hybrid_kv.models.attention import layers_with_sinks
-from hybrid_kv.models.interface import DraftHead, Model
+from hybrid_kv.models.interface import BlockDraftHead, DraftHead, Model
 from hybrid_kv.models.layers import ForwardContext
 from hybrid_kv.observe import EngineObserver
 from hybrid_kv.request import Request, ScheduledRequest
@@ -91,10 +92,26 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class DraftSource:
-    """The source of drafts: a proposer on the host, a head of the checkpoint, or neither."""
+    """The source of drafts: a proposer on the host, a head of the checkpoint, or neither.
+
+    A head drafts one token after another, or a block at once.
+    """
 
     proposer: Proposer | None = None
     head: DraftHead | None = None
+    block_head: BlockDraftHead | None = None
+
+    @property
+    def layer_specs(self) -> dict[str, KVCacheSpec]:
+        """The cache of each layer of a head."""
+        head = self.head or self.block_head
+        return {} if head is None else head.layer_specs
+
+    def num_ahead(self, num_drafts: int) -> int:
+        """Return how many positions after a step's tokens a head writes, for so many drafts."""
+        if self.block_head is not None:
+            return 1 + num_drafts
+        return num_drafts if self.head is not None else 0
 
 
 @dataclass(frozen=True)
@@ -112,7 +129,7 @@ class PreparedStep:
     sampling: Sampling
     copies: BoundaryCopies
     moved_copies: BoundaryCopies | None
-    drafting: Drafting | None
+    drafting: Any
 
 
 class Sampled(NamedTuple):
@@ -188,7 +205,7 @@ class ModelRunner:
         }
         self._mamba_spec = next((builder.spec for builder in self.builders.values()), None)
         self.cursors = StateCursor(limits.max_num_seqs, self._mamba_spec)
-        self._drafter = self._make_drafter(drafts.head) if drafts.head is not None else None
+        self._drafter = self._make_drafter(drafts)
 
     def _make_block_tables(self, limits: SchedulerConfig, max_tokens: int) -> BlockTables:
         tables = LaunchedBlockTables if self.kernels == "triton" else BlockTables
@@ -204,17 +221,33 @@ class ModelRunner:
             slot_groups=[group.group_id for group in self.groups if not group.backend.is_ssm()],
         )
 
-    def _make_drafter(self, head: DraftHead) -> MTPDrafter:
-        (name,) = head.layer_specs
-        group = next(group for group in self.groups if name in group.layer_names)
+    def _make_drafter(self, drafts: DraftSource) -> Drafter | None:
+        joined = [
+            (group, self._computes[group.group_id])
+            for group in self.groups
+            if not drafts.layer_specs.keys().isdisjoint(group.layer_names)
+        ]
+        if drafts.block_head is not None:
+            return BlockDrafter(
+                drafts.block_head,
+                joined,
+                self.views,
+                self.block_tables,
+                self._max_model_len,
+                self.observers,
+            )
+        if drafts.head is None:
+            return None
+        ((group, compute),) = joined
         return MTPDrafter(
-            head,
+            drafts.head,
             group,
             self.views,
             self.block_tables,
             self.token_ids,
             self._max_model_len,
-            self._computes[group.group_id],
+            compute,
+            self.observers,
         )
 
     def _compute(self, group: AttentionGroup) -> Compute:
@@ -392,7 +425,7 @@ class ModelRunner:
             self._copy_boundary_states(due_copies(step.moved_copies, accepted))
         if self._drafter is not None and step.drafting is not None:
             proposed = self._drafter.propose(
-                step.drafting, hidden, drawn, sampling.rows, accepted, self.observers
+                step.drafting, hidden, step.context, drawn, sampling.rows, accepted
             )
         return Sampled(logits, drawn, accepted, proposed)
 

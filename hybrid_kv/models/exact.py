@@ -64,6 +64,12 @@ LATENT = "L"  # attention with one vector per token, K next to V
 # sharp: before a block's first token it sees a block and one token more.
 WINDOWS: dict[str, tuple[int, int]] = {"~": (6, 1), "=": (19, 1), "-": (6, 2), "_": (18, 1)}
 ATTENTION = (*KV_HEADS, LATENT, *WINDOWS)
+# A model with a block drafter (`ExactBlockHead`): tokens that its queries see, and K/V heads. One
+# window is shorter than most blocks of drafts, one longer.
+BLOCK_HEADS: dict[str, tuple[int, int]] = {">": (6, 2), "}": (19, 1)}
+# Of a model with such a head five of six tokens follow the one before them, and the head guesses
+# with the same rule, but for one of sixteen: so about six of eight drafts are right.
+ECHO, GUESS = 6, 16
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,8 @@ class ExactConfig:
     The letters of `STATEFUL` are layers with states, those of `KV_HEADS` attention with one, two or
     three times the bytes per token: next to states that makes blocks of other sizes share the pool,
     alone pages of other sizes share a table. `LATENT` has the bytes of `*` in one part. Those of
-    `WINDOWS` see the last tokens alone.
+    `WINDOWS` see the last tokens alone. One of `BLOCK_HEADS` at the end is a head for drafts, and
+    no layer of the model.
     """
 
     pattern: str = "M*MM*"
@@ -82,6 +89,16 @@ class ExactConfig:
     state_size: int = 2
     vocab_size: int = 97
     seed: int = 0
+
+    @property
+    def layers(self) -> str:
+        """The letters of the model's layers."""
+        return self.pattern.rstrip("".join(BLOCK_HEADS))
+
+    @property
+    def head(self) -> str:
+        """The letter of the block drafter; empty without one."""
+        return self.pattern[len(self.layers) :]
 
 
 def _draw(generator: np.random.Generator, *shape: int) -> Residues:
@@ -401,7 +418,8 @@ class ExactAttention:
         # as long.
         return (visible[..., None, :] @ mixed)[..., 0, :] % PRIME
 
-    def __call__(self, x: Residues, positions: Residues, context: ForwardContext) -> Residues:
+    def store(self, x: Residues, positions: Residues, context: ForwardContext) -> Residues:
+        """Write K and V of tokens [num_tokens, width]; return their queries, same shape."""
         metadata: PagedAttentionMetadata = context.metadata[self.name]
         keys, values = self._cache(context)
         slots = metadata.slot_mapping.slots.numpy()
@@ -410,6 +428,12 @@ class ExactAttention:
         block, offset = np.divmod(slots[real], keys.shape[1])
         keys[block, offset] = key[real]
         values[block, offset] = value[real]
+        return query
+
+    def __call__(self, x: Residues, positions: Residues, context: ForwardContext) -> Residues:
+        metadata: PagedAttentionMetadata = context.metadata[self.name]
+        query = self.store(x, positions, context)
+        keys, values = self._cache(context)
         outputs = []
         for segment in metadata.parts:
             rows = segment.rows.padded(
@@ -423,6 +447,77 @@ class ExactAttention:
             out = self.attend(rows, seen_keys, seen_values, segment.positions.numpy())
             outputs.append(segment.rows.flat(torch.from_numpy(out)).numpy())
         return np.concatenate(outputs)
+
+
+def echoed(scores: Residues, tokens: Residues, one_in: int) -> Residues:
+    """Let the token after each of `tokens` be the likeliest, but once in `one_in` times.
+
+    Args:
+        scores: [..., vocab_size] residues.
+        tokens: [...], the last ones.
+    """
+    follower = ((tokens + 1) % scores.shape[-1])[..., None]
+    plain = np.take_along_axis(scores, follower, -1)
+    raised = np.where(scores[..., :1] % one_in, PRIME, plain)
+    scores = scores.copy()
+    np.put_along_axis(scores, follower, raised, -1)
+    return scores
+
+
+class ExactBlockHead:
+    """A block drafter (`models.interface.BlockDraftHead`) of one layer with a sliding window.
+
+    Its keys and values are those of the model's hidden states, and, after them, of the last token
+    and of masks. Like the model it takes for likeliest the token after the last one, or by its own
+    checksum another: a mask j places after token t is read as token t + j.
+    """
+
+    def __init__(
+        self, config: ExactConfig, embedding: Residues, generator: np.random.Generator
+    ) -> None:
+        window, heads = BLOCK_HEADS[config.head]
+        self.attention = ExactAttention("head", config, generator, window)
+        self.embedding = embedding
+        self.mask = _draw(generator, config.width)
+        self.logit_map = _draw(generator, 2, config.vocab_size, config.width)
+        self.layer_specs: dict[str, KVCacheSpec] = {
+            "head": SlidingWindowSpec(1, heads, config.width, torch.int32, window)
+        }
+
+    def store(self, hidden: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> None:
+        """See `models.interface.BlockDraftHead`."""
+        self.attention.store(hidden.numpy()[:, :-1], positions.numpy(), context)
+
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        num_drafts: int,
+        context: ForwardContext,
+    ) -> torch.Tensor:
+        """See `models.interface.BlockDraftHead`."""
+        tokens = token_ids.numpy()
+        x = np.empty((len(tokens), 1 + num_drafts, len(self.mask)), dtype=np.int64)
+        x[:, 0] = self.embedding[tokens]
+        x[:, 1:] = self.mask
+        flat = x.reshape(-1, len(self.mask))
+        y = self.attention(flat, positions.numpy(), context)
+        mixed = ((flat * 3 + y) % PRIME).reshape(x.shape)[:, 1:]
+        last = (tokens[:, None] + np.arange(num_drafts)) % len(self.embedding)
+        return torch.from_numpy(np.concatenate([mixed, last[..., None]], axis=-1))
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits [..., vocab_size] float64 of hidden states [..., width + 1]."""
+        mixed = hidden.numpy()
+        scores = echoed(scored(mixed[..., :-1], self.logit_map), mixed[..., -1], GUESS)
+        return torch.from_numpy(scores.astype(np.float64))
+
+
+def scored(hidden: Residues, logit_map: Residues) -> Residues:
+    """Return a residue [..., vocab_size] for each token, of hidden states [..., width]."""
+    scale, offset = logit_map
+    mixed = (hidden[..., None, :] * scale + offset) % PRIME
+    return np.einsum("...w->...", mixed * mixed % PRIME) % PRIME
 
 
 def _state_spec(
@@ -481,8 +576,11 @@ class ExactModel:
         self.logit_map = _draw(generator, 2, config.vocab_size, config.width)
         self.layers: list[ExactMamba | ExactAttention] = [
             _layer(f"layers.{i}", letter, config, generator)
-            for i, letter in enumerate(config.pattern)
+            for i, letter in enumerate(config.layers)
         ]
+        self.block_head = (
+            ExactBlockHead(config, self.embedding, generator) if config.head else None
+        )
         specs: dict[str, KVCacheSpec] = {
             **{
                 letter: _state_spec(config, num_speculative_tokens, *counts)
@@ -502,7 +600,7 @@ class ExactModel:
                 for letter, (window, heads) in WINDOWS.items()
             },
         }
-        self.layer_specs = {f"layers.{i}": specs[letter] for i, letter in enumerate(config.pattern)}
+        self.layer_specs = {f"layers.{i}": specs[letter] for i, letter in enumerate(config.layers)}
 
     @property
     def fingerprint(self) -> str:
@@ -515,7 +613,10 @@ class ExactModel:
     def __call__(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        """Return hidden states [num_tokens, width] int64 of tokens and positions [num_tokens]."""
+        """Return hidden states [num_tokens, width] int64 of tokens and positions [num_tokens].
+
+        With a block drafter their last column is the token.
+        """
         x = self.embedding[input_ids.numpy()]
         for layer in self.layers:
             y = (
@@ -524,6 +625,8 @@ class ExactModel:
                 else layer(x, positions.numpy(), context)
             )
             x = (x * 3 + y) % PRIME
+        if self.block_head is not None:
+            x = np.concatenate([x, input_ids.numpy()[:, None]], axis=1)
         return torch.from_numpy(x)
 
     def flush(self, steps: dict[str, RecomputeStep], context: ForwardContext) -> None:
@@ -538,14 +641,18 @@ class ExactModel:
 
     def logits(self, hidden: Residues) -> Residues:
         """Return the logits [..., vocab_size] of hidden states [..., width]."""
-        scale, offset = self.logit_map
-        mixed = (hidden[..., None, :] * scale + offset) % PRIME
-        return np.einsum("...w->...", mixed * mixed % PRIME) % PRIME
+        if self.block_head is None:
+            return scored(hidden, self.logit_map)
+        return echoed(scored(hidden[..., :-1], self.logit_map), hidden[..., -1], ECHO)
 
 
 def _plain(values: Any) -> Any:
     """Turn arrays, and lists of them, into lists of integers."""
     return [_plain(value) for value in values] if isinstance(values, list) else values.tolist()
+
+
+def _weights(layer: ExactMamba | ExactAttention) -> dict[str, Any]:
+    return {k: _plain(v) for k, v in vars(layer).items() if k in _WEIGHTS}
 
 
 def _zeros(rows: int, width: int) -> list[list[int]]:
@@ -574,39 +681,39 @@ class ExactOracle:
         self.config = model.config
         self._seed = seed
         self._embedding: list[list[int]] = model.embedding.tolist()
-        self._layers = [
-            {k: _plain(v) for k, v in vars(layer).items() if k in _WEIGHTS}
-            for layer in model.layers
-        ]
+        self._layers = [_weights(layer) for layer in model.layers]
         self._logit_map = model.logit_map
+        self._head = model.block_head
 
     def generate(
         self,
         prompt: Sequence[int],
         max_tokens: int,
         choose: Callable[[Residues, int], int] = _greedy,
+        hidden: list[list[int]] | None = None,
     ) -> list[int]:
         """Return the continuation of `prompt`.
 
         Args:
             choose: picks a token from the logits [vocab_size] and the position that it will have;
                 greedy by default.
+            hidden: gets the hidden state [width] of each token.
         """
         config = self.config
         channels = range(self.config.width)
-        counts = [STATEFUL.get(letter, (0, 0)) for letter in config.pattern]
+        counts = [STATEFUL.get(letter, (0, 0)) for letter in config.layers]
         windows = [
             [_zeros(config.conv_kernel - 1, config.width) for _ in range(n)] for n, _ in counts
         ]
         states = [[_zeros(config.state_size, config.width) for _ in range(n)] for _, n in counts]
-        sums = [[[0] * config.width for _ in range(3)] for _ in config.pattern]
-        seen: list[list[_Terms]] = [[] for _ in config.pattern]
+        sums = [[[0] * config.width for _ in range(3)] for _ in config.layers]
+        seen: list[list[_Terms]] = [[] for _ in config.layers]
         output: list[int] = []
         tokens = list(prompt)
         position = 0
         while position < len(tokens):
             x = self._embedding[tokens[position]]
-            for i, letter in enumerate(config.pattern):
+            for i, letter in enumerate(config.layers):
                 if letter in STATEFUL:
                     turn = (position + 1 + 1009 * self._seed) ** 2
                     y = self._mamba(self._layers[i], x, windows[i], states[i], turn)
@@ -615,16 +722,51 @@ class ExactOracle:
                         self._forget(sums[i], seen[i], WINDOWS[letter][0])
                     y = self.attention(self._layers[i], x, position, sums[i], seen[i])
                 x = [(x[channel] * 3 + y[channel]) % PRIME for channel in channels]
+            if hidden is not None:
+                hidden.append(x)
             position += 1
             if position == len(tokens) and len(output) < max_tokens:
-                scale, offset = self._logit_map
-                mixed = (np.array(x) * scale + offset) % PRIME
-                token = choose((mixed * mixed % PRIME).sum(-1) % PRIME, len(tokens))
+                scores = self._scores(x, self._logit_map, tokens[-1], ECHO)
+                token = choose(scores, len(tokens))
                 output.append(token)
                 if len(output) == max_tokens:
                     break
                 tokens.append(token)
         return output
+
+    def drafts(self, hidden: Sequence[list[int]], token: int, num_drafts: int) -> list[int]:
+        """Return what the block drafter guesses after a token, without a cache.
+
+        Args:
+            hidden: [num_tokens, width], of all tokens before it.
+        """
+        head = self._head
+        assert head is not None
+        window = BLOCK_HEADS[self.config.head][0]
+        weights = _weights(head.attention)
+        sums = [[0] * self.config.width for _ in range(3)]
+        seen: list[_Terms] = []
+        first = max(0, len(hidden) - window + 1)
+        masks = [head.mask.tolist()] * num_drafts
+        inputs = [*hidden[first:], self._embedding[token], *masks]
+        guesses = []
+        for position, x in enumerate(inputs, first):
+            self._forget(sums, seen, window)
+            y = self.attention(weights, x, position, sums, seen)
+            mixed = [(a * 3 + b) % PRIME for a, b in zip(x, y, strict=True)]
+            last = (token + len(guesses)) % self.config.vocab_size
+            if position > len(hidden):
+                guesses.append(_greedy(self._scores(mixed, head.logit_map, last, GUESS), position))
+        return guesses
+
+    def _scores(self, x: list[int], logit_map: Residues, token: int, one_in: int) -> Residues:
+        """Return the logits [vocab_size] after a token, of its hidden state."""
+        scale, offset = logit_map
+        mixed = (np.array(x) * scale + offset) % PRIME
+        scores: Residues = (mixed * mixed % PRIME).sum(-1) % PRIME
+        if self._head is not None and scores[0] % one_in:
+            scores[(token + 1) % len(scores)] = PRIME
+        return scores
 
     @staticmethod
     def _mamba(

@@ -65,3 +65,42 @@ class DraftHead(Protocol):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits [num_tokens, vocab_size]."""
+
+
+class BlockDraftHead(Protocol):
+    """A head that drafts a block of tokens at once, as DFlash and DSpark do.
+
+    Its layers attend within a sliding window: to K and V of the target's hidden states, one row for
+    each token, and to those of its queries, the last token and a mask for each draft. It sees no
+    draft of its own. The keys of `layer_specs` are its own layers.
+    """
+
+    layer_specs: dict[str, KVCacheSpec]
+
+    def store(self, hidden: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> None:
+        """Write K and V of the target's tokens in each layer.
+
+        Args:
+            hidden: [num_tokens, hidden_size], the target's, of the tokens at `positions`
+                [num_tokens] int64.
+            context: that of the target's step.
+        """
+
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        num_drafts: int,
+        context: ForwardContext,
+    ) -> torch.Tensor:
+        """Return hidden states [num_requests, K, hidden_size] of the masks, for `compute_logits`.
+
+        Args:
+            token_ids: [num_requests] int64, the last token of each, which the target has not seen.
+            positions: [num_requests * (1 + K)] int64, of these and of the masks after them.
+            num_drafts: K.
+            context: its queries are these tokens and masks; their K and V are written first.
+        """
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits [num_requests, K, vocab_size]."""
