@@ -123,7 +123,7 @@ class BlockDrafter:
         None if there are none, of a prefill or with K = 0. The arguments are those of
         `engine.drafter.Drafter`.
         """
-        self.head.store(hidden, step.positions, context)
+        self.head.store(hidden, context)
         if sampled is None or not step.num_drafts:
             return None
         ends, samples = step.ends, step.samples
@@ -132,7 +132,7 @@ class BlockDrafter:
         positions = (step.positions[ends, None] + step.further).flatten()
         place = positions if step.fits else positions.clamp(max=self.max_model_len - 1)
         queries = ForwardContext(self._metadata(step, positions, place), self.views)
-        out = self.head(sampled[samples], place, step.num_drafts, queries)
+        out = self.head(sampled[samples], step.num_drafts, queries)
         return self.head.compute_logits(out).argmax(-1)
 
     def _metadata(

@@ -484,16 +484,13 @@ class ExactBlockHead:
             "head": SlidingWindowSpec(1, heads, config.width, torch.int32, window)
         }
 
-    def store(self, hidden: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> None:
+    def store(self, hidden: torch.Tensor, context: ForwardContext) -> None:
         """See `models.interface.BlockDraftHead`."""
+        positions = context.metadata[self.attention.name].positions
         self.attention.store(hidden.numpy()[:, :-1], positions.numpy(), context)
 
     def __call__(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        num_drafts: int,
-        context: ForwardContext,
+        self, token_ids: torch.Tensor, num_drafts: int, context: ForwardContext
     ) -> torch.Tensor:
         """See `models.interface.BlockDraftHead`."""
         tokens = token_ids.numpy()
@@ -501,6 +498,7 @@ class ExactBlockHead:
         x[:, 0] = self.embedding[tokens]
         x[:, 1:] = self.mask
         flat = x.reshape(-1, len(self.mask))
+        positions = context.metadata[self.attention.name].positions
         y = self.attention(flat, positions.numpy(), context)
         mixed = ((flat * 3 + y) % PRIME).reshape(x.shape)[:, 1:]
         last = (tokens[:, None] + np.arange(num_drafts)) % len(self.embedding)

@@ -77,29 +77,24 @@ class BlockDraftHead(Protocol):
 
     layer_specs: dict[str, KVCacheSpec]
 
-    def store(self, hidden: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> None:
+    def store(self, hidden: torch.Tensor, context: ForwardContext) -> None:
         """Write K and V of the target's tokens in each layer.
 
         Args:
-            hidden: [num_tokens, hidden_size], the target's, of the tokens at `positions`
-                [num_tokens] int64.
-            context: that of the target's step.
+            hidden: [num_tokens, hidden_size], the target's.
+            context: that of the target's step, with the metadata of the head's layers.
         """
 
     def __call__(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        num_drafts: int,
-        context: ForwardContext,
+        self, token_ids: torch.Tensor, num_drafts: int, context: ForwardContext
     ) -> torch.Tensor:
         """Return hidden states [num_requests, K, hidden_size] of the masks, for `compute_logits`.
 
         Args:
             token_ids: [num_requests] int64, the last token of each, which the target has not seen.
-            positions: [num_requests * (1 + K)] int64, of these and of the masks after them.
             num_drafts: K.
-            context: its queries are these tokens and masks; their K and V are written first.
+            context: its queries are these tokens, each with K masks after it; their K and V are
+                written first.
         """
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -157,6 +157,12 @@ class AnswerBook:
             self._answers[key] = self._oracle.generate(prompt, length, choose)
         return self._answers[key][:length]
 
+    def drafts(self, tokens: Sequence[int], num_drafts: int) -> list[int]:
+        """Return what the model's block drafter guesses after all of these tokens."""
+        hidden: list[list[int]] = []
+        self._oracle.generate(tokens, 1, hidden=hidden)
+        return self._oracle.drafts(hidden[:-1], tokens[-1], num_drafts)
+
     def logprobs(self, tokens: Sequence[int]) -> torch.Tensor:
         """Return the log-probability of every token after those before it.
 

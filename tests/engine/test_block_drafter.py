@@ -1,0 +1,114 @@
+"""A block drafter's drafts are those of a drafter without a cache, and change no token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_kv import LLM, SamplingParams
+from hybrid_kv.check.guard.poison import poison
+from hybrid_kv.check.guard.scenario import AnswerBook, answer_book
+from hybrid_kv.config import ConfigError
+from hybrid_kv.engine import block_drafter
+from hybrid_kv.request import ScheduledRequest
+from hybrid_kv.sanitizer import SanitizerError
+
+MAX_MODEL_LEN = 90
+BASE = [(5 + 7 * i) % 97 for i in range(60)]
+# Of one token, of several chunks, with beginnings in common; one ends at the model's limit.
+PROMPTS = [BASE[:3], BASE, [*BASE[:36], 1, 2, 3], [9, *BASE[:39]], BASE[:1], BASE[:33]]
+PARAMS = [SamplingParams(max_tokens=n) for n in (30, 20, 25, 50, 40, 30)]
+
+
+@dataclass
+class Drafted:
+    """A run's drafts: those of the engine next to those without a cache, and what came of them."""
+
+    pairs: list[tuple[list[int], list[int]]] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)
+    accepted: int = 0
+    proposed: int = 0
+    preemptions: int = 0
+
+
+def engine(layers: str, num_drafts: int, **options: Any) -> LLM:
+    defaults: dict[str, Any] = {
+        "device": "cpu",
+        "speculative_method": "dflash",
+        "num_speculative_tokens": num_drafts,
+        "block_size": 16,
+        "num_blocks": 400,
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 24,
+        "mamba_cache_mode": "align",
+    }
+    return LLM(answer_book(layers).model, **{**defaults, **options})
+
+
+def run(llm: LLM, book: AnswerBook, disturb: Callable[[LLM], None] | None = None) -> Drafted:
+    """Send all requests twice; their tokens must be those of the model alone."""
+    poison(llm)
+    drafted = Drafted()
+    execute = llm.runner.execute
+
+    def watched(scheduled: Sequence[ScheduledRequest]) -> Any:
+        output = execute(scheduled)
+        for item in output.batch:
+            drafts = output.drafts.get(item.request.request_id)
+            known = int(llm.runner.num_tokens[item.request.row])
+            # Queries after the last position have no place to write to.
+            if drafts and known + len(drafts) <= MAX_MODEL_LEN:
+                tokens = llm.runner.token_ids[item.request.row, :known].tolist()
+                drafted.pairs.append((drafts, book.drafts(tokens, len(drafts))))
+        return output
+
+    llm.runner.execute = watched  # type: ignore[method-assign]
+    for _ in range(2):
+        outputs = llm.generate(PROMPTS, PARAMS, progress=False, on_step=disturb)
+        for prompt, params, output in zip(PROMPTS, PARAMS, outputs, strict=True):
+            assert output.token_ids == book.answer(prompt, params, MAX_MODEL_LEN)
+        drafted.cached += [output.cached_tokens for output in outputs]
+        drafted.accepted += sum(output.num_accepted_draft_tokens for output in outputs)
+        drafted.proposed += sum(output.num_draft_tokens for output in outputs)
+        drafted.preemptions += sum(output.num_preemptions for output in outputs)
+    llm.manager.check_integrity()
+    return drafted
+
+
+def check(layers: str, num_drafts: int, **options: Any) -> Drafted:
+    drafted = run(engine(layers, num_drafts, **options), answer_book(layers))
+    assert len(drafted.pairs) > 20
+    assert [got for got, _ in drafted.pairs] == [due for _, due in drafted.pairs]
+    assert drafted.accepted > 0
+    return drafted
+
+
+# Windows of 6 and 19 tokens: shorter and longer than K, and than a block of the drafter's group.
+@pytest.mark.parametrize("layers", ["M*>", "M*}", "M~*>", "*}"])
+@pytest.mark.parametrize("num_drafts", [1, 4, 8])
+def test_drafts_are_those_of_a_drafter_without_a_cache(layers: str, num_drafts: int) -> None:
+    """With prompts in chunks, hits, waiting requests and rows that change owners."""
+    drafted = check(layers, num_drafts)
+    assert max(drafted.cached) >= 32
+    if num_drafts == 1:
+        assert drafted.accepted / drafted.proposed > 0.6
+
+
+@pytest.mark.parametrize("mode", ["none", "align", "all"])
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_every_mode_and_schedule(mode: str, async_scheduling: bool) -> None:
+    options = {"async_scheduling": async_scheduling, "sanitize": True}
+    drafted = check("M*M>", 5, mamba_cache_mode=mode, **options)
+    assert (max(drafted.cached) > 0) == (mode != "none")
+
+
+def test_sixteen_drafts_at_once() -> None:
+    """They are more than either window sees, and fill blocks of their own."""
+    drafted = check("M*>", 16, block_size=32, sanitize=True)
+    assert max(len(drafts) for drafts, _ in drafted.pairs) == 16
