@@ -99,7 +99,12 @@ class EngineObserver(CacheObserver):
         num_tokens: npt.NDArray[np.int64],
         drafts: Sequence[Sequence[int]],
     ) -> None:
-        """Hear that a proposer (`engine.runner.Proposer`) was called, and has returned `drafts`."""
+        """Hear that `drafts` were proposed, by a proposer (`engine.runner.Proposer`) or a head.
+
+        Args:
+            token_ids: of each request [max_model_len + 1].
+            num_tokens: [num_requests], how many of these are known.
+        """
 
     def on_flush(self, request: Request, group: int, step: RollbackStep) -> None:
         """Hear that a request is about to give up its row.

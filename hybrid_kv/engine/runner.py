@@ -531,18 +531,15 @@ class ModelRunner:
             proposed: by a head.
         """
         requests = [item.request for item, new in zip(batch, tokens, strict=True) if new]
-        if proposed is not None:
-            return {
-                request.request_id: drafts
-                for request, drafts in zip(requests, proposed, strict=True)
-            }
         num_drafts = self._speculative.drafts_after(len(batch))
-        if self.proposer is None or not requests or not num_drafts:
+        if not requests or not num_drafts or (self.proposer is None and proposed is None):
             return {}
         rows = [request.row for request in requests]
         known = [self.token_ids[row] for row in rows]
         num_known = self.num_tokens[rows]
-        proposals = self.proposer.propose(requests, known, num_known)
+        proposals: Sequence[Sequence[int]] = proposed or []
+        if self.proposer is not None:
+            proposals = self.proposer.propose(requests, known, num_known)
         for observer in self.observers:
             observer.on_propose(requests, known, num_known, proposals)
         return {

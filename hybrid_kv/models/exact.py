@@ -98,7 +98,7 @@ class ExactConfig:
     @property
     def head(self) -> str:
         """The letter of the block drafter; empty without one."""
-        return self.pattern[len(self.layers) :]
+        return self.pattern[len(self.layers) :][:1]
 
 
 def _draw(generator: np.random.Generator, *shape: int) -> Residues:

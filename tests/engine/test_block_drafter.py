@@ -55,6 +55,10 @@ def run(llm: LLM, book: AnswerBook, disturb: Callable[[LLM], None] | None = None
     """Send all requests twice; their tokens must be those of the model alone."""
     poison(llm)
     drafted = Drafted()
+    requests = zip(PROMPTS, PARAMS, strict=True)
+    texts = [
+        [*prompt, *book.answer(prompt, params, MAX_MODEL_LEN)] for prompt, params in requests
+    ]
     execute = llm.runner.execute
 
     def watched(scheduled: Sequence[ScheduledRequest]) -> Any:
@@ -62,10 +66,11 @@ def run(llm: LLM, book: AnswerBook, disturb: Callable[[LLM], None] | None = None
         for item in output.batch:
             drafts = output.drafts.get(item.request.request_id)
             known = int(llm.runner.num_tokens[item.request.row])
+            number = int(item.request.request_id) % len(PROMPTS)
             # Queries after the last position have no place to write to.
-            if drafts and known + len(drafts) <= MAX_MODEL_LEN:
-                tokens = llm.runner.token_ids[item.request.row, :known].tolist()
-                drafted.pairs.append((drafts, book.drafts(tokens, len(drafts))))
+            fits = known + len(drafts or ()) <= MAX_MODEL_LEN
+            if drafts and fits and known <= len(texts[number]):
+                drafted.pairs.append((drafts, book.drafts(texts[number], known, len(drafts))))
         return output
 
     llm.runner.execute = watched  # type: ignore[method-assign]

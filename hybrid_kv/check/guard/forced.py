@@ -652,3 +652,56 @@ def _hit_inside_block(d: Draw) -> Scenario:
         sanitize=True,
         **options,
     )
+
+
+@forces("block_accepted", "block_rejected", "block_of_hit")
+def _block_of_hit(d: Draw) -> Scenario:
+    prompts = d.prompts(33, 20)
+    return _block_drafts(d, [*prompts, *prompts], [20, 30, 20, 30], waves=(2, 2), modes=STATES)
+
+
+@forces("block_again")
+def _block_again(d: Draw) -> Scenario:
+    scenario = _block_drafts(d, d.prompts(9, 20, 40), [20, 30, 30], max_num_batched_tokens=16)
+    return disturbed(scenario, Disturbance("preempt", 4, 5))
+
+
+@forces("block_paused")
+def _block_paused(d: Draw) -> Scenario:
+    """Let a request draft alone, and after others that have come and gone."""
+    ranges = ((1, 1, 4), (2, 4, 0))
+    return _block_drafts(
+        d,
+        d.prompts(16, 3, 3),
+        [60, 8, 12],
+        num_drafts=4,
+        max_num_batched_tokens=16,
+        num_speculative_tokens_per_batch_size=ranges,
+    )
+
+
+@forces("block_wider")
+def _block_wider(d: Draw) -> Scenario:
+    return _block_drafts(
+        d, d.prompts(9, 30), [50, 40], num_drafts=d.number(7, 17), layers="M*>", block_size=40
+    )
+
+
+def _block_drafts(
+    d: Draw,
+    prompts: list[list[int]],
+    answers: list[int],
+    num_drafts: int = 0,
+    layers: str = "",
+    **options: Any,
+) -> Scenario:
+    """Draw a scenario with a block drafter; 0 drafts: 2 to 7."""
+    return d.scenario(
+        prompts,
+        answers,
+        layers=layers or d.one_of("M*>", "M*}", "M~*>", "M*M}"),
+        num_drafts=num_drafts or d.number(2, 8),
+        drafts="dflash",
+        async_scheduling=d.coin(),
+        **{"block_size": 2 * BLOCK, "sanitize": True, **options},
+    )

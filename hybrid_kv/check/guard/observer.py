@@ -23,6 +23,7 @@ from hybrid_kv.attention.rollback import RollbackStep
 from hybrid_kv.cache.block_pool import BlockIds
 from hybrid_kv.cache.observe import BlockCopy
 from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec, window_of
+from hybrid_kv.check.guard.blocks import BlockDraftRules
 from hybrid_kv.check.guard.drafts import DraftRules
 from hybrid_kv.check.guard.kept import KeptBlocks
 from hybrid_kv.check.guard.patterns import Patterns
@@ -97,6 +98,11 @@ class Observer(EngineObserver):
         self._planned = self._check_plan(llm)
         self._waiting = Waiting(llm, self._track, self.published, self._kept.device)
         self._drafts = DraftRules(llm, self._track)
+        self._blocks = (
+            BlockDraftRules(self.scenario, self._track, self.seen)
+            if llm.config.speculative.speculative_method == "dflash"
+            else None
+        )
 
     def _check_plan(self, llm: LLM) -> list[int]:
         """Return the most blocks of each group that a request is planned to hold."""
@@ -352,8 +358,10 @@ class Observer(EngineObserver):
         self.patterns.copies = True
 
     def on_propose(self, *proposal: Any) -> None:
-        """Keep what the next step may verify."""
+        """Keep what the next step may verify, and check what a block drafter drafts."""
         self._drafts.on_propose(*proposal)
+        if self._blocks is not None:
+            self._blocks.on_propose(*proposal)
 
     def on_commit(self, tokens: Sequence[Sequence[int]]) -> None:
         """Check what a step has run, and count its patterns."""

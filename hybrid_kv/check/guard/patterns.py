@@ -155,6 +155,12 @@ REQUIRED = {
         "a window that rejected drafts left in a logical "
         "block behind all that the next step reaches"
     ),
+    "block_accepted": "a draft of a block drafter that is right",
+    "block_rejected": "… and one that is wrong",
+    "block_of_hit": "a first block of drafts that sees a prefix from the cache",
+    "block_again": "a first block of drafts after a preemption",
+    "block_paused": "a block of drafts after a step that proposed none",
+    "block_wider": "more drafts at once than the drafter's window has tokens",
 }
 
 WINDOW = 3  # tokens of a convolution window

@@ -195,7 +195,7 @@ def wrong_logprob(output: RequestOutput, due: torch.Tensor, num_top: int, limit:
 def _engine(scenario: Scenario, sequences: Sequence[Sequence[int]]) -> LLM:
     model = answer_book(scenario.layers).model
     options = scenario.options
-    if scenario.drafts in ("none", "ngram"):
+    if scenario.drafts in ("none", "ngram", "dflash"):
         return LLM(model, **options)
     proposer = ScriptedProposer(
         scenario.drafts,

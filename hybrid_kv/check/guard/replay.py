@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from hybrid_kv.check.guard.play import play, unwarned
 from hybrid_kv.check.guard.scenario import SCRIPTS, Disturbance, Scenario
 from hybrid_kv.config import ConfigError, engine_config
-from hybrid_kv.models.exact import ATTENTION, STATEFUL, ExactConfig
+from hybrid_kv.models.exact import ATTENTION, BLOCK_HEADS, STATEFUL, ExactConfig
 from hybrid_kv.observe import EngineObserver
 from hybrid_kv.request import ScheduledRequest
 from hybrid_kv.sampling import SamplingParams
@@ -129,9 +129,11 @@ def from_document(document: Any) -> Scenario:
     if (
         not isinstance(layers, str)
         or not 0 < len(layers) <= 64
-        or set(layers) - set(STATEFUL) - set(ATTENTION)
+        or set(ExactConfig(layers).layers) - set(STATEFUL) - set(ATTENTION)
     ):
         raise ValueError(f"layers {layers!r} are not 1 to 64 of {''.join((*STATEFUL, *ATTENTION))}")
+    if drafts == "dflash" and not ExactConfig(layers).head:
+        raise ValueError(f"layers {layers!r} end with no block drafter: {' or '.join(BLOCK_HEADS)}")
     if drafts not in SCRIPTS:
         raise ValueError(f"drafts {drafts!r} are none of {', '.join(SCRIPTS)}")
     engine_config(options)

@@ -32,7 +32,8 @@ from hybrid_kv.sampling import SamplingParams, uniform_noise
 
 Cell = dict[str, Any]  # a level of each factor of `guard.traffic`
 
-# Drafts: none, those of n-grams, and the scripts of `ScriptedProposer`.
+# Drafts: none, those of n-grams, the scripts of `ScriptedProposer`, and those of the block drafter
+# that a model has whose layers end with a letter of `BLOCK_HEADS`.
 SCRIPTS = (
     "none",
     "ngram",
@@ -45,6 +46,7 @@ SCRIPTS = (
     "beyond",
     "rotate",
     "strange",
+    "dflash",
 )
 # Tokens that identical prompts share: with a whole block in common, they would wait for each other.
 COMMON = 7
@@ -134,6 +136,7 @@ class AnswerBook:
         self.model = ExactModel(ExactConfig(pattern=layers))
         self._oracle = ExactOracle(self.model)
         self._answers: dict[tuple[Any, ...], list[int]] = {}
+        self._hidden: dict[tuple[int, ...], list[list[int]]] = {}
 
     def without_stop(
         self, prompt: Sequence[int], params: SamplingParams, max_model_len: int
@@ -157,11 +160,14 @@ class AnswerBook:
             self._answers[key] = self._oracle.generate(prompt, length, choose)
         return self._answers[key][:length]
 
-    def drafts(self, tokens: Sequence[int], num_drafts: int) -> list[int]:
-        """Return what the model's block drafter guesses after all of these tokens."""
-        hidden: list[list[int]] = []
-        self._oracle.generate(tokens, 1, hidden=hidden)
-        return self._oracle.drafts(hidden[:-1], tokens[-1], num_drafts)
+    def drafts(self, sequence: Sequence[int], num_tokens: int, num_drafts: int) -> list[int]:
+        """Return what the model's block drafter guesses after the first tokens of a sequence."""
+        key = tuple(sequence)
+        if key not in self._hidden:
+            self._hidden[key] = []
+            self._oracle.generate(sequence, 1, hidden=self._hidden[key])
+        before = num_tokens - 1
+        return self._oracle.drafts(self._hidden[key][:before], sequence[before], num_drafts)
 
     def logprobs(self, tokens: Sequence[int]) -> torch.Tensor:
         """Return the log-probability of every token after those before it.
@@ -317,4 +323,6 @@ def cache_options(mode: str, num_drafts: int, drafts: str) -> dict[str, Any]:
     }
     if drafts == "ngram":
         options |= {"speculative_method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    if drafts == "dflash":
+        options["speculative_method"] = "dflash"
     return options
