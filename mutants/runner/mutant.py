@@ -31,7 +31,7 @@ from mutants.runner.units import BY_TESTS, is_unit, tests_of_all
 
 FOLDER = Path(__file__).parents[1]
 PACKAGE = FOLDER.parent / "hybrid_kv"
-ID = re.compile(r"[A-M]\d\d")
+ID = re.compile(r"[A-M]\d{2,3}")
 UNCHANGED = "none"  # the id of a copy without a bug, in which nothing may be found
 Changed = dict[str, str]  # text by path in the package
 # What judges the engine: a bug there would be one of the judge.
@@ -165,7 +165,9 @@ def read_mutants(folder: Path = FOLDER, ids: Sequence[str] = ()) -> list[KnownBu
     Raises:
         ConfigError: there is no such folder or id, or a file does not hold a mutant.
     """
-    files = {file.stem: file for file in sorted(folder.glob("*.yaml")) if file.stem != "equivalent"}
+    # M99 is before M100.
+    names = sorted(folder.glob("*.yaml"), key=lambda file: (len(file.stem), file.stem))
+    files = {file.stem: file for file in names if file.stem != "equivalent"}
     if not files:
         raise ConfigError(f"{folder}: there are no mutants; run this in a checkout")
     if unknown := [name for name in ids if name not in files and name != UNCHANGED]:
