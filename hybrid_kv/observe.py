@@ -1,9 +1,9 @@
 """Notifications of what the engine does, step by step.
 
 The order in a step: `on_schedule`, `on_prepare`, `on_step`, then the model runs, `on_hidden`,
-`on_copy` for each group with boundary states, `on_draft`, `on_commit`, `on_propose`. `on_flush` and
-`on_arrival` come between steps. An observer may look at everything and raise; what it may change is
-said where it may.
+`on_copy` for each group with boundary states, `on_draft`, `on_block`, `on_commit`, `on_propose`.
+`on_flush` and `on_arrival` come between steps. An observer may look at everything and raise; what
+it may change is said where it may.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from hybrid_kv.attention.mamba import BoundaryCopies
+from hybrid_kv.attention.paged import AttentionPart
 from hybrid_kv.attention.rollback import RollbackStep
 from hybrid_kv.cache.block_pool import BlockIds
 from hybrid_kv.cache.observe import CacheObserver
@@ -90,6 +91,14 @@ class EngineObserver(CacheObserver):
         Args:
             rows, positions, slots: [num_tokens] int64 each, `rows` of the batch. `PAD_SLOT` writes
                 nothing.
+        """
+
+    def on_block(self, group: int, rows: npt.NDArray[np.int64], segment: AttentionPart) -> None:
+        """Hear what the queries of a block drafter are about to read of a group.
+
+        Args:
+            rows: [num_requests], of the batch.
+            segment: the queries of these, 1 + K each.
         """
 
     def on_propose(

@@ -1,13 +1,13 @@
 """Runs a block drafter after the target: one pass, K drafts at once (DFlash, DSpark).
 
-The head reads K and V of the target's hidden states, so that its layers are written as any layer of
-the target is: those of each token of each step, in the step's own slots. Its groups are windows like
-others, they take part in hits, and a hit is as good for the head as for the target. A step that
-proposes nothing writes them all the same.
+The head reads K and V of the target's hidden states, so that its layers are written as any layer
+of the target is: those of each token of each step, in the step's own slots. Its groups are windows
+like others, they take part in hits, and a hit is as good for the head as for the target. A step
+that proposes nothing writes them all the same.
 
-The queries are the last token and K masks, at the positions after the accepted tokens. Their K and V
-lie in the slots there, over those of rejected drafts, until the next steps' tokens replace them: no
-query reads a position before its request's last token that no step has computed.
+The queries are the last token and K masks, at the positions after the accepted tokens. Their K and
+V lie in the slots there, over those of rejected drafts, until the next steps' tokens replace them:
+no query reads a position before its request's last token that no step has computed.
 
 The host does not know what was accepted when it starts the pass: all shapes follow from what was
 scheduled.
@@ -131,11 +131,11 @@ class BlockDrafter:
             ends, samples = ends + accepted, samples + accepted
         positions = (step.positions[ends, None] + step.further).flatten()
         place = positions if step.fits else positions.clamp(max=self.max_model_len - 1)
-        queries = ForwardContext(self._metadata(step, positions, place), self.views)
+        queries = ForwardContext(self.metadata(step, positions, place), self.views)
         out = self.head(sampled[samples], step.num_drafts, queries)
         return self.head.compute_logits(out).argmax(-1)
 
-    def _metadata(
+    def metadata(
         self, step: BlockDrafting, positions: torch.Tensor, place: torch.Tensor
     ) -> dict[str, Any]:
         """Return the metadata of the queries, by layer; `place`: their positions in the row."""
@@ -167,4 +167,6 @@ class BlockDrafter:
             )
             layers = PagedAttentionMetadata(SlotMapping(slots), (segment,), place)
             metadata |= dict.fromkeys(group.layer_names, layers)
+            for observer in self.observers:
+                observer.on_block(group.group_id, step.queried[::num_queries], segment)
         return metadata

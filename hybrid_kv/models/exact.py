@@ -576,9 +576,7 @@ class ExactModel:
             _layer(f"layers.{i}", letter, config, generator)
             for i, letter in enumerate(config.layers)
         ]
-        self.block_head = (
-            ExactBlockHead(config, self.embedding, generator) if config.head else None
-        )
+        self.block_head = ExactBlockHead(config, self.embedding, generator) if config.head else None
         specs: dict[str, KVCacheSpec] = {
             **{
                 letter: _state_spec(config, num_speculative_tokens, *counts)

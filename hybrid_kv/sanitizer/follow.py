@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from hybrid_kv.attention.mamba import BoundaryCopies
+from hybrid_kv.attention.paged import AttentionPart
 from hybrid_kv.attention.rollback import RollbackStep
 from hybrid_kv.cache.backend import AttentionGroup
 from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds, BlockKey, BlockPool
@@ -19,7 +20,7 @@ from hybrid_kv.config import SchedulerConfig
 from hybrid_kv.observe import EngineObserver
 from hybrid_kv.request import Request, ScheduledRequest
 from hybrid_kv.sanitizer.ledger import Ledger
-from hybrid_kv.sanitizer.rules_attention import check_attention, check_drafts
+from hybrid_kv.sanitizer.rules_attention import check_attention, check_block, check_drafts
 from hybrid_kv.sanitizer.rules_mamba import check_mamba, expect_copy
 from hybrid_kv.sanitizer.rules_rollback import rollback_rules
 from hybrid_kv.sanitizer.shadow import Array, Owner, Shadow, TrackedStep, to_numpy
@@ -405,3 +406,7 @@ class Sanitizer(EngineObserver):
     ) -> None:
         """Check the writes of a head: tokens not computed yet, and the target's own slots."""
         check_drafts(self.ledger, self.shadows[group], rows, positions, slots, self.ledger.batch)
+
+    def on_block(self, group: int, rows: Array, segment: AttentionPart) -> None:
+        """Check what a block drafter reads: the computed and accepted tokens in its window."""
+        check_block(self.ledger, self.shadows[group], rows, segment, self.ledger.batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hybrid_kv.attention.paged import PagedAttentionMetadata
+from hybrid_kv.attention.paged import AttentionPart, PagedAttentionMetadata
 from hybrid_kv.cache.block_pool import NULL_BLOCK
 from hybrid_kv.cache.spec import window_of
 from hybrid_kv.sanitizer.ledger import Ledger
@@ -130,4 +130,37 @@ def check_drafts(
         positions,
         places,
         held,
+    )
+
+
+def check_block(
+    ledger: Ledger, shadow: Shadow, rows: Array, segment: AttentionPart, step: TrackedStep
+) -> None:
+    """Check what the queries of a block drafter read of tokens before their own.
+
+    Args:
+        rows: [num_requests], of the batch.
+        segment: the queries, of each request one of its last token and K of masks.
+    """
+    kernel_size = shadow.group.kernel_block_size
+    begins = to_numpy(segment.positions)[:, 0]
+    window = window_of(shadow.group.spec)
+    due = np.zeros_like(begins) if window is None else np.maximum(begins - window + 1, 0)
+    if window is not None:
+        first = np.zeros_like(due) if segment.window is None else to_numpy(segment.first)
+        template = "a block drafter reads it from position {} on, its window begins at {}"
+        ledger.require(first == due, "window-start", shadow, rows, None, template, first, due)
+    spans = [np.arange(start, end) for start, end in zip(due, begins, strict=True)]
+    positions = np.concatenate(spans)
+    places = np.repeat(np.arange(len(rows)), begins - due)
+    of_tokens = rows[places]
+    table = to_numpy(segment.block_table).astype(np.int64)
+    slots = table[places, positions // kernel_size] * kernel_size + positions % kernel_size
+    pairs = zip(of_tokens.tolist(), positions.tolist(), strict=True)
+    expected = np.array([step.owners[row].prefix[position + 1] for row, position in pairs])
+    seen = shadow.slots[slots]
+    template = "a block drafter reads position {} from slot {}, which holds {}"
+    blocks = slots // shadow.block_size
+    ledger.check_reads(
+        "read-slot", shadow, of_tokens, blocks, seen, expected, template, positions, slots, seen
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,15 @@ import pytest
 import torch
 
 from hybrid_kv import LLM, SamplingParams
+from hybrid_kv.attention.paged import AttentionPart
 from hybrid_kv.check.guard.poison import poison
 from hybrid_kv.check.guard.scenario import AnswerBook, answer_book
 from hybrid_kv.config import ConfigError
-from hybrid_kv.engine import block_drafter
+from hybrid_kv.engine.block_drafter import BlockDrafter, BlockDrafting
+from hybrid_kv.models.exact import ExactBlockHead
+from hybrid_kv.models.layers import ForwardContext
 from hybrid_kv.request import ScheduledRequest
-from hybrid_kv.sanitizer import SanitizerError
+from hybrid_kv.sanitizer import Sanitizer, SanitizerError
 
 MAX_MODEL_LEN = 90
 BASE = [(5 + 7 * i) % 97 for i in range(60)]
@@ -56,9 +59,7 @@ def run(llm: LLM, book: AnswerBook, disturb: Callable[[LLM], None] | None = None
     poison(llm)
     drafted = Drafted()
     requests = zip(PROMPTS, PARAMS, strict=True)
-    texts = [
-        [*prompt, *book.answer(prompt, params, MAX_MODEL_LEN)] for prompt, params in requests
-    ]
+    texts = [[*prompt, *book.answer(prompt, params, MAX_MODEL_LEN)] for prompt, params in requests]
     execute = llm.runner.execute
 
     def watched(scheduled: Sequence[ScheduledRequest]) -> Any:
@@ -117,3 +118,86 @@ def test_sixteen_drafts_at_once() -> None:
     """They are more than either window sees, and fill blocks of their own."""
     drafted = check("M*>", 16, block_size=32, sanitize=True)
     assert max(len(drafts) for drafts, _ in drafted.pairs) == 16
+
+
+def test_drafts_after_preemptions_and_steps_that_propose_none() -> None:
+    """What a request computes again is written again; a step with K = 0 writes as any other."""
+    llm = engine("M*}", 6, num_speculative_tokens_per_batch_size=[[1, 1, 6], [2, 2, 3], [3, 4, 0]])
+
+    def preempt(llm: LLM) -> None:
+        running = llm.scheduler.running
+        if llm.num_steps % 7 == 3 and len(running) > 1:
+            llm.scheduler.preempt(running[-1])
+
+    drafted = run(llm, answer_book("M*}"), preempt)
+    assert drafted.preemptions > 2
+    assert {len(drafts) for drafts, _ in drafted.pairs} == {3, 6}
+    assert [got for got, _ in drafted.pairs] == [due for _, due in drafted.pairs]
+
+
+def never_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step with K = 0 writes nothing."""
+    plain = BlockDrafter.propose
+
+    def propose(self: BlockDrafter, step: BlockDrafting, *rest: Any) -> Any:
+        return plain(self, step, *rest) if step.num_drafts else None
+
+    monkeypatch.setattr(BlockDrafter, "propose", propose)
+
+
+def before_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head that keeps the target's hidden states of a token one position further."""
+    plain = ExactBlockHead.store
+
+    def store(self: ExactBlockHead, hidden: torch.Tensor, context: ForwardContext) -> None:
+        plain(self, hidden.roll(1, 0), context)
+
+    monkeypatch.setattr(ExactBlockHead, "store", store)
+
+
+@pytest.mark.parametrize("plant", [never_stored, before_the_last_one])
+def test_a_wrong_row_of_the_cache_gives_other_drafts_and_the_same_tokens(
+    monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    plant(monkeypatch)
+    ranges = [[1, 1, 6], [2, 4, 0]]
+    llm = engine("M*}", 6, num_speculative_tokens_per_batch_size=ranges)
+    drafted = run(llm, answer_book("M*}"))
+    assert [got for got, _ in drafted.pairs] != [due for _, due in drafted.pairs]
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (lambda segment: replace(segment, window=12), "window-start"),
+        (lambda segment: replace(segment, window=None), "window-start"),
+        (
+            lambda segment: replace(segment, block_table=segment.block_table.roll(1, 0)),
+            "read-slot",
+        ),
+    ],
+    ids=["a window off by K", "all tokens", "another row"],
+)
+def test_the_sanitizer_knows_what_a_block_drafter_may_read(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[AttentionPart], AttentionPart], rule: str
+) -> None:
+    plain = Sanitizer.on_block
+
+    def on_block(self: Sanitizer, group: int, rows: Any, segment: AttentionPart) -> None:
+        plain(self, group, rows, change(segment))
+
+    monkeypatch.setattr(Sanitizer, "on_block", on_block)
+    with pytest.raises(SanitizerError) as caught:
+        run(engine("M*>", 6, sanitize=True), answer_book("M*>"))
+    assert caught.value.rule == rule
+
+
+def test_a_model_without_a_block_drafter_is_refused() -> None:
+    options = {"speculative_method": "dflash", "num_speculative_tokens": 4, "device": "cpu"}
+    with pytest.raises(ConfigError, match="this ExactModel has no block drafter"):
+        LLM(answer_book("M*").model, **options)
+    folder = Path(__file__).parents[2] / "hybrid_kv" / "check" / "guard_model"
+    with pytest.raises(ConfigError, match=r"guard_model has no block drafter .* n-grams instead"):
+        LLM(folder, **options)
+    with pytest.raises(ConfigError, match=r"num_speculative_tokens=17 must be in \[0, 16\]"):
+        engine("M*>", 17)

@@ -1,7 +1,7 @@
 """The rule of a block drafter's drafts: they are those of the same head without a cache.
 
-No draft changes a token of a request, so a drafter that reads a slot of another request, or one that
-was never written, shows in nothing but these.
+No draft changes a token of a request, so a drafter that reads a slot of another request, or one
+that was never written, shows in nothing but these.
 """
 
 from __future__ import annotations
@@ -62,9 +62,7 @@ class BlockDraftRules:
                 )
             self._count(request, track, known, drafts)
 
-    def _count(
-        self, request: Request, track: Track, known: int, drafts: Sequence[int]
-    ) -> None:
+    def _count(self, request: Request, track: Track, known: int, drafts: Sequence[int]) -> None:
         seen = self._seen
         admission, reached = self._reached.get(request.request_id, (0, 0))
         is_first = admission != track.admissions
