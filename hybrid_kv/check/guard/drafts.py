@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from hybrid_kv.check.guard.blocks import BlockDraftRules
 from hybrid_kv.check.guard.step import RuleError, Track
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.kernels.common.integers import cdiv
@@ -22,14 +23,20 @@ class DraftRules:
     it, and of the rest each gets as much, rounded up. K follows from the number of requests in a
     step.
 
+    Args:
+        blocks: the rule of what a block drafter drafts, if that is the source.
+
     Attributes:
         num_strange: proposals that are too long, or that have something else than tokens.
         num_begun: steps that may propose drafts, after one that may not.
     """
 
-    def __init__(self, llm: LLM, track_of: Callable[[Request], Track]) -> None:
+    def __init__(
+        self, llm: LLM, track_of: Callable[[Request], Track], blocks: BlockDraftRules | None = None
+    ) -> None:
         self._llm = llm
         self._track = track_of
+        self._blocks = blocks
         self._most = llm.config.speculative.num_speculative_tokens  # of the step scheduled last
         self._proposed: dict[str, tuple[int, list[int]]] = {}  # behind how many tokens, and which
         # Of requests whose step before was in flight: drafts with room.
@@ -47,8 +54,11 @@ class DraftRules:
         """Keep what was proposed, and check the tokens that the proposer was shown.
 
         Raises:
-            RuleError: `known-tokens`, a row lacks tokens of its request or has others.
+            RuleError: `known-tokens`, a row lacks tokens of its request or has others; or
+                `block-drafts`.
         """
+        if self._blocks is not None:
+            self._blocks.on_propose(requests, token_ids, num_tokens, proposed)
         for request, row, count in zip(requests, token_ids, num_tokens.tolist(), strict=True):
             sequence = self._track(request).sequence[:count]
             shown = row[:count].tolist()

@@ -97,12 +97,10 @@ class Observer(EngineObserver):
         self._junctions: set[Prefix] = set()
         self._planned = self._check_plan(llm)
         self._waiting = Waiting(llm, self._track, self.published, self._kept.device)
-        self._drafts = DraftRules(llm, self._track)
-        self._blocks = (
-            BlockDraftRules(self.scenario, self._track, self.seen)
-            if llm.config.speculative.speculative_method == "dflash"
-            else None
-        )
+        blocks = None
+        if llm.config.speculative.speculative_method == "dflash":
+            blocks = BlockDraftRules(self.scenario, self._track, self.seen)
+        self._drafts = DraftRules(llm, self._track, blocks)
 
     def _check_plan(self, llm: LLM) -> list[int]:
         """Return the most blocks of each group that a request is planned to hold."""
@@ -358,10 +356,8 @@ class Observer(EngineObserver):
         self.patterns.copies = True
 
     def on_propose(self, *proposal: Any) -> None:
-        """Keep what the next step may verify, and check what a block drafter drafts."""
+        """Keep what the next step may verify."""
         self._drafts.on_propose(*proposal)
-        if self._blocks is not None:
-            self._blocks.on_propose(*proposal)
 
     def on_commit(self, tokens: Sequence[Sequence[int]]) -> None:
         """Check what a step has run, and count its patterns."""
