@@ -745,7 +745,7 @@ class ExactOracle:
         first = max(0, len(hidden) - window + 1)
         masks = [head.mask.tolist()] * num_drafts
         inputs = [*hidden[first:], self._embedding[token], *masks]
-        guesses = []
+        guesses = list[int]()
         for position, x in enumerate(inputs, first):
             self._forget(sums, seen, window)
             y = self.attention(weights, x, position, sums, seen)

@@ -193,7 +193,7 @@ def test_the_sanitizer_knows_what_a_block_drafter_may_read(
 
 
 def test_a_model_without_a_block_drafter_is_refused() -> None:
-    options = {"speculative_method": "dflash", "num_speculative_tokens": 4, "device": "cpu"}
+    options: dict[str, Any] = {"speculative_method": "dflash", "num_speculative_tokens": 4}
     with pytest.raises(ConfigError, match="this ExactModel has no block drafter"):
         LLM(answer_book("M*").model, **options)
     folder = Path(__file__).parents[2] / "hybrid_kv" / "check" / "guard_model"
