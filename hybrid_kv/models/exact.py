@@ -16,6 +16,7 @@ torch's.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -51,8 +52,8 @@ PRIME = 2**31 - 1  # int64 holds the product of a residue and the sum of two, an
 PARTS: dict[str, tuple[int, int]] = {"M": (1, 1), "W": (1, 0), "T": (1, 2), "V": (3, 2)}
 # With states that are rounded after each token and stored with scales: what is rounded depends on
 # the seed and the token's position, what is stored on the state.
-ROUNDED: dict[str, tuple[int, int]] = {"Q": (1, 1)}
-STATEFUL = PARTS | ROUNDED
+ROUNDED: dict[str, tuple[int, int]] = {"E": (1, 1)}
+STATEFUL = ChainMap(PARTS, ROUNDED)  # with what is added to `PARTS`
 NUM_SCALES = 61
 # K/V heads of an attention layer, all but the last one unused: bytes per token alone tell these
 # layers apart.

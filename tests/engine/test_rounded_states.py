@@ -156,7 +156,7 @@ def test_the_sanitizer_names_a_scale_that_a_copy_leaves_behind(
             parts[-1].copy_(scale)
 
     monkeypatch.setattr("hybrid_kv.engine.runner.postprocess_mamba", without_scales)
-    model = ExactModel(ExactConfig("Q*"))
+    model = ExactModel(ExactConfig("E*"))
     prompt = [*range(1, 7)]
     expected = LLM(model, device="cpu").generate([prompt], PARAMS, progress=False)[0].token_ids
     proposer = ScriptedProposer("right", K, [[*prompt, *expected]], [6], 8, model.vocab_size)
@@ -175,7 +175,7 @@ def test_the_sanitizer_names_a_scale_that_a_copy_leaves_behind(
 
 def test_an_engine_with_another_seed_refuses_a_request() -> None:
     options = {"device": "cpu", **form("int8", stochastic=True)}
-    first, second = (LLM(ExactModel(ExactConfig("Q*")), **options, seed=seed) for seed in (0, 1))
+    first, second = (LLM(ExactModel(ExactConfig("E*")), **options, seed=seed) for seed in (0, 1))
     request = first.add_request([1, 2, 3], PARAMS)
     first.step()
     with pytest.raises(ConfigError, match="another model, dtype or rounding of states"):
@@ -199,7 +199,7 @@ def test_what_cannot_be_rounded_is_refused(options: dict[str, Any], message: str
         CacheConfig(**options)
 
 
-@pytest.mark.parametrize("pattern", ["Q*", "M*"])
+@pytest.mark.parametrize("pattern", ["E*", "M*"])
 def test_a_scheme_that_does_not_store_each_state_is_refused(pattern: str) -> None:
     options = form("int8", stochastic=True) | {"state_scheme": "recompute"}
     with pytest.raises(ConfigError, match='"recompute" does not store the state after each token'):

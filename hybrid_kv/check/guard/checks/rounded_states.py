@@ -27,7 +27,7 @@ from hybrid_kv.engine.llm import LLM
 from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
 from hybrid_kv.sampling import SamplingParams
 
-LAYERS = ("Q*", "*Q", "Q", "QM*", "Q~*", "QQ*")
+LAYERS = ("E*", "*E", "E", "EM*", "E~*", "EE*")
 MAX_MODEL_LEN = 96
 SEEN = (
     "compared",
