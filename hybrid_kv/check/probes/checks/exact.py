@@ -71,11 +71,14 @@ def _always_followed(texts: Sequence[tuple[int, ...]]) -> list[int]:
     exact=True,
 )
 def thirds(traffic: Traffic) -> Rounds:
-    """Send prompts that share a beginning one after another: the second shows where they part."""
+    """Send prompts that share a beginning one after another: the second shows where they part.
+
+    That is two blocks before their ends, which are kept as well.
+    """
     for length in (traffic.unit, 2 * traffic.unit + 1):
         stem = traffic.prompt(length)
         for _ in range(3):
-            prompt = (*stem, *traffic.prompt(traffic.unit + 2))
+            prompt = (*stem, *traffic.prompt(2 * traffic.unit + 2))
             yield Round((traffic.ask(prompt, max_tokens=2, logprobs=False),))
         yield Round((traffic.ask(prompt, max_tokens=2, logprobs=False),))
 
