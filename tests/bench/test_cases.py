@@ -131,7 +131,7 @@ def test_kernels_and_listing_need_neither_triton_nor_data() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=FOLDER.parent, capture_output=True, text=True, check=False
     )
-    assert (done.stdout.strip(), done.returncode) == ("False", 0) and len(names) == 8, done.stderr
+    assert (done.stdout.strip(), done.returncode) == ("False", 0) and len(names) == 9, done.stderr
 
 
 def test_only_the_timing_module_reads_a_clock() -> None:

@@ -469,7 +469,7 @@ def stubs(folder: Path, passes: bool) -> ExitStack:
     )
     metrics = Metrics(32, 0, 0, 8, 128, 128, "sass", 100, None, {"sass": {}})
 
-    def no_measurement(base: str, head: str, *, design: Any, seed: int, **_: Any) -> Any:
+    def no_measurement(base: str, head: str, *_: Any, design: Any, seed: int, **__: Any) -> Any:
         return Comparison(
             *(find_revision(ROOT, one) for one in (base, head)), seed, design, Measured([])
         )
