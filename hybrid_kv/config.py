@@ -254,7 +254,7 @@ class CacheConfig:
 
     @property
     def rounds_states(self) -> bool:
-        """Whether the state after each token is what its stored form says."""
+        """True if the state after each token is what its stored form says."""
         return (
             self.enable_mamba_cache_stochastic_rounding
             or self.mamba_ssm_cache_dtype in ROUNDED_DTYPES

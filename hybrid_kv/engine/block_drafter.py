@@ -86,12 +86,7 @@ class BlockDrafter:
         positions: Ints,
         num_drafts: int,
     ) -> Staged[BlockDrafting]:
-        """Stage the inputs of drafting that the host knows before the step.
-
-        Args:
-            token_rows, positions: [num_tokens], of the batch.
-            num_drafts: K of this step.
-        """
+        """Stage what the host knows before the step; see `Drafter`."""
         readers = np.array([i for i, item in enumerate(batch) if item.samples], dtype=np.int64)
         lasts = np.cumsum([item.num_tokens for item in batch])[readers] - 1
         counts = np.array([item.num_drafts for item in batch], dtype=np.int64)[readers]

@@ -153,12 +153,7 @@ class MTPDrafter:
         positions: Ints,
         num_drafts: int,
     ) -> Staged[Drafting]:
-        """Stage the inputs of drafting that the host knows before the step.
-
-        Args:
-            token_rows, positions: [num_tokens], of the batch.
-            num_drafts: K of this step.
-        """
+        """Stage what the host knows before the step; see `Drafter`."""
         lengths = np.array([item.num_tokens for item in batch])
         # If nobody samples, K and V are written with any reader.
         readers = np.array([i for i, item in enumerate(batch) if item.samples] or [0])

@@ -1,4 +1,4 @@
-"""How stored states are rounded; without torch, for plans."""
+"""Rounding of stored states; without torch, for plans."""
 
 from __future__ import annotations
 
