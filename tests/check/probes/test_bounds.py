@@ -80,8 +80,10 @@ def test_an_engine_that_keeps_less_is_wrong(bug: str, verdict: str) -> None:
         case = case_of(failure, "toy", "1.0", "toy", 0.0)
         assert case.is_wrong(failure.answer)
         assert not case.is_wrong(replace(failure.answer, cached_tokens=kept))
-        again = play(session(kind), failure.rounds, failure)
+        fresh = session(kind)
+        again = play(fresh, failure.rounds, failure)
         assert again is not None and again.judgement == failure.judgement
+        assert fresh.unit == failure.unit  # or the bound is of other blocks
 
 
 def test_a_token_is_sure_where_it_always_followed() -> None:
