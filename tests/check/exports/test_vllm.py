@@ -59,19 +59,22 @@ def test_what_is_written_for_vllm_has_its_header_and_its_columns(folder: Path) -
 
 
 def test_its_tokens_are_those_of_the_exact_model(cases: dict[str, Any]) -> None:
-    assert len(cases["settings"]) == len(vllm_export.CELLS)
-    with model_folder(f"exact:{vllm_export.MODEL}") as checkpoint:
-        answers = ExactAnswers(checkpoint)
-        for rounds in cases["traffic"].values():
-            request, tokens = rounds[-1]["requests"][0], rounds[-1]["expected"][0]
+    assert len(cases["settings"]) == sum(map(len, vllm_export.CELLS.values()))
+    for model in vllm_export.CELLS:
+        with model_folder(f"exact:{model}") as checkpoint:
+            answers = ExactAnswers(checkpoint)
+        settings = [setting for setting in cases["settings"].values() if setting["model"] == model]
+        for name in {name for setting in settings for name in setting["probes"].values()}:
+            last = cases["traffic"][name][-1]
+            request, tokens = last["requests"][0], last["expected"][0]
             assert tokens == answers.tokens(request["prompt"], request["max_tokens"])
 
 
 def test_prompts_with_drafts_have_more_than_one_token(cases: dict[str, Any]) -> None:
-    for name, setting in cases["settings"].items():
-        rounds = [sent for title in setting["probes"] for sent in cases["traffic"][title]]
+    for setting_name, setting in cases["settings"].items():
+        rounds = [sent for name in setting["probes"].values() for sent in cases["traffic"][name]]
         shortest = min(len(request["prompt"]) for sent in rounds for request in sent["requests"])
-        assert shortest == (2 if "spec=" in name else 1)
+        assert shortest == (2 if "spec=" in setting_name else 1)
 
 
 def test_equal_seeds_give_equal_files(folder: Path, tmp_path: Path) -> None:
@@ -87,7 +90,8 @@ def test_equal_seeds_give_equal_files(folder: Path, tmp_path: Path) -> None:
 def test_a_setting_passes_and_a_wrong_token_fails(folder: Path, cases: dict[str, Any]) -> None:
     python = installed("vllm", "vllm")
     name = "runner=v1 prefix=on"
-    (title, *_) = cases["settings"][name]["probes"] = cases["settings"][name]["probes"][:1]
+    title, traffic = next(iter(cases["settings"][name]["probes"].items()))
+    cases["settings"][name]["probes"] = {title: traffic}
 
     def problem() -> str:
         (folder / PACKAGE / "cases.json").write_text(json.dumps(cases))
@@ -102,7 +106,7 @@ def test_a_setting_passes_and_a_wrong_token_fails(folder: Path, cases: dict[str,
         return line["problem"]
 
     assert problem() == ""
-    cases["traffic"][title][-1]["expected"][0][-1] += 1
+    cases["traffic"][traffic][-1]["expected"][0][-1] += 1
     assert problem().startswith(f"{title}: request 0 got ")
 
 
@@ -114,6 +118,6 @@ def test_the_command_says_how_to_run_it(tmp_path: Path, capsys: pytest.CaptureFi
 def test_each_setting_is_one_of_the_exact_model() -> None:
     inside = KIND.inside
     assert inside is not None
-    for text in vllm_export.CELLS:
+    for text in (text for cells in vllm_export.CELLS.values() for text in cells):
         for factor, level in (word.split("=") for word in text.split()):
             assert level in inside.factors[factor]

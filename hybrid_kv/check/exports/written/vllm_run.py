@@ -65,12 +65,13 @@ def play(exact: Any, case: Any, setting: dict[str, Any], cases: dict[str, Any]) 
     Returns:
         What is wrong first; empty if all is right.
     """
-    llm, sent = case.engine({**setting, "config": cases["config"]}, exact), 0
-    for title in setting["probes"]:
+    config = cases["configs"][setting["model"]]
+    llm, sent = case.engine({**setting, "config": config}, exact), 0
+    for title, traffic in setting["probes"].items():
         if not llm.reset_prefix_cache():
             return f"{title}: reset_prefix_cache says that it did not"
         exact.renew(llm)
-        for one in cases["traffic"][title]:
+        for one in cases["traffic"][traffic]:
             requests = one["requests"]
             answers = case.play(llm, requests, one["preempt_every"], sent)
             sent += len(requests)
