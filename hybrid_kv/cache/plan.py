@@ -354,7 +354,7 @@ def plan_cache(
 
     Raises:
         ConfigError: the memory holds no whole request; the message names both sizes and a flag that
-            helps.
+            helps. Or `prefix_match_unit` does not divide the block sizes.
     """
     if context_parallel > 1 and not any(
         isinstance(spec, FullAttentionSpec) for spec in layers.values()
@@ -368,6 +368,8 @@ def plan_cache(
     )
     specs = apply_block_sizes(layers, sizes, cache.mamba_cache_mode)
     groups = group_layers(specs)
+    if cache.prefix_match_unit is not None:
+        _check_match_unit(cache.prefix_match_unit, [group.spec for group in groups])
     whole = KVCacheConfig(0, groups)
     parts = (whole,) if stages is None else tuple(of_stage(whole, names) for names in stages)
     num_blocks = min(
@@ -413,6 +415,20 @@ def plan_cache(
     return replace(
         plan, notes=(*_notes(plan, cache), *_padding_notes(sizes, cache, specs, possible, sizes_in))
     )
+
+
+def _check_match_unit(unit: int, specs: Sequence[KVCacheSpec]) -> None:
+    sizes = sorted({spec.block_size for spec in specs})
+    if not any(isinstance(spec, MambaSpec) for spec in specs):
+        raise ConfigError(
+            f"prefix_match_unit={unit} is for models with states; this one hits at every block of "
+            f"{sizes} tokens: leave it out"
+        )
+    if any(size % unit for size in sizes):
+        raise ConfigError(
+            f"prefix_match_unit={unit} does not divide the block sizes {sizes}; use a common "
+            "divisor of them"
+        )
 
 
 def _num_blocks(rank: KVCacheConfig, cache: CacheConfig, max_num_seqs: int) -> int:
@@ -464,11 +480,11 @@ def _notes(plan: CachePlan, cache: CacheConfig) -> list[str]:
     keeps_prefixes = sizes.mamba_block_size is None or mode.keeps_states
     # A prompt leaves room for a token of output, and its last token is always computed.
     longest_hit = plan.max_model_len - 2
-    if keeps_prefixes and plan.hit_granularity > longest_hit:
+    granularity = cache.prefix_match_unit or plan.hit_granularity
+    if keeps_prefixes and granularity > longest_hit:
         notes.append(
-            f"no prompt can hit the prefix cache: hits are multiples of {plan.hit_granularity} "
-            f"tokens; raise --max-model-len {plan.max_model_len} to at least "
-            f"{plan.hit_granularity + 2}"
+            f"no prompt can hit the prefix cache: hits are multiples of {granularity} tokens; "
+            f"raise --max-model-len {plan.max_model_len} to at least {granularity + 2}"
         )
     return notes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -42,9 +42,12 @@ _PLANNED = {
     "block_size",
     "mamba_block_size",
     "mamba_cache_mode",
+    "enable_prefix_caching",
+    "prefix_match_unit",
     "state_scheme",
     "recompute_ring_len",
     "speculative_method",
+    "speculative_model",
     "num_speculative_tokens",
     "dtype",
     "kv_cache_dtype",
@@ -52,11 +55,21 @@ _PLANNED = {
     "enable_mamba_cache_stochastic_rounding",
     "mamba_cache_philox_rounds",
     *(field.name for field in fields(Ranks)),
+    "vllm_flags",
 }
 
 
+@dataclass(frozen=True)
+class Flags:
+    """Another engine's command line."""
+
+    vllm_flags: Annotated[
+        str | None, "Flags of `vllm serve` in one text; those of this command go before them."
+    ] = None
+
+
 @derived_options(
-    CacheConfig, SchedulerConfig, SpeculativeConfig, EngineConfig, Ranks, only=_PLANNED
+    *(CacheConfig, SchedulerConfig, SpeculativeConfig, EngineConfig, Ranks, Flags), only=_PLANNED
 )
 def plan(
     config: Annotated[
@@ -96,6 +109,12 @@ def plan(
     """Print block sizes, padding, groups and capacity of a model's cache. Nothing is allocated."""
     from hybrid_kv.files import check_outputs
 
+    flag_notes = list[str]()
+    if "vllm_flags" in options:
+        flags, flag_notes = _read_flags(options.pop("vllm_flags"), config)
+        options = flags | options
+        model_len = options.pop("max_model_len", None)
+        max_model_len = max_model_len or model_len
     max_num_seqs = options.pop("max_num_seqs", None)
     require_at_least_one(max_model_len=max_model_len, max_num_seqs=max_num_seqs)
     check_outputs(out)
@@ -124,7 +143,24 @@ def plan(
         document["requests"] = _fit(result, *lengths, num_drafts)
     document["notes"] += _notes(document, result, max_num_seqs)
     document["notes"] += _copies_note(config, engine, shape, ranks)
+    document["notes"] += flag_notes
     show(document, as_json, out, _print_plan, document)
+
+
+def _read_flags(text: str, config: str) -> tuple[dict[str, Any], list[str]]:
+    """Return what flags of `vllm serve` say of a model's plan, and notes on what they do not."""
+    from hybrid_kv.cli.vllm_flags import VLLMFlags
+    from hybrid_kv.models.config_file import ConfigFile
+    from hybrid_kv.models.shapes import has_head
+
+    flags = VLLMFlags.read(text)
+    notes = [f"{flag} is left out: {why}" for flag, why in flags.left_out.items()]
+    options = flags.options
+    method = options.get("speculative_method")
+    if method == "dflash" or (method == "mtp" and not has_head(ConfigFile.read(config))):
+        del options["speculative_method"]
+        notes.append("the layers of the drafter are not in the plan, its drafts are")
+    return options, notes
 
 
 def _document(
@@ -186,11 +222,14 @@ def planned(
     from hybrid_kv.cache.backend import BackendContext, get_backend
     from hybrid_kv.cache.plan import plan_cache
     from hybrid_kv.cache.spec import with_max_step_tokens, with_rollback
+    from hybrid_kv.models.config_file import ConfigFile
+    from hybrid_kv.models.drafter_file import drafter_layers
     from hybrid_kv.models.shapes import model_shape
 
     ranks = ranks or Ranks()
     cache = engine.cache
     num_drafts = engine.speculative.num_speculative_tokens
+    drafter = engine.speculative.speculative_model
     has_draft_head = engine.speculative.speculative_method == "mtp"
     if (cache.num_blocks, cache.memory_bytes) == (None, None):
         cache = replace(cache, memory_bytes=2**62)
@@ -203,13 +242,19 @@ def planned(
         make_dtype=planned_dtype,
         has_draft_head=has_draft_head,
     )
+    if drafter is not None:
+        dtype = str(shape.dtype).removeprefix("torch.")
+        options = {"cache": cache, "dtype": dtype, "ranks": ranks, "make_dtype": planned_dtype}
+        head = drafter_layers(ConfigFile.read(drafter), **options)
+        shape = replace(shape, layers=shape.layers | head)
     model_len = max_model_len or shape.max_position_embeddings
     if model_len is None:
         raise ConfigError(f"{model} names no max_position_embeddings; give --max-model-len")
     is_async = False
     rollback = rollback_spec(cache, num_drafts, is_async, list(shape.layers.values()))
     # Bounds what a request holds of a window, as in `engine.build`.
-    max_step_tokens = engine.scheduler.max_num_batched_tokens + num_drafts * has_draft_head
+    num_ahead = 1 + num_drafts if drafter is not None else num_drafts * has_draft_head
+    max_step_tokens = engine.scheduler.max_num_batched_tokens + num_ahead
     layers = {
         name: with_max_step_tokens(with_rollback(spec, rollback), max_step_tokens)
         for name, spec in shape.layers.items()
@@ -338,7 +383,8 @@ def _print_plan(document: dict[str, Any]) -> None:
 def _summary(plan: dict[str, Any]) -> dict[str, str]:
     """Return the lines of the first table."""
     kinds = ", ".join(f"{count} {kind}" for kind, count in plan["cached_layers"].items())
-    if plan["speculative_method"] == "mtp":
+    names = (name for group in plan["groups"] for name in group["layers"])
+    if not all(name.startswith("layers.") for name in names):
         kinds += ", the draft head's included"
     context = plan["decode_context_parallel_size"]
     scheme = f"{plan['state_scheme']}, K={plan['num_speculative_tokens']}"

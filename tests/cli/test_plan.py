@@ -15,11 +15,13 @@ import torch
 
 import hybrid_kv
 from hybrid_kv.cache.plan import describe
+from hybrid_kv.cache.ranks import Ranks
 from hybrid_kv.cache.spec import FullAttentionSpec
 from hybrid_kv.cli.plan import parse_memory, planned
 from hybrid_kv.config import ConfigError, DraftMethod
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.models import registry
+from hybrid_kv.models.random_checkpoint import write_drafter
 from tests.cli.run import printed, refused, run
 from tests.model_configs import CONFIGS, NEMOTRON_3_NANO
 
@@ -52,6 +54,30 @@ def test_json_holds_the_whole_plan(capsys: pytest.CaptureFixture[str], config: s
     assert [group["kernel_block_size"] for group in plan["groups"]][-1] == 64
     assert plan["blocks_per_request"] == 4 + 63
     assert sum(len(group["layers"]) for group in plan["groups"]) == 29
+
+
+def test_flags_of_vllm_reach_the_plan_and_those_of_the_command_go_before_them(
+    capsys: pytest.CaptureFixture[str], config: str
+) -> None:
+    flags = "--max-model-len 6000 -tp 2 --spec-method dflash --spec-tokens 5 --tool-call-parser x"
+    plan = plan_json(capsys, config, "--vllm-flags", flags, "--num-speculative-tokens", "3")
+    assert (plan["mamba_cache_mode"], plan["max_model_len"]) == ("align", 6000)
+    assert (plan["tensor_parallel_size"], plan["num_speculative_tokens"]) == (2, 3)
+    assert plan["notes"][-2:] == [
+        "--tool-call-parser is left out: it says nothing about the cache",
+        "the layers of the drafter are not in the plan, its drafts are",
+    ]
+
+
+def test_a_match_unit_must_divide_the_blocks(
+    capsys: pytest.CaptureFixture[str], config: str
+) -> None:
+    flags = config, "--mamba-cache-mode", "align", "--max-model-len", "60"
+    notes = plan_json(capsys, *flags)["notes"]
+    assert "hits are multiples of 2096 tokens" in notes[-1]
+    assert plan_json(capsys, *flags, "--prefix-match-unit", "16")["notes"] == notes[:-1]
+    error = refused(capsys, "plan", *flags, "--prefix-match-unit", "100")
+    assert "prefix_match_unit=100 does not divide the block sizes [2096]" in error
 
 
 def test_flags_reach_the_plan(capsys: pytest.CaptureFixture[str], config: str) -> None:
@@ -311,8 +337,11 @@ def test_ranks_divide_what_one_gpu_keeps(capsys: pytest.CaptureFixture[str], con
     assert " 1      10                   811,008" in out
 
 
-@pytest.mark.parametrize("method", [None, "mtp"])
-def test_layers_and_groups_are_those_of_the_engine(method: DraftMethod | None) -> None:
+@pytest.mark.parametrize("method", [None, "mtp", "dflash"])
+def test_layers_and_groups_are_those_of_the_engine(
+    tmp_path: Path, method: DraftMethod | None
+) -> None:
+    write_drafter(tmp_path, GUARD_MODEL)
     llm = LLM(
         GUARD_MODEL,
         device="cpu",
@@ -320,10 +349,13 @@ def test_layers_and_groups_are_those_of_the_engine(method: DraftMethod | None) -
         max_model_len=512,
         num_speculative_tokens=2,
         speculative_method=method,
+        speculative_model=str(tmp_path) if method == "dflash" else None,
     )
-    _, plan = planned(str(GUARD_MODEL), replace(llm.config, platform="cpu"), 512)
+    shape, plan = planned(str(GUARD_MODEL), replace(llm.config, platform="cpu"), 512)
     assert describe(plan) == describe(llm.plan)
-    assert any("mtp" in group.layer_names[-1] for group in plan.config.groups) == bool(method)
+    heads = {name.split(".")[0] for group in plan.config.groups for name in group.layer_names}
+    assert heads == {"layers", *filter(None, [method])}
+    assert len(shape.stages(Ranks())[-1]) == len(shape.layers)
 
 
 def test_a_head_that_is_not_there_is_not_planned(

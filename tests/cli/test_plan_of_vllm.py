@@ -86,6 +86,30 @@ LFM3_1_7B = {
     "sliding_window": 256,
     "conv_L_cache": 7,
 }
+GLM_5_3_FLASH = {
+    "model_type": "glm5_next_text",
+    "dtype": "bfloat16",
+    "max_position_embeddings": 1048576,
+    "num_hidden_layers": 45,
+    "num_attention_heads": 64,
+    "linear_num_heads": 64,
+    "linear_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 0,
+}
+LING_3_FLASH = {
+    "model_type": "bailing_hybrid",
+    "dtype": "bfloat16",
+    "max_position_embeddings": 262144,
+    "num_hidden_layers": 42,
+    "num_attention_heads": 32,
+    "head_dim": 128,
+    "layer_group_size": 6,
+    "short_conv_kernel_size": 4,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+}
 ZAMBA2_2_7B = {
     "model_type": "zamba2",
     "dtype": "bfloat16",
@@ -122,6 +146,14 @@ def plan_of(
         (KIMI_LINEAR, "", 1920, 1.89),
         (QWEN3_5_0_8B, "--platform cpu --attention-backend CPU_ATTN", 640, 20.75),
         (ZAMBA2_2_7B, "", 48, 43.12),
+        # Latents without a rotated part, 1,024 B a token.
+        (GLM_5_3_FLASH, "--tensor-parallel-size 8", 640, 20.75),
+        (GLM_5_3_FLASH, "--tensor-parallel-size 4", 1152, 8.68),
+        (GLM_5_3_FLASH, "--tensor-parallel-size 2", 2176, 2.64),
+        (GLM_5_3_FLASH, "", 4352, 2.64),
+        # Heads, kernel and latent cache are Kimi-Linear's: so are a state and its vectors.
+        (LING_3_FLASH, "--tensor-parallel-size 4", 512, 8.68),
+        (LING_3_FLASH, "", 1920, 1.89),
         # 2,048 B of K and V a token; a state has 3 * 4,096 and 16 * 128 * 128 numbers.
         (LARA_4_MINI, "", 272, 1.49),
         # A window of six inputs: 24,576 B beside pages of at least 16 tokens.
@@ -129,6 +161,7 @@ def plan_of(
     ],
     ids=[
         *("kimi_k3", "kimi_linear", "kimi_linear_alone", "qwen3_5_on_a_cpu", "zamba2"),
+        *("glm_at_8", "glm_at_4", "glm_at_2", "glm_alone", "ling_3", "ling_3_alone"),
         *("lara_mini", "lfm3"),
     ],
 )
