@@ -282,6 +282,51 @@ def accuracy_divergence(
     raise typer.Exit(exit_code(divergence.verdicts))
 
 
+@dataclass(frozen=True, kw_only=True)
+class FormQuestions:
+    """The questions of a comparison of forms of states."""
+
+    task: Annotated[str, typer.Option(help="gsm8k_synth (generated, offline) or gsm8k.")] = (
+        "gsm8k_synth"
+    )
+    gsm8k_dir: Gsm8kFolder = None
+    limit: Annotated[int, typer.Option(min=1, help="Number of questions.")] = 250
+    seed: Annotated[int, typer.Option(max=MAX_SEED, min=0, help="As for a run.")] = 0
+
+
+@app.command("states", cls=Command)
+@engine_options
+@dataclass_options
+def accuracy_states(
+    questions: FormQuestions,
+    output: RowOutput,
+    model: Model = None,
+    **engine: Any,
+) -> None:
+    """Answer with states in float16, int8 and fp8, each paired with float32.
+
+    Exit code 1 if answers were lost.
+    """
+    from hybrid_kv.check.ci import exit_code, published
+    from hybrid_kv.errors import require
+    from hybrid_kv.files import check_outputs
+    from hybrid_kv.measure.results import append_rows
+
+    require(*_PACKAGES)
+    from hybrid_kv.measure.accuracy.state_forms import evaluate_forms
+
+    csv = rows_file("accuracy.csv", output.results, output.record)
+    check_outputs(output.out, output.junit_xml)
+    with published("hybrid-kv accuracy states", output.junit_xml) as keep:
+        forms = evaluate_forms(model, **asdict(questions), **engine)
+        keep(forms.verdicts)
+    try:
+        append_rows(csv, forms.rows())
+    finally:
+        show(forms.summary(), output.as_json, output.out, forms.print)
+    raise typer.Exit(exit_code(forms.verdicts))
+
+
 @app.command("compare", cls=Command)
 @dataclass_options
 def accuracy_compare(

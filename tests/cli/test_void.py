@@ -22,6 +22,7 @@ NOTHING = {
     "accuracy": ["--against empty.jsonl", "--task gsm8k --gsm8k-dir empty", "--limit 0"],
     "accuracy compare": ["empty.jsonl empty.jsonl"],
     "accuracy divergence": ["--limit 1", "--task gsm8k --gsm8k-dir empty"],
+    "accuracy states": ["--limit 0", "--task gsm8k --gsm8k-dir empty"],
     "check": ["ours -k nothing", "ours --matrix prefix=nothing", "nothing"],
     "checkpoint": ["", "--verify empty"],
     "bisect": [
@@ -52,6 +53,7 @@ NOTHING = {
 MODULES = {
     "bench": ["-k nothing", "--suite nothing", "--tier gpu -k nothing"],
     "bench.families": ["--family nothing", "--family guard --rival nothing"],
+    "bench.recipes": ["-k nothing", "--page nothing.md"],
     "bench.peers.hits": ["nothing", "vllm --prompts 0", "vllm --setting nothing"],
 }
 # They take no choice of what they judge, or measure and judge nothing.

@@ -72,7 +72,7 @@ class QuestionRecord:
 class AccuracyResult:
     """A run: its settings (`params`), every question, and the engine's counters.
 
-    `seconds` is time in the engine.
+    `seconds` is time in the engine; `token_ids` of each record's answer are for who runs it.
     """
 
     task: str
@@ -86,6 +86,7 @@ class AccuracyResult:
     num_accepted_draft_tokens: int = 0
     num_verifications: int = 0
     caches_prefixes: bool = False
+    token_ids: tuple[tuple[int, ...], ...] = ()
 
     @property
     def n(self) -> int:
@@ -268,10 +269,11 @@ def evaluate(
         **({} if target is None else {"target": lm.model_name}),
         **{name: _without_folder(value) for name, value in engine_options.items()},
     }
+    records = _records(results["samples"][task], lm, task, questions)
     return AccuracyResult(
         task=task,
         params=params,
-        records=_records(results["samples"][task], lm, task, questions),
+        records=records,
         # Of the questions that ran: no token of a refused one could have come from the cache.
         num_prompt_tokens=sum(
             len(output.prompt_token_ids) for output in outputs if output.error is None
@@ -281,6 +283,9 @@ def evaluate(
         num_cached_tokens=sum(output.cached_tokens for output in outputs),
         **lm.drafted(),
         caches_prefixes=lm.caches_prefixes,
+        token_ids=tuple(
+            tuple(_output_of(lm, task, record.doc_id, questions).token_ids) for record in records
+        ),
     )
 
 
@@ -332,18 +337,13 @@ def _records(
     task: str,
     questions: Sequence[int] | None,
 ) -> tuple[QuestionRecord, ...]:
-    """Join lm-eval's samples, one per question and filter, with the engine's outputs.
-
-    Where questions were chosen lm-eval's requests count them from 0, its samples have their own
-    numbers.
-    """
-    place = None if questions is None else {number: i for i, number in enumerate(sorted(questions))}
+    """Join lm-eval's samples, one per question and filter, with the engine's outputs."""
     by_filter: dict[str, dict[int, dict[str, Any]]] = {STRICT: {}, FLEXIBLE: {}}
     for sample in samples:
         by_filter[sample["filter"]][sample["doc_id"]] = sample
     records = []
     for doc_id, strict in sorted(by_filter[STRICT].items()):
-        output = lm.outputs[task, doc_id if place is None else place[doc_id]][0]
+        output = _output_of(lm, task, doc_id, questions)
         records.append(
             QuestionRecord(
                 **{
@@ -363,6 +363,18 @@ def _records(
             )
         )
     return tuple(records)
+
+
+def _output_of(
+    lm: HybridKVLM | TargetLM, task: str, doc_id: int, questions: Sequence[int] | None
+) -> Any:
+    """Return the engine's output of a question.
+
+    Where questions were chosen lm-eval's requests count them from 0, its samples have their own
+    numbers.
+    """
+    place = doc_id if questions is None else sorted(questions).index(doc_id)
+    return lm.outputs[task, place][0]
 
 
 def question_digest(question: str) -> str:
