@@ -331,7 +331,7 @@ class SpeculativeConfig:
 
     `ngram` looks the last `prompt_lookup_min` to `prompt_lookup_max` tokens up in the request
     itself; `mtp` is the checkpoint's own multi-token-prediction head, `dflash` a head that drafts
-    all K tokens at once (DFlash, DSpark).
+    all K tokens at once (DFlash, DSpark), from the folder `speculative_model`.
 
     `num_speculative_tokens_per_batch_size` has ranges `(first, last, K)` of requests in a step,
     both included, from 1 on: the step proposes at most K drafts for each, and none if K is 0. As in
@@ -340,6 +340,7 @@ class SpeculativeConfig:
     """
 
     speculative_method: Annotated[DraftMethod | None, "Source of drafts."] = None
+    speculative_model: Annotated[str | None, "Folder of a block drafter (dflash)."] = None
     num_speculative_tokens: Annotated[int, "Draft tokens verified per step (K)."] = 0
     num_speculative_tokens_per_batch_size: Annotated[
         DraftRanges,
@@ -355,6 +356,7 @@ class SpeculativeConfig:
                 f"speculative_method={self.speculative_method!r}; use "
                 f"{' or '.join(get_args(DraftMethod))}"
             )
+        self._check_drafter()
         if not is_int(self.num_speculative_tokens) or not 0 <= self.num_speculative_tokens <= 16:
             raise ConfigError(
                 f"num_speculative_tokens={self.num_speculative_tokens!r} must be in [0, 16]"
@@ -374,6 +376,18 @@ class SpeculativeConfig:
                 "num_speculative_tokens_per_batch_size needs num_speculative_tokens, the largest K"
             )
         object.__setattr__(self, "num_speculative_tokens_per_batch_size", ranges)
+
+    def _check_drafter(self) -> None:
+        drafter = self.speculative_model
+        if drafter is None:
+            return
+        if not is_path(drafter):
+            raise ConfigError(f"speculative_model={drafter!r} must be the path of a folder")
+        if self.speculative_method != "dflash":
+            raise ConfigError(
+                f"speculative_model={drafter!r} drafts with speculative_method='dflash', not "
+                f"{self.speculative_method!r}; choose that or leave it out"
+            )
 
     def drafts_after(self, num_requests: int) -> int:
         """Return K of the drafts that a step of so many requests proposes."""

@@ -114,6 +114,16 @@ LIMITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "needs num_speculative_tokens >= 1",
     ),
     (
+        {**DRAFTS, "speculative_method": "dflash", "speculative_model": "folder"},
+        {**DRAFTS, "speculative_model": "folder"},
+        "speculative_model='folder' drafts with speculative_method='dflash', not 'ngram'",
+    ),
+    (
+        {**DRAFTS, "speculative_method": "dflash"},
+        {**DRAFTS, "speculative_method": "dflash", "speculative_model": ""},
+        "speculative_model='' must be the path of a folder",
+    ),
+    (
         {"num_speculative_tokens": 16},
         {"num_speculative_tokens": 17},
         r"num_speculative_tokens=17 must be in [0, 16]",

@@ -33,6 +33,7 @@ from hybrid_kv.kernels.common.strided import gather_tokens
 from hybrid_kv.kernels.paged_attention import (
     SlotCells,
     attend_tokens,
+    attend_with_bias,
     attention_mask,
     paged_attention_varlen,
     sees_nothing,
@@ -48,6 +49,11 @@ from hybrid_kv.kernels.paged_attention import (
 # K and V, views of [num_kernel_blocks, kernel_block_size, num_kv_heads, head_size].
 Caches = tuple[torch.Tensor, torch.Tensor]
 FLASHINFER_WORKSPACE_BYTES = 128 << 20  # what its documentation recommends
+
+
+def computed_dtype(stored: torch.dtype, model: torch.dtype) -> torch.dtype:
+    """Return the dtype in which tokens of a cache are computed: 8 bits are stored alone."""
+    return model if stored.itemsize == 1 else stored
 
 
 class Compute(Protocol):
@@ -109,13 +115,37 @@ class TorchCompute:
         padded = segment.rows.padded(query)
         shape = (len(padded), segment.num_keys, *caches[0].shape[2:])
         key, value = (
-            gather_tokens(cache, segment.token_index(cache, grid)).view(shape) for cache in caches
+            gather_tokens(cache, segment.token_index(cache, grid)).to(query.dtype).view(shape)
+            for cache in caches
         )
         mask = segment.mask(query.shape[1] // key.shape[2], query.dtype, grid)
         out = attend_tokens(padded, key, value, mask, scale, sinks)
         if grid is not None:
             out = out.masked_fill_(sees_nothing(segment.positions, grid)[..., None, None], 0)
         return segment.rows.flat(out)
+
+    def attend_with_bias(
+        self,
+        query: torch.Tensor,
+        caches: Caches,
+        segment: AttentionPart,
+        scale: float,
+        bias: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attend as `Compute.attend`, with a bias [num_tokens, num_heads, extent] by distance.
+
+        See `kernels.paged_attention.attend_with_bias`.
+        """
+        rows = segment.rows
+        padded = rows.padded(query)
+        shape = (len(padded), segment.num_keys, *caches[0].shape[2:])
+        key, value = (
+            gather_tokens(cache, segment.token_index(cache)).view(shape) for cache in caches
+        )
+        out = attend_with_bias(
+            padded, key, value, segment.distances, rows.padded(bias), scale, segment.window
+        )
+        return rows.flat(out)
 
 
 class _Stores:
@@ -326,6 +356,12 @@ class AttentionPart:
         """[num_rows] int64, position of the first token that the queries of each row see."""
         assert self.window is not None
         return (self.positions[:, 0] - self.window + 1).clamp(min=0)
+
+    @cached_property
+    def distances(self) -> torch.Tensor:
+        """[num_rows, max_len, num_keys] int64, tokens from a key to a query."""
+        first = torch.zeros_like(self.last) if self.window is None else self.first
+        return self.positions.unsqueeze(-1) - window_positions(first, self.num_keys).unsqueeze(1)
 
     @property
     def tokens_before(self) -> int:

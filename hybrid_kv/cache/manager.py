@@ -146,10 +146,7 @@ class KVCacheManager:
     def match_at(self, unit: int) -> None:
         """Let hits end at every multiple of `unit` tokens from here on, inside of blocks, too.
 
-        No request holds blocks yet.
-
-        Raises:
-            ConfigError: the unit divides not all block sizes, or no group has states.
+        No request holds blocks yet. The unit divides all block sizes (`cache.plan` sees to that).
         """
         self._groups = [LogicalBlockRules(spec, unit) for spec in self._specs]
         self.partial = PartialBlockManager(

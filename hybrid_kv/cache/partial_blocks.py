@@ -38,7 +38,6 @@ from hybrid_kv.cache.observe import BlockCopy, CacheObserver
 from hybrid_kv.cache.offload import KVOffload
 from hybrid_kv.cache.prefix import tail_source
 from hybrid_kv.cache.request_blocks import NO_IDS, LogicalBlockRules, PrefixHit, RequestBlocks
-from hybrid_kv.errors import ConfigError
 
 CopyBlocks = Callable[[BlockIds, BlockIds], None]
 
@@ -75,17 +74,6 @@ class PartialBlockManager:
         pool: BlockPool,
         observers: Sequence[CacheObserver],
     ) -> None:
-        sizes = sorted({group.block_size for group in groups})
-        if all(group.mode is None for group in groups):
-            raise ConfigError(
-                f"prefix_match_unit={unit} is for models with states; this one hits at every block "
-                f"of {sizes} tokens: leave it out"
-            )
-        if any(size % unit for size in sizes):
-            raise ConfigError(
-                f"prefix_match_unit={unit} does not divide the block sizes {sizes}; use a common "
-                "divisor of them"
-            )
         self.unit = unit
         self.granularity = granularity
         self.copy_blocks: CopyBlocks = no_copy

@@ -28,7 +28,6 @@ from hybrid_kv.cache.plan import (
     update_block_size_for_backend,
 )
 from hybrid_kv.cache.spec import (
-    FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
     group_layers,
@@ -48,6 +47,7 @@ from hybrid_kv.models.interface import BlockDraftHead, Model
 from hybrid_kv.models.loader import (
     check_model,
     fingerprint,
+    load_block_head,
     load_eos_token_ids,
     load_head,
     load_model,
@@ -116,7 +116,7 @@ def build(
     if manager.partial is not None:
         manager.partial.copy_blocks = runner.copy_blocks
     if _has_offload(config.cache):
-        manager.offload = _offload(model, plan, runner, backend, config.cache)
+        manager.offload = _offload(model, plan, runner, backend, config)
     if config.sanitize:
         observers.append(_sanitizer(manager, runner, drafts, config))
     speculative = config.speculative
@@ -286,7 +286,7 @@ def _drafts(
             )
         )
     if speculative.speculative_method == "dflash":
-        return DraftSource(block_head=_block_head(model))
+        return DraftSource(block_head=_block_head(model, target, config))
     if not isinstance(model, str | Path):
         raise ConfigError(
             'speculative_method="mtp" needs a checkpoint folder; give LLM(..., proposer=...) '
@@ -295,18 +295,21 @@ def _drafts(
     return DraftSource(head=load_head(model, target))
 
 
-def _block_head(model: str | Path | Model) -> BlockDraftHead:
-    """Return the block drafter that a model object brings along.
+def _block_head(model: str | Path | Model, target: Model, config: EngineConfig) -> BlockDraftHead:
+    """Return the block drafter of a folder of its own, or that a model object brings along.
 
     Raises:
-        ConfigError: it has none; no checkpoint has one that can be loaded.
+        ConfigError: there is none, or none for this target.
     """
-    head = None if isinstance(model, str | Path) else getattr(model, "block_head", None)
+    drafter = config.speculative.speculative_model
+    if drafter is not None:
+        return load_block_head(drafter, target, config.cache)
+    head = getattr(target, "block_head", None)
     if head is None:
         whose = model if isinstance(model, str | Path) else f"this {type(model).__name__}"
         raise ConfigError(
-            f'speculative_method="dflash": {whose} has no block drafter (a `block_head`); draft '
-            "with n-grams instead"
+            f'speculative_method="dflash": {whose} has no block drafter of its own; give one\'s '
+            "folder as speculative_model, or draft with n-grams instead"
         )
     return cast(BlockDraftHead, head)
 
@@ -319,17 +322,6 @@ def _plan(
     mamba_chunk_size: int | None,
     device: torch.device,
 ) -> CachePlan:
-    eight_bit = [
-        name
-        for name, spec in layers.items()
-        if isinstance(spec, FullAttentionSpec)
-        and any(dtype.itemsize == 1 for dtype in spec.cache_dtypes)
-    ]
-    if eight_bit:
-        raise ConfigError(
-            f"layer {eight_bit[0]} has an fp8 cache, which can be planned but not run yet; use "
-            "bfloat16"
-        )
     cache = config.cache
     arguments = (backend, context, config.scheduler.max_model_len, mamba_chunk_size)
     if cache.num_blocks is None and cache.memory_bytes is None:
@@ -411,8 +403,12 @@ def _offload(
     plan: CachePlan,
     runner: ModelRunner,
     backend: type[AttentionBackend],
-    cache: CacheConfig,
+    config: EngineConfig,
 ) -> KVOffload:
+    cache = config.cache
+    namespace = ""
+    if cache.kv_offload_folder is not None:
+        namespace = _identity(model, runner, backend) + drafter_identity(config)
     offload = KVOffload(
         plan.config,
         runner.raw_buffers,
@@ -420,7 +416,7 @@ def _offload(
         host_bytes=cache.kv_offload_bytes,
         folder=cache.kv_offload_folder,
         folder_bytes=cache.kv_offload_folder_bytes,
-        namespace=_identity(model, runner, backend) if cache.kv_offload_folder is not None else "",
+        namespace=namespace,
     )
     if 0 < cache.kv_offload_bytes < (largest := max(offload.block_bytes)):
         LOGGER.warning(
@@ -438,6 +434,12 @@ def _identity(
     """Return what a stored block depends on besides the plan: the weights, and a page's layout."""
     layout = [backend.name, *(str(group.kernel_block_size) for group in runner.groups)]
     return " ".join([*layout, weights_identity(model, runner.model)])
+
+
+def drafter_identity(config: EngineConfig) -> str:
+    """Return what a cached value of a block drafter's own folder depends on; "" without one."""
+    drafter = config.speculative.speculative_model
+    return "" if drafter is None else f" {fingerprint(drafter)}"
 
 
 def weights_identity(model: str | Path | Model, loaded: Model) -> str:

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from hybrid_kv.cache.request_blocks import NO_HIT, PrefixHit
 from hybrid_kv.config import ConfigError, HybridKVError, engine_config, is_int
-from hybrid_kv.engine.build import build, rounding_of, weights_identity
+from hybrid_kv.engine.build import build, drafter_identity, rounding_of, weights_identity
 from hybrid_kv.engine.kv_transfer import KVTransfer, check_fits, pack, unpack
 from hybrid_kv.engine.runner import Proposer, StepOutput
 from hybrid_kv.engine.text import Tokenizer, may_stop, stop_position
@@ -171,7 +171,7 @@ class LLM:
 
     @cached_property
     def _weights(self) -> str:
-        identity = weights_identity(self._given_model, self.model)
+        identity = weights_identity(self._given_model, self.model) + drafter_identity(self.config)
         # States that are rounded with another seed are others from the next token on.
         rounding = rounding_of(self.config)
         return identity if rounding is None else f"{identity} {rounding}"

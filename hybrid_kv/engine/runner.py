@@ -40,7 +40,7 @@ from hybrid_kv.engine.step_inputs import StepInputs, padded_size
 from hybrid_kv.kernels.common.launch import choose
 from hybrid_kv.kernels.common.upload import Pending, StepUpload, download, fill, upload
 from hybrid_kv.kernels.recompute import RecomputeStep
-from hybrid_kv.models.attention import layers_with_sinks
+from hybrid_kv.models.attention import attention_layers
 from hybrid_kv.models.interface import BlockDraftHead, DraftHead, Model
 from hybrid_kv.models.layers import ForwardContext
 from hybrid_kv.observe import EngineObserver
@@ -258,12 +258,14 @@ class ModelRunner:
         }
         name = group.backend.get_compute(self.device.type, self.kernels, dtypes)
         compute = compute_of(name)
-        wanted = [layer for layer in layers_with_sinks(self.model) if layer in group.layer_names]
-        if wanted and not compute.has_sinks:
-            raise ConfigError(
-                f"layer {wanted[0]} has attention sinks, which {name} does not compute here; use "
-                "--attention-backend TORCH"
-            )
+        for layer in attention_layers(self.model):
+            lacking = layer.lacking(compute) if layer.name in group.layer_names else None
+            if lacking is not None:
+                what, instead = lacking
+                raise ConfigError(
+                    f"layer {layer.name} has {what}, which {name} does not compute here; use "
+                    f"{instead}"
+                )
         return compute
 
     def allocate_memory(self) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 
+from hybrid_kv.kernels.common.strided import put_tokens
 from hybrid_kv.kernels.paged_attention import SlotCells, attend_tokens
 
 
@@ -20,10 +21,11 @@ def store_latent(latent: torch.Tensor, cache: torch.Tensor, to: SlotCells) -> No
 
     Args:
         latent: [num_tokens, rank + rope].
-        cache: [num_kernel_blocks, kernel_block_size, rank + rope], a strided view.
+        cache: [num_kernel_blocks, kernel_block_size, rank + rope], a strided view, of 8
+            bits or of the same dtype.
         to: `slot_cells` of the tokens, for this kernel block size.
     """
-    cache.index_put_(to.cells, latent if to.kept is None else latent[to.kept])
+    put_tokens(cache, to.cells, latent if to.kept is None else latent[to.kept])
 
 
 def attend_latent(

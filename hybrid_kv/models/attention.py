@@ -12,8 +12,10 @@ from hybrid_kv.attention.paged import (
     TRITON,
     AttentionPart,
     Caches,
+    Compute,
     PagedAttentionMetadata,
     TorchCompute,
+    computed_dtype,
 )
 from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec
 from hybrid_kv.models.config_file import ConfigFile
@@ -86,12 +88,12 @@ class PagedAttention(nn.Module):
         metadata: PagedAttentionMetadata = context.metadata[self.name]
         key_cache, value_cache = context.views[self.name]
         caches = key_cache, value_cache
-        query, key, value, gate = self._project(x)
+        query, key, value, gate = self._project(x, context)
         if self.rope is not None:
             rotation = metadata.rotation(self.rope, query.dtype)
             query = rotate(query, rotation)
             key = rotate(key, rotation)
-        dtype = caches[0].dtype
+        dtype = computed_dtype(caches[0].dtype, x.dtype)
         query = query.to(dtype)
         key = key.to(dtype)
         value = value.to(dtype)
@@ -107,11 +109,11 @@ class PagedAttention(nn.Module):
         return self.o_proj(mixed if gate is None else mixed * gate.sigmoid())
 
     def _project(
-        self, x: torch.Tensor
+        self, x: torch.Tensor, context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return queries, keys and values [num_tokens, heads, head_size], normed; gates or None.
 
-        Gates are [num_tokens, channels].
+        Gates are [num_tokens, channels]. The context is for what a layer has in its projections.
         """
         projected = self.qkv_proj(x)
         gate = None
@@ -126,6 +128,10 @@ class PagedAttention(nn.Module):
             query = _normed(query, self.q_norm)
             key = _normed(key, self.k_norm)
         return query, key, value, gate
+
+    def lacking(self, compute: Compute) -> tuple[str, str] | None:
+        """Return what of this layer a compute cannot run, and what to use instead; None: it can."""
+        return None
 
     def attend(self, query: torch.Tensor, caches: Caches, segment: AttentionPart) -> torch.Tensor:
         """Attend from the queries [num_tokens, num_heads, head_size] of a part.
@@ -162,14 +168,48 @@ class SinkAttention(PagedAttention):
         super().__init__(file, name, spec, **options)
         self.sinks = empty(file.size("num_attention_heads"))
 
+    def lacking(self, compute: Compute) -> tuple[str, str] | None:
+        return None if compute.has_sinks else ("attention sinks", "--attention-backend TORCH")
+
     def attend(self, query: torch.Tensor, caches: Caches, segment: AttentionPart) -> torch.Tensor:
         return segment.compute.attend(query, caches, segment, self.scale, sinks=self.sinks)
 
 
-def layers_with_sinks(model: object) -> list[str]:
-    """Return the names of the layers of a model that need a compute with sinks."""
+class BiasedAttention(PagedAttention):
+    """`PagedAttention` with a bias of the scores by distance, which each query makes (Inkling).
+
+    A query's last channels are its relative states; their product with `profiles` [channels,
+    extent] is the bias of the key that many tokens before. Plain torch alone computes it.
+    """
+
+    def __init__(
+        self,
+        file: ConfigFile,
+        name: str,
+        spec: KVCacheSpec,
+        *,
+        channels: int,
+        extent: int,
+        **options: Any,
+    ) -> None:
+        super().__init__(file, name, spec, **options)
+        self.profiles = empty(channels, extent)
+
+    def lacking(self, compute: Compute) -> tuple[str, str] | None:
+        is_torch = isinstance(compute, TorchCompute)
+        return None if is_torch else ("a bias of scores by distance", "--kernels torch")
+
+    def attend(self, query: torch.Tensor, caches: Caches, segment: AttentionPart) -> torch.Tensor:
+        assert isinstance(segment.compute, TorchCompute), "`lacking` says that no other runs it"
+        query, relative = query.split((self.head_size, len(self.profiles)), dim=-1)
+        bias = relative @ self.profiles.to(relative.dtype)
+        return segment.compute.attend_with_bias(query, caches, segment, self.scale, bias)
+
+
+def attention_layers(model: object) -> list[PagedAttention]:
+    """Return the attention layers of a model."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    return [module.name for module in modules if isinstance(module, SinkAttention)]
+    return [module for module in modules if isinstance(module, PagedAttention)]
 
 
 def _normed(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:

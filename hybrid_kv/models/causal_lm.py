@@ -78,6 +78,10 @@ class CausalLM(nn.Module):
             prefills of a planned size are multiples of it.
         embedding_scale, logits_scale: multiply the embeddings and the logits.
         tied: the default of `tie_word_embeddings`, transformers' for the family.
+
+    Attributes:
+        kept_layers: by number, in order, whose outputs a block drafter reads: `forward` returns
+            them after that of the last layer.
     """
 
     def __init__(
@@ -103,6 +107,7 @@ class CausalLM(nn.Module):
         weight = torch.empty(self.vocab_size, hidden_size)
         self.embed_tokens = nn.Embedding(self.vocab_size, hidden_size, _weight=weight)
         self.layers = nn.ModuleList(layers)
+        self.kept_layers: tuple[int, ...] = ()
         self.norm = norm
         self.lm_head = Linear(hidden_size, self.vocab_size)
         if file.flag("tie_word_embeddings", tied):
@@ -116,10 +121,29 @@ class CausalLM(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = layer(x, context)
-        return x
+        """Return [num_tokens, (1 + kept layers) * hidden_size]: hidden states, and what is kept."""
+        x = embedding = self.embed(input_ids)
+        kept = []
+        for number, layer in enumerate(self.layers):
+            x = self.run(layer, x, context, embedding)
+            if number in self.kept_layers:
+                kept.append(x)
+        return torch.cat([x, *kept], dim=-1) if kept else x
+
+    def run(
+        self,
+        layer: nn.Module,
+        x: torch.Tensor,
+        context: ForwardContext,
+        embedding: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the output of a layer; `embedding`: of the step's tokens."""
+        output: torch.Tensor = layer(x, context)
+        return output
+
+    def kept(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the kept outputs of layers [num_tokens, kept layers * hidden_size]."""
+        return hidden[..., self.embed_tokens.embedding_dim :]
 
     def flush(self, steps: dict[str, RecomputeStep], context: ForwardContext) -> None:
         """See `models.interface.Model`."""
@@ -129,6 +153,8 @@ class CausalLM(nn.Module):
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """Apply the final norm to the output of `forward`; `logits` and a draft head read it."""
+        if self.kept_layers:
+            hidden = hidden[..., : self.embed_tokens.embedding_dim]
         normed: torch.Tensor = self.norm(hidden)
         return normed
 

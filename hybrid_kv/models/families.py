@@ -6,22 +6,25 @@ when they are needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
 from typing import Any
 
-from hybrid_kv.cache.spec import MambaSpec
+from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec, MLAAttentionSpec, SlotsSpec, StatePart
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.registry import AS_A_WHOLE, Family, HeadFamily, register, register_head
 from hybrid_kv.models.specs import (
     ATTENTION,
     HYBRID,
+    HYBRID_WINDOW,
     MAMBA,
+    MLP,
     WINDOW,
     Mamba1Spec,
     Mamba2Spec,
     SpecOptions,
+    SpecReader,
     all_mamba,
     attention_spec,
     caches,
@@ -130,6 +133,145 @@ def _kimi_state(file: ConfigFile, options: SpecOptions) -> MambaSpec:
     return delta_rule_spec(options, kernel, heads, (heads, size, size), per_channel=True)
 
 
+def _bailing_kinds(file: ConfigFile) -> list[str]:
+    if file.get("layer_types") is not None:
+        return layer_kinds(file)
+    num_layers = file.size("num_hidden_layers")
+    group = file.size("layer_group_size", default=6)
+    if num_layers % group:
+        # vLLM 0.32 has attention in the rest of a group, transformers 5.24 has none.
+        raise file.fail(
+            f"num_hidden_layers={num_layers} is not a multiple of layer_group_size={group}; list "
+            "layer_types"
+        )
+    return [MAMBA if (i + 1) % group else ATTENTION for i in range(num_layers)]
+
+
+def _bailing_state(file: ConfigFile, options: SpecOptions) -> MambaSpec:
+    heads = file.size("linear_num_heads", "num_attention_heads")
+    heads = options.share(file, "num_attention_heads", heads)
+    # transformers' `head_dim` is that of attention's rotated channels, once it wrote the file.
+    size = file.size("linear_head_dim", "head_dim", default=128)
+    kernel = file.size("linear_conv_kernel_dim", "short_conv_kernel_size", default=4)
+    return delta_rule_spec(options, kernel, heads, (heads, size, size), per_channel=True)
+
+
+def dory_entries(file: ConfigFile) -> int:
+    """Return the entries that a layer has in `layer_types` and in the numbers of layers.
+
+    They are two, attention and an MLP, in published files.
+    """
+    types = file.get("layer_types")
+    return 2 if isinstance(types, list) and "mlp" in types else 1
+
+
+def _dory_kinds(file: ConfigFile) -> list[str]:
+    if file.get("layer_types") is None:
+        num_layers = file.size("num_hidden_layers")
+        return [WINDOW if (i + 1) % 4 else ATTENTION for i in range(num_layers)]
+    kinds = layer_kinds(file)
+    if MLP in kinds and (MLP in kinds[::2] or set(kinds[1::2]) != {MLP}):
+        raise file.fail("layer_types must have an mlp after each attention layer, or none")
+    return kinds
+
+
+def dory_loop(file: ConfigFile) -> tuple[range, int]:
+    """Return the layers that run several times, by `layer_types`, and how often they do."""
+    num_layers = file.size("num_hidden_layers")
+    entries = dory_entries(file)
+    begin = file.count("n_input_layers", 8 * entries)
+    end = num_layers - file.count("n_output_layers", 8 * entries)
+    loop = file.count("n_recurrent_layers", end - begin)
+    if begin > end or end - begin != loop or any(place % entries for place in (begin, end)):
+        raise file.fail(
+            f"n_input_layers={begin}, n_recurrent_layers={loop} and "
+            f"n_output_layers={num_layers - end} are not the {num_layers} layers; correct the file"
+        )
+    return range(begin, end), file.size("n_recurrent_loops", default=2)
+
+
+def _dory_passes(file: ConfigFile) -> list[int]:
+    looped, loops = dory_loop(file)
+    mode = file.text("recurrent_kv_cache_mode", default="per_loop")
+    kept = loops if mode == "per_loop" else 1
+    return [kept if i in looped else 1 for i in range(file.size("num_hidden_layers"))]
+
+
+def _glm5_next_kinds(file: ConfigFile) -> list[str]:
+    if file.get("layer_types") is not None:
+        return layer_kinds(file)
+    return [ATTENTION if i % 4 == 3 else MAMBA for i in range(file.size("num_hidden_layers"))]
+
+
+def _glm5_next_latent(file: ConfigFile, options: SpecOptions) -> MLAAttentionSpec:
+    options.share(file, "num_attention_heads", file.size("num_attention_heads"))
+    width = file.size("kv_lora_rank") + file.count("qk_rope_head_dim", 0)
+    return MLAAttentionSpec(1, width, options.kv_dtype)
+
+
+def _inkling_kinds(file: ConfigFile) -> list[str]:
+    if file.get("layer_types") is not None:
+        return layer_kinds(file)
+    num_layers = file.size("num_hidden_layers")
+    listed = file.get("local_layer_ids")
+    if listed is not None and not isinstance(listed, list):
+        raise file.fail(f"local_layer_ids={listed!r} must list layers")
+    return [
+        HYBRID_WINDOW if ((i + 1) % 6 if listed is None else i in listed) else HYBRID
+        for i in range(num_layers)
+    ]
+
+
+def inkling_attention(file: ConfigFile, is_window: bool) -> ConfigFile:
+    """Return the keys of the layers with or without a window, under the names of others."""
+    start = "swa_" * is_window
+    names = ("num_attention_heads", "num_key_value_heads", "head_dim")
+    values = {name: file.size(start + name) for name in names}
+    if is_window:
+        values["sliding_window"] = file.size("sliding_window_size", "sliding_window")
+    return ConfigFile({**file.values, **values}, file.source)
+
+
+def _inkling_kv(file: ConfigFile, options: SpecOptions, is_window: bool) -> KVCacheSpec:
+    read = window_spec if is_window else attention_spec
+    return read(inkling_attention(file, is_window), options)
+
+
+def _inkling_convs(file: ConfigFile, options: SpecOptions, is_window: bool) -> MambaSpec:
+    """Read the inputs of the four convolutions of a layer: K, V, and what two branches give."""
+    of_rank = attention_spec(inkling_attention(file, is_window), options)
+    width = of_rank.num_kv_heads * of_rank.head_size
+    hidden = options.share(file, "hidden_size", file.size("hidden_size"))
+    kernel = file.size("conv_kernel_size", "sconv_kernel_size", default=4)
+    if kernel < 2:
+        raise file.fail(f"conv_kernel_size={kernel} leaves a convolution nothing to keep")
+    rows = kernel - 1 + options.num_speculative_tokens
+    channels = {
+        "key_conv": width,
+        "value_conv": width,
+        "attention_conv": hidden,
+        "mlp_conv": hidden,
+    }
+    parts = tuple(
+        StatePart(name, (rows, count), options.dtype, role="window")
+        for name, count in channels.items()
+    )
+    rollback = SlotsSpec(options.num_speculative_tokens)
+    return MambaSpec(1, parts, rollback=rollback, mamba_type="short_conv")
+
+
+def _inkling_passes(file: ConfigFile) -> list[int]:
+    loop = file.get("loop_config") or {}
+    if not isinstance(loop, dict):
+        raise file.fail(f"loop_config={loop!r} must be an object; correct the file")
+    keys = ConfigFile({**file.values, **loop}, file.source)
+    begin = keys.size("core_start", "loop_layer_index_start", default=6)
+    end = keys.size("core_end", "loop_layer_index_end", default=18)
+    loops = keys.size("num_passes", "loop_num_passes", default=3)
+    num_layers = file.size("num_hidden_layers")
+    return [loops if begin <= i < end else 1 for i in range(num_layers)]
+
+
 def _lara_mini_kinds(file: ConfigFile) -> list[str]:
     if file.get("layer_types") is not None:
         return layer_kinds(file)
@@ -192,7 +334,19 @@ _MAMBA2 = caches(
 _DELTA_NETS = {ATTENTION: {"": attention_spec}, MAMBA: {"": gdn_spec}}
 _SKIPS = ("model.visual.",)  # the vision tower
 
+_register(
+    "bailing_hybrid",
+    _bailing_kinds,
+    caches(_bailing_state, latent_spec),
+    default_ssm_dtype="float32",
+)
 _register("bamba", partial(indexed_kinds, key="attn_layer_indices"), _MAMBA2)
+_register(
+    "dory",
+    _dory_kinds,
+    {ATTENTION: {"": attention_spec}, WINDOW: {"": window_spec}, MLP: {}},
+    passes=_dory_passes,
+)
 _register("falcon_h1", _all_hybrid, _MAMBA2)
 _register(
     "falcon_mamba",
@@ -208,6 +362,14 @@ _register(
     "granitemoe_swa",
 )
 _register("granitemoehybrid", _granite_kinds, _MAMBA2)
+_INKLING: Mapping[str, Mapping[str, SpecReader]] = {
+    kind: {
+        ".attention": partial(_inkling_kv, is_window=is_window),
+        ".conv": partial(_inkling_convs, is_window=is_window),
+    }
+    for kind, is_window in ((HYBRID, False), (HYBRID_WINDOW, True))
+}
+_register("inkling", _inkling_kinds, _INKLING, "inkling_text")
 _register(
     "jamba",
     _jamba_kinds,
@@ -243,6 +405,12 @@ _QWEN3_5 = "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"
 _register("qwen3_5", qwen_kinds, _DELTA_NETS, *_QWEN3_5, skips=_SKIPS)
 _register("olmo_hybrid", layer_kinds, _DELTA_NETS)
 # These can be planned, not run.
+register(
+    Family(_glm5_next_kinds, caches(_kimi_state, _glm5_next_latent), default_ssm_dtype="float32"),
+    "glm5_next_text",
+)
+register(Family(_inkling_kinds, _INKLING), "inkling2_text")
+register(Family(_inkling_kinds, _INKLING, passes=_inkling_passes), "inkling2_loop_text")
 register(
     Family(_planned_kinds, {ATTENTION: {"": attention_spec}, WINDOW: {"": window_spec}}),
     *(

@@ -36,7 +36,8 @@ def _mixer(file: ConfigFile, name: str, spec: KVCacheSpec) -> nn.Module:
     )
 
 
-def _experts(file: ConfigFile) -> MixtureOfExperts:
+def experts(file: ConfigFile) -> MixtureOfExperts:
+    """Build the experts of one layer, with one shared MLP."""
     size = file.size("moe_intermediate_size")
     hidden_size = file.size("hidden_size")
     num_experts = file.size("num_local_experts", "num_experts")
@@ -58,11 +59,11 @@ def _experts(file: ConfigFile) -> MixtureOfExperts:
     )
 
 
-def _dense(file: ConfigFile, num_layers: int) -> list[bool]:
-    """Return, per layer, whether an MLP follows, not experts."""
+def dense_layers(file: ConfigFile, num_layers: int, default: int = 1) -> list[bool]:
+    """Return, per layer, whether an MLP follows, not experts: by default, of the first ones."""
     kinds = file.get("mlp_layer_types")
     if kinds is None:
-        return [i < file.count("first_k_dense_replace", 1) for i in range(num_layers)]
+        return [i < file.count("first_k_dense_replace", default) for i in range(num_layers)]
     if (
         not isinstance(kinds, list)
         or len(kinds) != num_layers
@@ -81,8 +82,8 @@ def build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
     hidden_size = file.size("hidden_size")
     norm = partial(rms_norm, file, default=1e-5)
     layers = []
-    for (name, spec), dense in zip(specs.items(), _dense(file, len(specs)), strict=True):
-        mlp = GatedMLP(hidden_size, file.size("intermediate_size")) if dense else _experts(file)
+    for (name, spec), dense in zip(specs.items(), dense_layers(file, len(specs)), strict=True):
+        mlp = GatedMLP(hidden_size, file.size("intermediate_size")) if dense else experts(file)
         layers.append(DecoderBlock(norm(), _mixer(file, name, spec), norm(), mlp))
     return CausalLM(file, specs, layers, norm())
 

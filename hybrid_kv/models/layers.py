@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hybrid_kv.models.specs import LOOP
+
 T = TypeVar("T")
 PACKED_ELEMENTS = 1 << 17  # of a weight that is worth a packed copy
 PACKED_ROWS = 8  # that the packed layout is chosen for; it takes any number
@@ -34,6 +36,26 @@ class ForwardContext:
     views: dict[str, tuple[torch.Tensor, ...]]
     row_memory: dict[str, Any] = field(default_factory=dict)
     kernels: Literal["torch", "triton"] = "torch"
+
+    def of_loop(self, loop: int) -> ForwardContext:
+        """Return the context of a pass number `loop` of layers that run several times.
+
+        They find that pass's caches under their own names; it has none of other layers.
+        """
+        if loop == 0:
+            return self
+        end = f"{LOOP}{loop}"
+
+        def own(of_caches: dict[str, T]) -> dict[str, T]:
+            return {
+                name.removesuffix(end): value
+                for name, value in of_caches.items()
+                if name.endswith(end)
+            }
+
+        return ForwardContext(
+            own(self.metadata), own(self.views), own(self.row_memory), self.kernels
+        )
 
 
 def upcast(x: torch.Tensor) -> torch.Tensor:

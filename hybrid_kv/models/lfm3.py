@@ -47,9 +47,9 @@ class HeadGatedAttention(PagedAttention):
         self.head_gate = Linear(file.size("hidden_size"), self.heads[0])
 
     def _project(
-        self, x: torch.Tensor
+        self, x: torch.Tensor, context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        query, key, value, _ = super()._project(x)
+        query, key, value, _ = super()._project(x, context)
         return query, key, value, self.head_gate(x).repeat_interleave(self.head_size, dim=1)
 
 

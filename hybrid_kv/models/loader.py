@@ -13,8 +13,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from hybrid_kv.config import ConfigError, EngineConfig, is_path
+from hybrid_kv.config import CacheConfig, ConfigError, EngineConfig, is_path
 from hybrid_kv.files import require_regular
+from hybrid_kv.models import dflash
+from hybrid_kv.models.causal_lm import CausalLM
 from hybrid_kv.models.config_file import (
     ConfigFile,
     first_line,
@@ -23,7 +25,7 @@ from hybrid_kv.models.config_file import (
     read_config,
     read_json,
 )
-from hybrid_kv.models.interface import DraftHead, Model
+from hybrid_kv.models.interface import BlockDraftHead, DraftHead, Model
 from hybrid_kv.models.registry import Tensors, family_of, head_of, require_head, runnable
 from hybrid_kv.models.shapes import model_shape
 
@@ -161,6 +163,31 @@ def load_head(model: str | Path, target: Model) -> DraftHead:
     _assign(built, head.convert_weights(load_tensors(folder, is_wanted)), folder, prefix)
     weight = next(cast(nn.Module, target).parameters())
     return cast(DraftHead, _placed(built, weight.device, weight.dtype))
+
+
+def load_block_head(drafter: str | Path, target: Model, cache: CacheConfig) -> BlockDraftHead:
+    """Load a block drafter for `target` from its own folder, in the target's dtype and place.
+
+    Raises:
+        ConfigError: no such drafter, or none for this target; a missing, surplus or misshapen
+            tensor.
+    """
+    folder = resolve_folder(drafter)
+    file = ConfigFile.read(folder)
+    if not isinstance(target, CausalLM):
+        raise file.fail(
+            f"a {type(target).__name__} does not keep the outputs of its layers for a drafter; "
+            "draft with n-grams instead"
+        )
+    weight = next(target.parameters())
+    dtype = str(weight.dtype).removeprefix("torch.")
+    built = _on_meta(file, partial(dflash.build, file, target, cache, dtype))
+    _assign(built, dflash.convert(load_tensors(folder, _is_any)), folder)
+    return cast(BlockDraftHead, _placed(built, weight.device, weight.dtype))
+
+
+def _is_any(name: str) -> bool:
+    return True
 
 
 def _placed(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:

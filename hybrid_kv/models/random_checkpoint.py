@@ -7,6 +7,7 @@ have wide margins between the best two tokens, and a state remembers for tens of
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,10 +18,23 @@ from torch import nn
 
 import hybrid_kv.models.families  # noqa: F401  (registers them)
 from hybrid_kv.config import ConfigError
+from hybrid_kv.models import dflash
 from hybrid_kv.models.config_file import ConfigFile
+from hybrid_kv.models.drafter_file import ARCHITECTURE
 from hybrid_kv.models.registry import family_of, head_of, sized, sizes_of
+from hybrid_kv.models.specs import WINDOW
 
 EOS = 0  # what `generate` stops at
+_DRAFTER = {
+    "block_size": 16,
+    "head_dim": 16,
+    "intermediate_size": 52,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "sliding_window": 11,
+    "rope_theta": 10000.0,
+}
 
 
 def write_checkpoint(
@@ -54,6 +68,42 @@ def write_checkpoint(
         _save_head(head.prefix, shapes, folder, seed)
     write_tokenizer(file.size("vocab_size"), folder)
     return model
+
+
+def write_drafter(
+    folder: str | Path,
+    target: str | Path,
+    seed: int = 0,
+    keys: Mapping[str, Any] | None = None,
+) -> None:
+    """Write config.json and weights of a block drafter for a target, see `models.dflash`.
+
+    Its logits have the target's margins; what it says has nothing to do with the target's answers.
+
+    Args:
+        target: a checkpoint's folder.
+        keys: replace some of config.json's.
+    """
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    folder.mkdir(exist_ok=True)
+    file = ConfigFile.read(target)
+    last = len(family_of(file).kinds(file)) - 1
+    values = {
+        "architectures": [ARCHITECTURE],
+        "model_type": "qwen3",
+        "hidden_size": file.size("hidden_size"),
+        "vocab_size": file.size("vocab_size"),
+        **_DRAFTER,
+        "dflash_config": {"mask_token_id": 1, "target_layer_ids": sorted({0, last // 2, last})},
+        **(keys or {}),
+    }
+    values["layer_types"] = [WINDOW] * values["num_hidden_layers"]
+    (folder / "config.json").write_text(json.dumps(values, indent=2), encoding="utf-8")
+    shapes = dflash.shapes(ConfigFile.read(folder))
+    drawn = _drawn(shapes, torch.Generator().manual_seed(seed))
+    save_file(drawn, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def random_model(
@@ -154,11 +204,17 @@ def _save_head(
             }
         else:
             head_shapes[prefix + start] = given
-    values = {
-        name: _value(name, torch.full(shape, float("norm" in name)), g)
-        for name, shape in head_shapes.items()
+    save_file({**tensors, **_drawn(head_shapes, g)}, path, metadata={"format": "pt"})
+
+
+def _drawn(
+    shapes: Mapping[str, tuple[int, ...]], generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """Draw tensors of these shapes; norms begin at 1, see `_value`."""
+    return {
+        name: _value(name, torch.full(shape, float("norm" in name)), generator)
+        for name, shape in shapes.items()
     }
-    save_file({**tensors, **values}, path, metadata={"format": "pt"})
 
 
 def write_tokenizer(vocab_size: int, folder: Path) -> None:

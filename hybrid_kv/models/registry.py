@@ -41,6 +41,8 @@ class Family:
             vision tower's.
         default_ssm_dtype: of the states where neither the user nor config.json names one; None: the
             model's.
+        passes: how many times the model runs each of its layers, from config.json; each pass has
+            caches of its own (`specs.cache_name`).
         sizes: `tiny` and `small` to keys of transformers' config class of the family, for
             checkpoints with random weights; those of the families that come with the package are in
             `sizes.yaml`.
@@ -53,6 +55,7 @@ class Family:
     convert_weights: Callable[[Tensors], Tensors] = dict
     skips: tuple[str, ...] = ()
     default_ssm_dtype: str | None = None
+    passes: Callable[[ConfigFile], list[int]] | None = None
     sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     checked_against: str = "transformers: whole, in chunks, token by token"
 

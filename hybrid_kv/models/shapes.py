@@ -25,8 +25,8 @@ from hybrid_kv.config import (
     torch_dtype,
 )
 from hybrid_kv.models.config_file import ConfigFile
-from hybrid_kv.models.registry import family_of, require_head
-from hybrid_kv.models.specs import SpecOptions, chunk_size, head_spec
+from hybrid_kv.models.registry import family_of, head_of, require_head
+from hybrid_kv.models.specs import SpecOptions, cache_name, chunk_size, head_spec
 
 if TYPE_CHECKING:
     import torch
@@ -151,9 +151,11 @@ def model_shape(
         kind: {end: read(config, options) for end, read in family.caches[kind].items()}
         for kind in dict.fromkeys(kinds)
     }
+    passes = [1] * len(kinds) if family.passes is None else family.passes(config)
     layers = {
-        f"layers.{i}{end}": spec
+        cache_name(i, end, loop): spec
         for i, kind in enumerate(kinds)
+        for loop in range(passes[i])
         for end, spec in specs[kind].items()
     }
     if has_draft_head:
@@ -168,6 +170,12 @@ def model_shape(
         num_hidden_layers=len(kinds),
         layers=layers,
     )
+
+
+def has_head(config: ConfigFile) -> bool:
+    """Return whether the layers of a draft head can be planned from a config.json."""
+    head = head_of(config)
+    return head is not None and head.num_layers(config) > 0
 
 
 def _head_layers(config: ConfigFile, layers: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:

@@ -34,18 +34,22 @@ ATTENTION = "attention"
 WINDOW = "sliding_attention"
 MAMBA = "mamba"
 HYBRID = "hybrid"
+HYBRID_WINDOW = "hybrid_sliding"
 MLP = "mlp"
 MOE = "moe"
+
+LOOP = ".loop."  # before the number of a pass in the name of a cache, but for the first one
 
 _DEFAULT_CHUNK_SIZE = 2048  # vLLM 0.22's `get_mamba_chunk_size` for a config that names none
 
 _KINDS = {
-    **dict.fromkeys(("attention", "full_attention", "*"), ATTENTION),
+    **dict.fromkeys(("attention", "full_attention", "indexed_attention", "*"), ATTENTION),
     **dict.fromkeys(("mamba", "mamba2", "linear_attention", "conv", "M"), MAMBA),
     WINDOW: WINDOW,
     **dict.fromkeys(("mlp", "-"), MLP),
     **dict.fromkeys(("moe", "E"), MOE),
-    "hybrid": HYBRID,
+    HYBRID: HYBRID,
+    HYBRID_WINDOW: HYBRID_WINDOW,
 }
 
 
@@ -96,6 +100,15 @@ class SpecOptions:
 
 
 SpecReader = Callable[[ConfigFile, SpecOptions], KVCacheSpec]
+
+
+def cache_name(layer: int, end: str = "", loop: int = 0) -> str:
+    """Return the name of a cache of a layer in its pass number `loop`.
+
+    Args:
+        end: of its name, where a layer keeps several (`Family.caches`).
+    """
+    return f"layers.{layer}{end}" + (f"{LOOP}{loop}" if loop else "")
 
 
 def chunk_size(config: ConfigFile) -> int:

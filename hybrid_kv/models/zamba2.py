@@ -96,17 +96,16 @@ def _mamba2(file: ConfigFile, name: str, specs: Specs) -> nn.Module:
 class Zamba2(CausalLM):
     """A causal model whose layers see the embedding, too."""
 
-    def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
+    def run(
+        self,
+        layer: nn.Module,
+        x: torch.Tensor,
+        context: ForwardContext,
+        embedding: torch.Tensor,
     ) -> torch.Tensor:
-        x = embedding = self.embed(input_ids)
-        for layer in self.layers:
-            x = (
-                layer(x, context, embedding)
-                if isinstance(layer, Zamba2Block)
-                else layer(x, context)
-            )
-        return x
+        if isinstance(layer, Zamba2Block):
+            return cast(torch.Tensor, layer(x, context, embedding))
+        return super().run(layer, x, context, embedding)
 
 
 def build(file: ConfigFile, specs: Specs) -> nn.Module:

@@ -160,6 +160,16 @@ DELTA_NETS = {
         "linear_head_dim": 5,
         "kv_lora_rank": 64,
     },
+    # Decays that are inverted for the kernels' softplus, and inverted back there.
+    "bailing_hybrid": {
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "dense"],
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 5,
+        "kv_lora_rank": 64,
+    },
 }
 
 
@@ -174,6 +184,7 @@ DELTA_NETS = {
         ("kimi_linear", "align", 2, "slots"),
         ("qwen3_5_text", "all", 2, "recompute"),
         ("kimi_linear", "all", 0, "slots"),
+        ("bailing_hybrid", "all", 2, "slots"),
     ],
 )
 def test_delta_nets_answer_as_in_torch(

@@ -33,6 +33,16 @@ BIASES = dict.fromkeys(("attention_bias", "mlp_bias", "mamba_proj_bias", "projec
 # The keys that replace some of the tiny size's, by variant. Every family has the tiny size itself
 # as well.
 VARIANTS = {
+    "bailing_hybrid": {
+        "unbounded": {
+            **{"kda_safe_gate": False, "attention_bias": True, "q_lora_rank": 18},
+            **{"n_shared_experts": 2, "norm_topk_prob": False},
+        },
+        "near_bound": {
+            **{"kda_lower_bound": -0.5, "mlp_layer_types": ["dense"] * 6},
+            **{"short_conv_kernel_size": 2, "rope_parameters": {**YARN, "rope_theta": 500.0}},
+        },
+    },
     "bamba": {
         "biased_and_tied": {
             **{
@@ -56,6 +66,19 @@ VARIANTS = {
                     "rope_theta": 900.0,
                     "partial_rotary_factor": 1.0,
                 }
+            },
+        },
+    },
+    "dory": {
+        "three_passes": {
+            **{"n_recurrent_loops": 3, "attention_bias": True, "mlp_bias": True},
+            **{"tie_word_embeddings": True, "num_key_value_heads": 4, "sliding_window": 1},
+        },
+        "one_pass": {
+            **{"n_recurrent_loops": 1, "n_input_layers": 2, "num_key_value_heads": 1},
+            "rope_parameters": {
+                "sliding_attention": {**YARN, "rope_theta": 500.0},
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 77.0},
             },
         },
     },
@@ -136,6 +159,16 @@ VARIANTS = {
                 "mamba_d_conv": 2,
                 "attention_multiplier": 1.0,
             }
+        },
+    },
+    "inkling_text": {
+        "dense": {
+            **{"log_scaling_n_floor": None, "mlp_layer_types": ["dense"] * 4, "rel_extent": 200},
+            **{"conv_kernel_size": 2, "num_key_value_heads": 4, "logits_mup_width_multiplier": 2.0},
+        },
+        "window_of_one": {
+            **{"sliding_window_size": 1, "n_shared_experts": 1, "d_rel": 1, "swa_head_dim": 16},
+            **{"layer_types": None, "local_layer_ids": [1, 3], "num_experts_per_tok": 6},
         },
     },
     "jamba": {
@@ -413,6 +446,15 @@ CASES = [
 
 # A changed config.json, and what the engine says of it in one line.
 REFUSED = {
+    "bailing_hybrid": [
+        ({"hidden_act": "relu"}, "hidden_act='relu' can't be run, 'silu' can"),
+        ({"kda_lower_bound": 0}, "kda_lower_bound=0 must be a number below 0"),
+        ({"kda_lower_bound": "-5"}, "kda_lower_bound='-5' must be a number below 0"),
+        ({"kda_safe_gate": 1}, "kda_safe_gate=1 must be true or false"),
+        ({"layer_types": None, "layer_group_size": 4}, "not a multiple of layer_group_size=4"),
+        ({"rope_parameters": {**YARN, "mscale_all_dim": 1.0}}, "mscale_all_dim"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads=2 can't be run, 4 can"),
+    ],
     "bamba": [
         ({"hidden_act": "gelu"}, "hidden_act='gelu' can't be run, 'silu' can"),
         ({"time_step_limit": [0.001, 0.1]}, r"time_step_limit=\[0.001, 0.1\] can't be run"),
@@ -421,6 +463,19 @@ REFUSED = {
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
             "rope_type='dynamic' is not supported",
         ),
+    ],
+    "dory": [
+        ({"hidden_act": "relu"}, "hidden_act='relu' can't be run, 'silu' can"),
+        (
+            {"recurrent_kv_cache_mode": "last_loop"},
+            "recurrent_kv_cache_mode='last_loop' can't be run, 'per_loop' can",
+        ),
+        ({"n_input_layers": 4}, "n_input_layers=4, n_recurrent_layers=6 and n_output_layers=2"),
+        ({"n_recurrent_layers": None, "n_input_layers": 3}, "are not the 10 layers"),
+        ({"n_recurrent_layers": None, "n_input_layers": 10}, "are not the 10 layers"),
+        ({"n_recurrent_loops": 0}, "n_recurrent_loops=0 must be an integer >= 1"),
+        ({"layer_types": ["mlp", "full_attention"] * 5}, "an mlp after each attention layer"),
+        ({"rope_parameters": [3]}, r"rope_parameters=\[3\] must have an object"),
     ],
     "falcon_h1": [
         ({"hidden_act": "gelu"}, "hidden_act='gelu' can't be run, 'silu' can"),
@@ -458,6 +513,17 @@ REFUSED = {
         ({"num_local_experts": -1}, "num_local_experts=-1 must be an integer >= 1"),
         ({"num_experts_per_tok": 7}, "num_experts_per_tok=7 must be at most 6"),
         ({"logits_scaling": 0}, "logits_scaling=0 must be a number above 0"),
+    ],
+    "inkling_text": [
+        ({"hidden_act": "relu"}, "hidden_act='relu' can't be run, 'silu' can"),
+        ({"unpadded_vocab_size": 100}, "unpadded_vocab_size=100 can't be run, 101 can"),
+        ({"shared_expert_sink": False}, "shared_expert_sink=False can't be run, True can"),
+        ({"conv_kernel_size": 1}, "conv_kernel_size=1 leaves a convolution nothing to keep"),
+        ({"swa_head_dim": None}, "swa_head_dim is missing"),
+        ({"layer_types": ["full_attention"] * 4}, "no layers of kind attention"),
+        ({"layer_types": None, "local_layer_ids": 3}, "local_layer_ids=3 must list layers"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok=7 must be at most 6"),
+        ({"swa_num_key_value_heads": 3}, "=8 is not a multiple of num_key_value_heads=3"),
     ],
     "jamba": [
         ({"hidden_act": "relu"}, "hidden_act='relu' can't be run, 'silu' can"),
@@ -619,6 +685,8 @@ def test_what_cannot_be_run_is_refused(
 @pytest.mark.parametrize(
     ("model_type", "hub"),
     [
+        ("bailing_hybrid", ".attention.dense."),
+        ("dory", "backbone.embeddings.weight"),
         ("granitemoehybrid", "model.layers.0.block_sparse_moe.input_linear.weight"),
         ("jamba", ".experts.0.gate_proj."),
         ("kimi_linear", ".block_sparse_moe."),
@@ -657,10 +725,14 @@ def flip(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("model_type", "part", "change"),
     [
+        ("dory", "sqk", roll),
         ("granite_swa", "sinks", roll),
         ("granitemoehybrid", "router", roll),
         ("nemotron_h", "gate.weight", roll),
         ("nemotron_h", "e_score_correction_bias", roll),
+        ("inkling_text", "r_proj", roll),
+        ("inkling_text", "v_sconv", flip),
+        ("inkling_text", "shared_experts.down_proj", roll),
         ("mamba2", "conv1d.weight", flip),
         ("zamba2", "linear_q_adapter_list.0.1", roll),
         ("zamba2", "gate_up_proj_adapter_list.2.0", roll),
@@ -681,7 +753,18 @@ def test_a_wrong_weight_is_seen(
         check_parity(model, copied(folder, tmp_path, wrong))
 
 
-@pytest.mark.parametrize("model_type", ["granite_swa", "kimi_linear", "lara_mini", "lfm2"])
+SANITIZED = [
+    "bailing_hybrid",
+    "dory",
+    "granite_swa",
+    "inkling_text",
+    "kimi_linear",
+    "lara_mini",
+    "lfm2",
+]
+
+
+@pytest.mark.parametrize("model_type", SANITIZED)
 def test_the_sanitizer_finds_nothing(tiny: Tiny, model_type: str) -> None:
     options = {
         "mamba_cache_mode": "all",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from hybrid_kv.attention.paged import TRITON
+from hybrid_kv.cache.ranks import Ranks
 from hybrid_kv.cache.spec import (
     FullAttentionSpec,
     MambaSpec,
@@ -22,9 +25,12 @@ from hybrid_kv.cache.spec import (
 from hybrid_kv.check.guard.exactness import beside_transformers
 from hybrid_kv.check.guard.scenario import SmallKVFirst
 from hybrid_kv.config import ConfigError, EngineConfig
+from hybrid_kv.engine import runner
 from hybrid_kv.engine.llm import LLM
+from hybrid_kv.engine.runner import ModelRunner
+from hybrid_kv.models.layers import ForwardContext
 from hybrid_kv.models.loader import load_model
-from hybrid_kv.models.shapes import model_shape
+from hybrid_kv.models.shapes import ModelShape, model_shape
 from hybrid_kv.models.transformers_cache import cache_argument, cache_of
 from hybrid_kv.sampling import SamplingParams
 from tests.models.paged_head import CPU
@@ -200,8 +206,10 @@ def test_each_kind_of_layer_turns_by_its_frequencies_in_lfm3(
         assert rope.rotation(torch.arange(3), torch.float64)[0].dtype == torch.float64
 
 
-@pytest.mark.parametrize("mode", ["align", "all"])
-@pytest.mark.parametrize("model_type", ["lara_mini", "lfm3"])
+@pytest.mark.parametrize(
+    ("model_type", "mode"),
+    [*product(("inkling_text", "lara_mini", "lfm3"), ("align", "all")), ("dory", "none")],
+)
 def test_windows_next_to_states_are_given_back_and_restored(
     tmp_path_factory: pytest.TempPathFactory, model_type: str, mode: str
 ) -> None:
@@ -210,6 +218,7 @@ def test_windows_next_to_states_are_given_back_and_restored(
     llm = load(
         folder,
         mamba_cache_mode=mode,
+        enable_prefix_caching=True,
         attention_backend=SmallKVFirst.name,
         max_num_batched_tokens=17,
         speculative_method="ngram",
@@ -236,6 +245,120 @@ def test_windows_next_to_states_are_given_back_and_restored(
             assert output.token_ids == expected[len(text) - 1 :].argmax(-1).tolist()
             assert bool(output.cached_tokens) == is_hit
     assert max(given_back) > 0
+
+
+# ---- Dory ----
+
+
+def published_dory(**keys: Any) -> dict[str, Any]:
+    return AutoConfig.for_model("dory", dtype="bfloat16").to_dict() | keys
+
+
+def test_a_looped_layer_has_a_cache_for_each_pass() -> None:
+    """Of 36 layers 20 run twice, each fourth with full attention; MLPs count as layers."""
+    shape = model_shape(published_dory())
+    assert shape.counts == {"window 1024": 12 + 2 * 15, "attention": 4 + 2 * 5}
+    assert list(shape.layers)[7:11] == ["layers.14", "layers.16", "layers.16.loop.1", "layers.18"]
+    thrice = model_shape(published_dory(n_recurrent_loops=3))
+    assert thrice.layers.keys() > shape.layers.keys() and "layers.16.loop.2" in thrice.layers
+    shared = model_shape(published_dory(recurrent_kv_cache_mode="last_loop"))
+    assert shared.counts == {"window 1024": 27, "attention": 9}
+    stages = shape.stages(Ranks(pipeline_parallel_size=2))
+    assert {"layers.34", "layers.34.loop.1"} <= set(stages[0])
+    assert [len(stage) for stage in stages] == [8 + 2 * 10, 8 + 2 * 10]
+
+
+def test_the_layers_of_dory_without_a_list() -> None:
+    published = published_dory()
+    halves = ("num_hidden_layers", "n_input_layers", "n_recurrent_layers", "n_output_layers")
+    unlisted = {
+        key: value // 2 if key in halves else value
+        for key, value in published.items()
+        if key != "layer_types"
+    }
+    assert model_shape(unlisted).counts == model_shape(published).counts
+    assert "layers.8.loop.1" in model_shape(unlisted).layers
+
+
+def test_the_hubs_spelling_of_dory(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Attention and MLP of a layer have a number each."""
+    model, folder = checkpoint(tmp_path_factory, "dory")
+    stored = load_file(folder / "model.safetensors")
+
+    def paired(name: str) -> str:
+        before, found, rest = name.partition("layers.")
+        number, _, part = rest.partition(".")
+        for part_here, part_there, offset in (
+            ("self_attn.", "mixer.", 0),
+            ("mlp.", "mixer.", 1),
+            ("lambda_1", "attn_alpha", 0),
+            ("lambda_2", "mlp_alpha", 1),
+        ):
+            if found and part.startswith(part_here):
+                renamed = part.replace(part_here, part_there, 1)
+                return f"{before}layers.{2 * int(number) + offset}.{renamed}"
+        return name
+
+    hub = {paired(name): tensor for name, tensor in stored.items()}
+    assert "backbone.layers.9.mixer.suv_up" in hub
+    save_file(hub, folder / "model.safetensors")
+    check_parity(model, folder)
+
+
+def test_a_pass_finds_its_caches_and_no_others() -> None:
+    own = {"layers.2": 1, "layers.2.loop.1": 2, "layers.2.loop.11": 3, "layers.3": 4}
+    context = ForwardContext(dict(own), {}, dict(own), "triton")
+    assert context.of_loop(0) is context
+    assert context.of_loop(1).metadata == {"layers.2": 2} == context.of_loop(1).row_memory
+    assert context.of_loop(11).metadata == {"layers.2": 3}
+    assert context.of_loop(1).kernels == "triton"
+
+
+# ---- Inkling ----
+
+
+def published_inkling(model_type: str) -> ModelShape:
+    return model_shape(AutoConfig.for_model(model_type, dtype="bfloat16").to_dict())
+
+
+def test_a_layer_of_inkling_keeps_the_inputs_of_four_convolutions() -> None:
+    shape = published_inkling("inkling_text")
+    assert shape.counts == {"window 512": 55, "attention": 11, "short_conv": 66}
+    kept = [shape.layers[f"layers.{i}.conv"] for i in (4, 5)]
+    for spec, kv_heads in zip(kept, (16, 8), strict=True):
+        assert isinstance(spec, MambaSpec)
+        assert [part.shape for part in spec.parts] == [
+            *[(3, kv_heads * 128)] * 2,
+            *[(3, 6144)] * 2,
+        ]
+        assert {part.role for part in spec.parts} == {"window"}
+
+
+def test_each_pass_through_a_looped_layer_of_inkling_2_keeps_its_own() -> None:
+    """Layers 6 to 17 of 24 run three times."""
+    shape = published_inkling("inkling2_loop_text")
+    assert shape.counts == {"window 1024": 40, "attention": 2 + 3 * 2, "short_conv": 24 + 2 * 12}
+    names = [name for name in shape.layers if name.startswith("layers.6.")]
+    assert names == [
+        *("layers.6.attention", "layers.6.conv"),
+        *("layers.6.attention.loop.1", "layers.6.conv.loop.1"),
+        *("layers.6.attention.loop.2", "layers.6.conv.loop.2"),
+    ]
+    assert published_inkling("inkling2_text").counts["short_conv"] == 48
+
+
+def test_a_bias_by_distance_runs_on_torch_alone(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, folder = checkpoint(tmp_path_factory, "inkling_text")
+    monkeypatch.setattr(runner, "compute_of", lambda name: TRITON)
+    monkeypatch.setattr(ModelRunner, "allocate_memory", lambda _: pytest.fail("allocated"))
+    line = (
+        r"layer layers\.\d\.attention has a bias of scores by distance, which \w+ does not "
+        "compute here; use --kernels torch"
+    )
+    with pytest.raises(ConfigError, match=line):
+        load(folder)
 
 
 # ---- LFM2 ----

@@ -139,18 +139,6 @@ def test_every_listed_eos_token_ends_a_text(folder: Path) -> None:
     assert {3, 5} <= llm.eos_token_ids
 
 
-def test_fp8_is_planned_but_not_run(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="fp8 cache, which can be planned but not run yet"):
-        LLM(
-            folder,
-            tokenizer=Characters(),
-            device="cpu",
-            dtype="float32",
-            kv_cache_dtype="fp8",
-            max_model_len=32,
-        )
-
-
 class Recorded(dict):
     """A config.json that remembers which keys were read."""
 

@@ -39,11 +39,28 @@ def gather_tokens(cache: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     The cache is read as one list with a place wherever a token may begin; its elements overlap
     where blocks lie at no multiple of a token.
     """
+    if cache.dtype.is_floating_point and cache.dtype.itemsize == 1:  # torch selects no float8
+        return gather_tokens(cache.view(torch.int8), places).view(cache.dtype)
     unit, per_block, per_token = spacing(cache)
     length = (len(cache) - 1) * per_block + (cache.shape[1] - 1) * per_token + 1
     return cache.as_strided((length, *cache.shape[2:]), (unit, *cache.stride()[2:])).index_select(
         0, places
     )
+
+
+def put_tokens(
+    cache: torch.Tensor, cells: tuple[torch.Tensor, torch.Tensor], values: torch.Tensor
+) -> None:
+    """Assign `cache[cells] = values`, in the cache's dtype.
+
+    Of a float of 8 bits the largest number stands for all beyond it: a cast alone makes infinities
+    of them in float8_e5m2.
+    """
+    if cache.dtype.is_floating_point and cache.dtype.itemsize == 1:  # torch indexes no float8
+        limit = torch.finfo(cache.dtype).max
+        values = values.clamp(-limit, limit).to(cache.dtype).view(torch.int8)
+        cache = cache.view(torch.int8)
+    cache.index_put_(cells, values)
 
 
 def copy_blocks(pool: torch.Tensor, blocks: torch.Tensor, values: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ from hybrid_kv.kernels.paged_attention.launch import paged_attention_varlen, sto
 from hybrid_kv.kernels.paged_attention.reference import (
     SlotCells,
     attend_tokens,
+    attend_with_bias,
     attention_mask,
     sees_nothing,
     slot_cells,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from hybrid_kv.kernels.common.integers import cdiv, next_power_of_2
-from hybrid_kv.kernels.common.strided import spacing
+from hybrid_kv.kernels.common.strided import put_tokens, spacing
 
 FOLDED_QUERIES = 16  # of a row, up to which heads that share K and V count as queries of one
 
@@ -26,9 +26,6 @@ def slot_cells(slots: torch.Tensor, block_size: int) -> SlotCells:
 
     A negative slot is padding, or another rank's token. On a GPU the host would wait to choose
     among the tokens: there such a token is stored in the null block.
-
-    On a GPU the host would wait to choose among the tokens: there such a token is stored in the
-    null block.
     """
     if slots.is_cuda:
         slots = slots.clamp(min=0)
@@ -51,14 +48,14 @@ def write_kv(
     Args:
         key, value: [num_tokens, num_kv_heads, head_size].
         key_cache, value_cache: [num_kernel_blocks, kernel_block_size, num_kv_heads, head_size],
-            strided views.
+            strided views, of 8 bits or of the same dtype.
         to: of the tokens, for this kernel block size.
     """
     if to.kept is not None:
         key = key[to.kept]
         value = value[to.kept]
-    key_cache.index_put_(to.cells, key)
-    value_cache.index_put_(to.cells, value)
+    put_tokens(key_cache, to.cells, key)
+    put_tokens(value_cache, to.cells, value)
 
 
 def token_index(
@@ -176,6 +173,39 @@ def window_mask(
     if 1 < positions.shape[1] <= FOLDED_QUERIES:
         mask = mask.repeat_interleave(per_kv_head, dim=1)
     return mask.unsqueeze(1)
+
+
+def attend_with_bias(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    distances: torch.Tensor,
+    bias: torch.Tensor,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Attend as `attend_tokens`, with a bias of each query and head by the distance of a key.
+
+    Args:
+        distances: [num_rows, len, num_keys] int64, tokens from a key to a query; keys below 0 and,
+            where there is a window, from it on are hidden.
+        bias: [num_rows, len, num_heads, extent], added to the scaled score of the key that many
+            tokens before; keys further away have none.
+    """
+    extent = bias.shape[-1]
+    heads = query.shape[2]
+    behind = distances.unsqueeze(2).expand(-1, -1, heads, -1)
+    added = bias.gather(-1, behind.clamp(0, extent - 1)).masked_fill_(behind >= extent, 0)
+    hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
+    out = F.scaled_dot_product_attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        added.masked_fill_(hidden, -torch.inf).transpose(1, 2).to(query.dtype),
+        scale=scale,
+        enable_gqa=heads != key.shape[2],
+    )
+    return out.transpose(1, 2)
 
 
 # What every step reads, for a few sizes. Each small operation on a CPU takes as long as the copy of

@@ -67,10 +67,14 @@ class DeltaRuleMixer(LaunchedMixer):
         self._rates = Derived(rates)
         self.norm = RMSNorm(self.value_dim, eps)
 
+    def gate_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return A_log and dt_bias of the log decay, `-exp(A_log) * softplus(dt + dt_bias)`."""
+        return self.A_log, self.dt_bias
+
     def operands(self, conv_out: torch.Tensor, inputs: Tensors, dtype: torch.dtype) -> Tensors:
         """Return q, k, v, log decay, beta; all of them for each value head."""
         dt, beta = (values.to(dtype) for values in inputs)
-        decay, dt_bias = self._rates(self.A_log, self.dt_bias, dtype=dtype)
+        decay, dt_bias = self._rates(*self.gate_weights(), dtype=dtype)
         qkv = self._heads(conv_out.to(dtype))
         return delta_operands(*qkv, dt, dt_bias.view(dt.shape[2:]), decay, beta, self.beta_scale)
 
@@ -119,7 +123,8 @@ class DeltaRuleMixer(LaunchedMixer):
     def _layer(self, conv_out: torch.Tensor, inputs: Tensors) -> Layer:
         """Return q, k, v, dt, dt_bias, A_log and beta for kernels, [num_tokens, …] each."""
         dt, beta = inputs
-        return *self._heads(conv_out), dt, self.dt_bias.view(dt.shape[1:]), self.A_log, beta
+        A_log, dt_bias = self.gate_weights()
+        return *self._heads(conv_out), dt, dt_bias.view(dt.shape[1:]), A_log, beta
 
     def _heads(self, conv_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return q, k [..., key_heads, key_dim] and v [..., value_heads, value_dim]."""
