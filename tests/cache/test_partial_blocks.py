@@ -335,6 +335,30 @@ def test_prompts_that_wait_for_each_other_hit_inside_a_block() -> None:
     }
 
 
+@pytest.mark.parametrize("drafter", [False, True])
+@pytest.mark.parametrize("unit", [4, None])
+def test_a_third_prompt_resumes_where_two_have_parted(unit: int | None, drafter: bool) -> None:
+    """At the end of the last whole block that all share: a draft head costs a hit no unit less.
+
+    The state is there because the second prompt has stopped there, in sparse retention alone.
+    """
+    layers = "M*M~*>" if drafter else "M*M~*"
+    options: dict[str, Any] = {"prefix_match_unit": unit, "prefix_cache_retention_interval": 0}
+    if drafter:
+        options |= {"speculative_method": "dflash", "num_speculative_tokens": 5}
+    llm = engine(layers, **options)
+    book = answer_book(layers)
+    shared = [5 * i % 31 for i in range(39)]
+    params = SamplingParams(max_tokens=4)
+    hits = []
+    for first in (2, 3, 4):
+        prompt = [*shared, *((first * i + 1) % 31 for i in range(30))]
+        (output,) = llm.generate([prompt], params, progress=False)
+        assert output.token_ids == book.answer(prompt, params, 128)
+        hits.append(output.cached_tokens)
+    assert hits == [0, 0, 32]
+
+
 def test_a_longer_prompt_resumes_inside_a_block_of_a_shorter_one() -> None:
     llm = engine()
     book = answer_book("M*M~*")
