@@ -258,11 +258,12 @@ class Session:
 
         After a known one it goes on with longer prompts, where these are said to be right.
         """
+        sent_shortest = self.shortest
         outcome = self._run(probe, vocab_size)
         known = name_known(self.kind, self.target.version, outcome)
-        if known is None or outcome.is_last or known.shortest <= self.shortest:
+        if known is None or outcome.is_last or known.shortest <= sent_shortest:
             return outcome
-        shortest = self.shortest
+        shortest = self.shortest  # a death has raised it
         self.shortest = known.shortest
         outcome.add(self._run(probe, vocab_size))
         self.shortest = shortest

@@ -9,7 +9,7 @@ import pytest
 from hybrid_kv.check.probes.judge import AnswerJudgement, Judge
 from hybrid_kv.check.probes.registry import Round, load_probes
 from hybrid_kv.check.probes.session import Outcome, References, Session, calibrate
-from hybrid_kv.check.targets.target import CAPABILITIES, Answer, Ask, TargetError
+from hybrid_kv.check.targets.target import CAPABILITIES, Answer, Ask, Known, TargetError
 from hybrid_kv.config import ConfigError
 from tests.check.probes.toy import UNIT, VOCAB, Toy, ToyKind, ToyOracle, run_probe, session
 
@@ -200,6 +200,15 @@ def test_an_engine_that_dies_of_the_shortest_prompt_gets_longer_ones() -> None:
         and found["alone"].num_answers == 7
     )
     assert [name for name, one in found.items() if one.verdict != "right"] == ["alone"]
+
+
+def test_after_a_known_death_a_probe_sends_longer_prompts() -> None:
+    kind = ToyKind(bug="dies of one token")
+    kind.known = (Known("1.0", "toy_script", words="toy died", shortest=2),)
+    outcome = run_probe(session(kind), "alone")
+    assert outcome.verdict == "known" and outcome.detail.startswith("toy_script: ")
+    # 7 until it dies, and then all.
+    assert outcome.num_answers == 7 + run_probe(session(ToyKind()), "alone").num_answers
 
 
 def test_an_engine_that_dies_of_every_prompt_is_not_calibrated(
