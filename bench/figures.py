@@ -109,7 +109,7 @@ def first_catches(results: Results) -> pd.DataFrame:
     Of each the newest row counts.
     """
     rows = results.of(MUTANTS)
-    rows = with_params(rows[rows["benchmark"].str.fullmatch(r"[A-M]\d\d")], by=str, section=str)
+    rows = with_params(rows[rows["benchmark"].str.fullmatch(r"[A-M]\d{2,3}")], by=str, section=str)
     rows = rows[rows["by"].isin(RUNS)].drop_duplicates(["benchmark", "by", "metric"], keep="last")
     keys = ["benchmark", "by"]
     seconds = rows[rows["metric"] == "seconds"].set_index(keys)["value"].rename("seconds")

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from hybrid_kv.attention.rollback import RollbackStep
 from hybrid_kv.cache.block_pool import BlockIds, BlockKey
+from hybrid_kv.cache.observe import BlockCopy
 from hybrid_kv.cache.offload import Page
 from hybrid_kv.check.guard.published import (
     longest_attended,
@@ -277,9 +278,29 @@ class KeptBlocks(EngineObserver):
             if self.device.publish(name, block):
                 self._new.append(name)
 
+    def on_copy_blocks(self, request_id: str, num_tokens: int, copies: Sequence[BlockCopy]) -> None:
+        """Check that blocks which are copied are held, and are none of those that are written."""
+        sources = {copy.source for copy in copies}
+        lost = sources & {copy.target for copy in copies}
+        lost |= {source for source in sources if not self._llm.manager.pool.ref_count[source]}
+        if lost:
+            raise RuleError(
+                "copied-unheld",
+                f"request {request_id} copies blocks {sorted(lost)}, which are free or written to",
+            )
+
     def on_publish_partial(
         self, request_id: str, num_tokens: int, blocks: Sequence[tuple[BlockKey, int]]
     ) -> None:
+        """Check that the step that fills the blocks was taken in, and note them."""
+        running = self._llm.scheduler.running
+        request = next(request for request in running if request.request_id == request_id)
+        if request.progress.computed < num_tokens:
+            raise RuleError(
+                "published-early",
+                f"request {request_id}: {request.progress.computed} tokens are in the cache, and "
+                f"blocks for {num_tokens} can be found",
+            )
         prefix = self._tracks[int(request_id)].prefix(num_tokens)
         for (group, _), block in blocks:
             self.device.publish((group, prefix), block)

@@ -13,6 +13,8 @@ import pytest
 from hybrid_kv.cache import manager
 from hybrid_kv.cache.block_pool import BlockPool
 from hybrid_kv.cache.manager import KVCacheManager
+from hybrid_kv.cache.partial_blocks import PartialBlockManager
+from hybrid_kv.cache.prefix import LocatedHit
 from hybrid_kv.cache.request_blocks import PrefixHit, RequestBlocks
 from hybrid_kv.cache.spec import MambaSpec, StateProgress
 from hybrid_kv.check.guard.forced import FORCED, Draw
@@ -222,6 +224,20 @@ SLEEP = replace(
             "did-not-wait: request 1 starts",
         ),
         (KVCacheManager, "find_longest_cache_hit", refreshing, FULL, "used-unseen: free blocks"),
+        (
+            LocatedHit,
+            "copies",
+            lambda f: lambda self: [copy._replace(target=copy.source) for copy in f(self)],
+            FORCED["hit_fills_pool"](Draw(0)),
+            "copied-unheld: request 3 copies blocks",
+        ),
+        (
+            PartialBlockManager,
+            "is_complete",
+            lambda _: lambda self, request_id, _: request_id in self.pending,
+            FORCED["hit_inside_block, hit_inside_first_block"](Draw(9)),
+            "published-early: request",
+        ),
         (
             manager,
             "Refusal",

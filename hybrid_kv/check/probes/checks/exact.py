@@ -226,8 +226,9 @@ def one_token_behind_a_hit(traffic: Traffic) -> Rounds:
         # Text after a prompt, so that the prompt's last block is complete and kept.
         longer = [(*prompt, *traffic.prompt(2)) for prompt in cached]
         yield Round(tuple(traffic.ask(prompt, max_tokens=2, logprobs=False) for prompt in longer))
+        # The last ones first: a tight pool has lost the others.
         again = [
             traffic.ask((*prompt, *traffic.prompt(1)), max_tokens=8 + i, step=2 * i, logprobs=False)
-            for i, prompt in enumerate(cached)
+            for i, prompt in enumerate(reversed(cached))
         ]
         yield Round((traffic.ask(traffic.prompt(20), max_tokens=30, logprobs=False), *again))
