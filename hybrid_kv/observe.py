@@ -1,7 +1,8 @@
 """Notifications of what the engine does, step by step.
 
 The order in a step: `on_schedule`, `on_prepare`, `on_step`, then the model runs, `on_hidden`,
-`on_copy` for each group with boundary states, `on_draft`, `on_block`, `on_commit`, `on_propose`.
+`on_copy` for each group with boundary states, `on_store`, `on_draft`, `on_block`, `on_commit`,
+`on_propose`.
 `on_flush` and `on_arrival` come between steps. An observer may look at everything and raise; what
 it may change is said where it may.
 """
@@ -92,6 +93,9 @@ class EngineObserver(CacheObserver):
             rows, positions, slots: [num_tokens] int64 each, `rows` of the batch. `PAD_SLOT` writes
                 nothing.
         """
+
+    def on_store(self, group: int) -> None:
+        """Hear that a block drafter has stored K and V of all tokens of the step in a group."""
 
     def on_block(self, group: int, rows: npt.NDArray[np.int64], segment: AttentionPart) -> None:
         """Hear what the queries of a block drafter are about to read of a group.

@@ -119,6 +119,9 @@ class BlockDrafter:
         `engine.drafter.Drafter`.
         """
         self.head.store(hidden, context)
+        for group, _ in self.groups:
+            for observer in self.observers:
+                observer.on_store(group.group_id)
         if sampled is None or not step.num_drafts:
             return None
         ends, samples = step.ends, step.samples

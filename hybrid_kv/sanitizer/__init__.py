@@ -32,7 +32,8 @@ hashes are trusted, and the first broken rule is named before the model runs:
   a block is published before its state is written. `finalize-lost`: its request ends before that.
 - `allocate-held`, `free-held`, `free-unheld`, `free-leak`, `evict-findable`: the life of a block.
 - `draft-slot`: a drafting head writes where the target has another token, or none at that place of
-  a block. Its layers write in passes of their own, and only where they write is checked.
+  a block. Its layers write in passes of their own, and only where they write is checked. What a
+  block drafter did not store is empty: `read-slot` names who reads it.
 
 Fresh blocks are poisoned: bytes 0xFF are NaN in every float format and -1 in integers.
 

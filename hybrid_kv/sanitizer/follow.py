@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hybrid_kv.attention.mamba import BoundaryCopies
-from hybrid_kv.attention.paged import AttentionPart
+from hybrid_kv.attention.paged import AttentionPart, PagedAttentionMetadata
 from hybrid_kv.attention.rollback import RollbackStep
 from hybrid_kv.cache.backend import AttentionGroup
 from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds, BlockKey, BlockPool
@@ -71,6 +71,9 @@ class Sanitizer(EngineObserver):
         ] = []  # checks of those of the step in flight
         # Copies that are due: owner, group, target, and a checksum of the source.
         self._copied: list[tuple[Owner, Shadow, int, int]] = []
+        # Groups that block drafters store to, each known from its first step on, and what this step
+        # has of them.
+        self._to_store: dict[int, PagedAttentionMetadata | None] = {}
 
     # Blocks change hands.
 
@@ -283,14 +286,22 @@ class Sanitizer(EngineObserver):
                 actual,
                 expected,
             )
+        self._check_layers(metadata, step)
+
+    def _check_layers(self, metadata: dict[str, Any], step: TrackedStep) -> None:
+        """Hold the metadata of every group against a step."""
+        ledger = self.ledger
         for shadow, rollback in zip(self.shadows, self.rollback, strict=True):
             parts = [metadata[shadow.group.layer_names[layer]] for layer in shadow.layers]
             if any(other is not parts[0] for other in parts):
                 ledger.fail(
                     "layer-metadata", "layers of one group get different metadata", None, shadow
                 )
+            group = shadow.group.group_id
             if parts and shadow.is_mamba:
                 check_mamba(ledger, shadow, parts[0], step, rollback)
+            elif group in self._to_store:
+                self._to_store[group] = parts[0]
             elif parts:
                 check_attention(ledger, shadow, parts[0], step)
 
@@ -406,6 +417,13 @@ class Sanitizer(EngineObserver):
     ) -> None:
         """Check the writes of a head: tokens not computed yet, and the target's own slots."""
         check_drafts(self.ledger, self.shadows[group], rows, positions, slots, self.ledger.batch)
+
+    def on_store(self, group: int) -> None:
+        """Check what a block drafter writes: without it, its later reads find nothing there."""
+        metadata = self._to_store.get(group)
+        if metadata is not None:
+            check_attention(self.ledger, self.shadows[group], metadata, self.ledger.batch)
+        self._to_store[group] = None
 
     def on_block(self, group: int, rows: Array, segment: AttentionPart) -> None:
         """Check what a block drafter reads: the computed and accepted tokens in its window."""
