@@ -54,7 +54,7 @@ from hybrid_kv.models.loader import (
     load_tokenizer,
 )
 from hybrid_kv.observe import EngineObserver
-from hybrid_kv.sanitizer import Sanitizer
+from hybrid_kv.sanitizer import DraftLayers, Sanitizer
 from hybrid_kv.spec_decode.propose import NgramProposer
 
 DEFAULT_CPU_CACHE_BYTES = 2**30
@@ -179,6 +179,7 @@ def _manager(
 def _sanitizer(
     manager: KVCacheManager, runner: ModelRunner, drafts: DraftSource, config: EngineConfig
 ) -> Sanitizer:
+    head, block_head = drafts.head, drafts.block_head
     return Sanitizer(
         manager.pool,
         runner.groups,
@@ -186,7 +187,10 @@ def _sanitizer(
         config.scheduler,
         config.cache.kv_offload_folder is None,
         runner.row_memory,
-        drafts.head.layer_specs if drafts.head is not None else (),
+        DraftLayers(
+            in_passes=() if head is None else head.layer_specs,
+            stored=() if block_head is None else block_head.layer_specs,
+        ),
     )
 
 

@@ -44,3 +44,4 @@ of layer or scheme each.
 
 from hybrid_kv.sanitizer.follow import Sanitizer
 from hybrid_kv.sanitizer.ledger import SanitizerError
+from hybrid_kv.sanitizer.shadow import DraftLayers

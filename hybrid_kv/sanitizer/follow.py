@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hybrid_kv.attention.mamba import BoundaryCopies
-from hybrid_kv.attention.paged import AttentionPart, PagedAttentionMetadata
+from hybrid_kv.attention.paged import AttentionPart
 from hybrid_kv.attention.rollback import RollbackStep
 from hybrid_kv.cache.backend import AttentionGroup
 from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds, BlockKey, BlockPool
@@ -22,8 +22,8 @@ from hybrid_kv.request import Request, ScheduledRequest
 from hybrid_kv.sanitizer.ledger import Ledger
 from hybrid_kv.sanitizer.rules_attention import check_attention, check_block, check_drafts
 from hybrid_kv.sanitizer.rules_mamba import check_mamba, expect_copy
-from hybrid_kv.sanitizer.rules_rollback import rollback_rules
-from hybrid_kv.sanitizer.shadow import Array, Owner, Shadow, TrackedStep, to_numpy
+from hybrid_kv.sanitizer.rules_rollback import RollbackRules, rollback_rules
+from hybrid_kv.sanitizer.shadow import Array, DraftLayers, Owner, Shadow, TrackedStep, to_numpy
 
 NUM_KEYS = 2**16  # the first ones, whose checksums are kept, to know them when they are loaded
 
@@ -38,7 +38,7 @@ class Sanitizer(EngineObserver):
             other tokens' bytes are an error.
         row_memory: of the rollback scheme, by layer; tensors [num_rows, …], poisoned whenever a row
             gets a new owner.
-        draft_layers: those of a drafting head, which writes in passes of its own.
+        heads: the layers of a drafting head.
 
     Raises (from every method):
         SanitizerError: a rule is broken.
@@ -50,12 +50,12 @@ class Sanitizer(EngineObserver):
         groups: Sequence[AttentionGroup],
         buffers: Sequence[torch.Tensor],
         limits: SchedulerConfig,
-        private_tier: bool = False,
-        row_memory: Mapping[str, Any] | None = None,
-        draft_layers: Collection[str] = (),
+        private_tier: bool,
+        row_memory: Mapping[str, Any],
+        heads: DraftLayers,
     ) -> None:
         self.private_tier = private_tier
-        self.shadows = [Shadow(group, pool.num_blocks, draft_layers) for group in groups]
+        self.shadows = [Shadow(group, pool.num_blocks, heads) for group in groups]
         # Longer than the model allows, by the drafts of a step that passes its end.
         self.ledger = Ledger(
             pool, self.shadows, buffers, limits.max_num_seqs, limits.max_model_len + 32
@@ -63,7 +63,7 @@ class Sanitizer(EngineObserver):
         self.rollback = [
             rollback_rules(self.ledger, shadow, limits.max_num_seqs) for shadow in self.shadows
         ]
-        self._row_memory = row_memory or {}
+        self._row_memory = row_memory
         self._published_bytes: dict[BlockKey, set[int]] = {}
         self._all_bytes: set[int] = set()  # of all keys
         self._copies: list[
@@ -71,9 +71,7 @@ class Sanitizer(EngineObserver):
         ] = []  # checks of those of the step in flight
         # Copies that are due: owner, group, target, and a checksum of the source.
         self._copied: list[tuple[Owner, Shadow, int, int]] = []
-        # Groups that block drafters store to, each known from its first step on, and what this step
-        # has of them.
-        self._to_store: dict[int, PagedAttentionMetadata | None] = {}
+        self._metadata: dict[str, Any] = {}  # of the step, by layer
 
     # Blocks change hands.
 
@@ -286,24 +284,23 @@ class Sanitizer(EngineObserver):
                 actual,
                 expected,
             )
-        self._check_layers(metadata, step)
-
-    def _check_layers(self, metadata: dict[str, Any], step: TrackedStep) -> None:
-        """Hold the metadata of every group against a step."""
-        ledger = self.ledger
+        self._metadata = metadata
         for shadow, rollback in zip(self.shadows, self.rollback, strict=True):
-            parts = [metadata[shadow.group.layer_names[layer]] for layer in shadow.layers]
-            if any(other is not parts[0] for other in parts):
-                ledger.fail(
-                    "layer-metadata", "layers of one group get different metadata", None, shadow
-                )
-            group = shadow.group.group_id
-            if parts and shadow.is_mamba:
-                check_mamba(ledger, shadow, parts[0], step, rollback)
-            elif group in self._to_store:
-                self._to_store[group] = parts[0]
-            elif parts:
-                check_attention(ledger, shadow, parts[0], step)
+            self._check_group(shadow, rollback)
+
+    def _check_group(self, shadow: Shadow, rollback: RollbackRules) -> None:
+        """Hold the metadata of a group against the step."""
+        ledger = self.ledger
+        names = shadow.group.layer_names
+        parts = [self._metadata[names[layer]] for layer in shadow.layers]
+        if any(other is not parts[0] for other in parts):
+            ledger.fail(
+                "layer-metadata", "layers of one group get different metadata", None, shadow
+            )
+        if parts and shadow.is_mamba:
+            check_mamba(ledger, shadow, parts[0], ledger.batch, rollback)
+        elif parts and not shadow.is_stored:
+            check_attention(ledger, shadow, parts[0], ledger.batch)
 
     def _begin(self, owner: Owner, item: ScheduledRequest) -> None:
         """Begin a step of a request: new here, or where the last step left it."""
@@ -420,10 +417,10 @@ class Sanitizer(EngineObserver):
 
     def on_store(self, group: int) -> None:
         """Check what a block drafter writes: without it, its later reads find nothing there."""
-        metadata = self._to_store.get(group)
-        if metadata is not None:
-            check_attention(self.ledger, self.shadows[group], metadata, self.ledger.batch)
-        self._to_store[group] = None
+        shadow = self.shadows[group]
+        if shadow.is_stored:
+            metadata = self._metadata[shadow.group.layer_names[0]]
+            check_attention(self.ledger, shadow, metadata, self.ledger.batch)
 
     def on_block(self, group: int, rows: Array, segment: AttentionPart) -> None:
         """Check what a block drafter reads: the computed and accepted tokens in its window."""

@@ -8,7 +8,7 @@ want.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,21 +48,32 @@ class Owner:
         self.loaded: list[tuple[Shadow, int, int]] = []
 
 
+class DraftLayers(NamedTuple):
+    """The layers of a drafting head, by who writes them.
+
+    Attributes:
+        in_passes: a head in passes of its own; they follow no step.
+        stored: a block drafter, once the model has run.
+    """
+
+    in_passes: Collection[str] = ()
+    stored: Collection[str] = ()
+
+
 class Shadow:
     """The content of the blocks of one group.
 
-    Args:
-        draft_layers: those of a drafting head; they follow no step.
+    Attributes:
+        is_stored: all of its layers are those of a block drafter.
     """
 
-    def __init__(
-        self, group: AttentionGroup, num_blocks: int, draft_layers: Collection[str]
-    ) -> None:
+    def __init__(self, group: AttentionGroup, num_blocks: int, heads: DraftLayers) -> None:
         spec = group.spec
         self.group = group
         self.id = group.group_id
         self.block_size = spec.block_size
-        self.layers = [i for i, name in enumerate(group.layer_names) if name not in draft_layers]
+        self.layers = [i for i, name in enumerate(group.layer_names) if name not in heads.in_passes]
+        self.is_stored = all(name in heads.stored for name in group.layer_names)
         self.is_mamba = isinstance(spec, MambaSpec)
         width = 1 + spec.num_speculative_tokens if isinstance(spec, MambaSpec) else spec.block_size
         # [block, slot in the block]; of a Mamba group [block, row where a convolution window

@@ -124,6 +124,25 @@ def test_the_sanitizer_knows_what_a_block_drafter_may_read(
     assert caught.value.rule == rule
 
 
+@pytest.mark.parametrize("left_out", [0, 3])
+@pytest.mark.parametrize(("mode", "rule"), [("none", "read-slot"), ("align", "publish-slots")])
+def test_the_sanitizer_knows_what_a_block_drafter_has_stored(
+    monkeypatch: pytest.MonkeyPatch, left_out: int, mode: str, rule: str
+) -> None:
+    """A step with this many drafts stores nothing, for later blocks or for other requests."""
+    plain = BlockDrafter.propose
+
+    def propose(self: BlockDrafter, step: BlockDrafting, *given: Any) -> torch.Tensor | None:
+        return None if step.num_drafts == left_out else plain(self, step, *given)
+
+    monkeypatch.setattr(BlockDrafter, "propose", propose)
+    ranges = [[1, 1, 6], [2, 2, 3], [3, 4, 0]]
+    options = {"num_speculative_tokens_per_batch_size": ranges, "mamba_cache_mode": mode}
+    with pytest.raises(SanitizerError) as caught:
+        run(engine("M*}", 6, sanitize=True, **options), answer_book("M*}"))
+    assert caught.value.rule == rule
+
+
 def test_a_model_without_a_block_drafter_is_refused() -> None:
     options: dict[str, Any] = {"speculative_method": "dflash", "num_speculative_tokens": 4}
     with pytest.raises(ConfigError, match="this ExactModel has no block drafter"):
