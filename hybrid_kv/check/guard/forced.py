@@ -654,23 +654,6 @@ def _hit_inside_block(d: Draw) -> Scenario:
     )
 
 
-@forces("hit_fills_pool")
-def _hit_fills_pool(d: Draw) -> Scenario:
-    """Send a prompt again when its blocks are the oldest that are idle, and another one runs."""
-    prompts = d.prompts(2 * BLOCK - 2, 2 * BLOCK - 3, BLOCK + 1)
-    return d.scenario(
-        [*prompts, prompts[0]],
-        [1, 1, 9, d.number(1, 9)],
-        waves=(1, 1, 2),
-        modes=("align",),
-        layers="M*",
-        block_size=2 * BLOCK,
-        num_blocks=9,
-        prefix_match_unit=BLOCK,
-        async_scheduling=d.coin(),
-    )
-
-
 @forces("block_accepted", "block_rejected", "block_of_hit")
 def _block_of_hit(d: Draw) -> Scenario:
     prompts = d.prompts(33, 20)

@@ -297,11 +297,7 @@ class Observer(EngineObserver):
 
     def on_copy_blocks(self, request_id: str, num_tokens: int, copies: Sequence[BlockCopy]) -> None:
         """Note the blocks that a hit which ends inside of them is copied from."""
-        pool = self._llm.manager.pool
-        sources = [copy.source for copy in copies]
-        is_hit = all(pool.key_of(source) is not None for source in sources)
-        self.seen["hit_fills_pool"] += is_hit and not pool.num_free_blocks
-        self._waiting.on_copy(sources)
+        self._waiting.on_copy([copy.source for copy in copies])
 
     def on_flush(self, request: Request, group: int, step: RollbackStep) -> None:
         """Count a state that is written because its request gives up its row."""

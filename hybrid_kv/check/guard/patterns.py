@@ -69,7 +69,6 @@ REQUIRED = {
     "junction_hit": "… and another one that resumes where they were kept for it",
     "hit_inside_block": "a hit that ends inside a block, with a prefix match unit",
     "hit_inside_first_block": "… and before the end of the first one",
-    "hit_fills_pool": "… and takes all blocks but those that its end is copied from",
     "sparse_hit": "a hit where states and windows are kept for prompts that resume",
     "sampled": "a request with a temperature",
     "top_k_beside_top_p": "a request that top-k alone and top-p alone would continue in other ways",

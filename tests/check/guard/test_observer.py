@@ -160,6 +160,7 @@ RESET = replace(
 )
 LATE = FORCED["once_more_at_max_model_len"](Draw(0))
 ENDS = FORCED["all_accepted, max_model_len_with_drafts"](Draw(0))
+INSIDE = FORCED["hit_inside_block, hit_inside_first_block"](Draw(9))
 SLEEP = replace(
     scenario("all", 2, "mixed", state_scheme="recompute"), events=(Disturbance("sleep", 3, 4),)
 )
@@ -228,14 +229,14 @@ SLEEP = replace(
             LocatedHit,
             "copies",
             lambda f: lambda self: [copy._replace(target=copy.source) for copy in f(self)],
-            FORCED["hit_fills_pool"](Draw(0)),
-            "copied-unheld: request 3 copies blocks",
+            replace(INSIDE, options=INSIDE.options | {"sanitize": False}),
+            "copied-unheld: request ",
         ),
         (
             PartialBlockManager,
             "is_complete",
             lambda _: lambda self, request_id, _: request_id in self.pending,
-            FORCED["hit_inside_block, hit_inside_first_block"](Draw(9)),
+            INSIDE,
             "published-early: request",
         ),
         (
